@@ -7,6 +7,7 @@ wherever it was resumed, it has the same rows.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import json
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from common.errors import UserError, first_line
+from common.problem_types import UnusableRow
 from common.rows import (
     Columns,
     Layout,
@@ -25,6 +27,9 @@ from common.rows import (
     csv_records,
     find_layout,
     joined,
+    parse_json,
+    quotes_are_text,
+    separators,
     utf8_bytes,
 )
 from common.text import Text
@@ -92,7 +97,7 @@ def open_parts(
     """
     readers: dict[str, Callable[[str, BinaryIO, Columns, int], PartReader]] = {
         ".csv": CsvParts,
-        ".tsv": CsvParts,
+        ".tsv": TsvParts,
         ".parquet": ParquetParts,
     }
     return readers.get(suffix, JsonLinesParts)(name, file, Columns(text_column, "", pair_column), part_rows)
@@ -123,17 +128,17 @@ class _TextParts(PartReader):
     def __init__(self, name: str, file: BinaryIO, wanted: Columns, part_rows: int) -> None:
         self._name, self._file, self._wanted, self._part_rows = name, file, wanted, part_rows
         file.seek(0)
+        head = file.read(4096)
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
         try:
-            head = utf8_bytes(file.read(4096)[:4095])
+            head = utf8_bytes(head)
             if head and not head.strip():
                 head = b"x"  # blank lines first: nothing to see here
         except ValueError as error:
             raise UserError(f"{name}: {error}", code="data-unreadable") from error
         if not head:
             raise UserError(f"{name}: holds no rows", code="data-empty")
-        file.seek(0)
-        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
-            raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
         self._find_columns()
         if not self.read(Place()).texts:
             raise UserError(f"{name}: holds no rows", code="data-empty")
@@ -184,6 +189,7 @@ class CsvParts(_TextParts):
     """CSV and TSV with a header, or in AG News' layout without one."""
 
     _layout: Layout
+    _separators = separators(".csv")
 
     def _find_columns(self) -> None:
         lines, self._header_lines, line = Lines(self._name, self._file, Place()), 0, ""
@@ -194,9 +200,11 @@ class CsvParts(_TextParts):
         except IndexError:
             raise UserError(f"{self._name}: holds no rows", code="data-empty") from None
         try:
-            self._layout = find_layout(line, self._wanted)
+            self._layout = find_layout(line, self._wanted, self._separators)
         except ValueError:
             self._layout = self._without_text_column(line)
+        is_tsv, first = self._layout.separator == "\t", self._header_lines - 1
+        self._quotes = not is_tsv or not quotes_are_text(lines, first, has_header=bool(self._layout.places))
         if self._layout.places:
             header = next(csv.reader([line], delimiter=self._layout.separator))
             self.columns = [name.strip() or f"column_{i + 1}" for i, name in enumerate(header)]
@@ -215,13 +223,13 @@ class CsvParts(_TextParts):
         """The layout of AG News, if this is one of its rows."""
         try:
             check_utf8(line)
-            layout = find_layout(line, Columns())
+            layout = find_layout(line, Columns(), self._separators)
             if self._wanted == Columns(label="") and not layout.places:
                 return layout
         except ValueError as error:
             if "UTF-8" in str(error):
                 raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
-        rows = (next(csv.reader([line], delimiter=separator), []) for separator in ",;\t")
+        rows = (next(csv.reader([line], delimiter=separator), []) for separator in self._separators)
         _no_column(f"{self._name} line {self._header_lines}", self._wanted, max(rows, key=len))
 
     def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
@@ -229,7 +237,8 @@ class CsvParts(_TextParts):
         collecting = _Collecting(self._wanted, part)
         width, places = len(self.columns), self._layout.places
         # A rejected line adds its row to the part on its own, before the next record is yielded.
-        for line, fields in csv_records(self._name, lines, skipped, self._layout.separator, collecting):
+        records = csv_records(self._name, lines, skipped, self._layout.separator, collecting, quotes=self._quotes)
+        for line, fields in records:
             if fields:
                 problem, line_text = "", "".join(fields)
                 if not line_text.isascii() and not _is_utf8(line_text):
@@ -243,6 +252,12 @@ class CsvParts(_TextParts):
                     texts = [joined([padded[i] for i in text]) for text in places]
                 self._add(part, line, dict(zip(self.columns, padded, strict=True)), texts, problem)
             yield line
+
+
+class TsvParts(CsvParts):
+    """The same, where a single column is not split at commas."""
+
+    _separators = separators(".tsv")
 
 
 def _is_utf8(text: str) -> bool:
@@ -297,12 +312,10 @@ class JsonLinesParts(_TextParts):
 
 
 def _json_object(line: str) -> tuple[dict[str, Any], str]:
-    if not line.isascii() and not _is_utf8(line):
-        return {}, "not UTF-8 text; save the file as UTF-8"
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return {}, f"not valid JSON ({getattr(error, 'msg', 'nested too deep')}); each line must hold one object"
+        row = parse_json(line)
+    except UnusableRow as error:
+        return {}, str(error)
     if not isinstance(row, dict):
         return {}, "must be an object"
     if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold

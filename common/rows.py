@@ -28,7 +28,7 @@ AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 # Each line of such a file is a text; it has no labels.
 PLAIN_TEXT_FORMAT = ".txt"
-SEPARATORS = ",;\t"
+_SEPARATORS = ",;\t"
 MOST_NAMED = 10
 _MOST_COLUMNS_NAMED = 20
 _LONGEST_NAME = 30
@@ -108,13 +108,18 @@ class Layout:
     unused: tuple[str, ...] = ()
 
 
-def find_layout(first_line: str, columns: Columns) -> Layout:
+def separators(suffix: str) -> str:
+    """What may stand between the fields of such a file; what is tried first also decides files of one column."""
+    return "\t,;" if suffix == ".tsv" else _SEPARATORS
+
+
+def find_layout(first_line: str, columns: Columns, separators: str) -> Layout:
     """Find the separator and the columns from a file's first line.
 
     Raises:
         ValueError: it has no such columns, and is not a row in AG News' layout.
     """
-    rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in SEPARATORS}
+    rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in separators}
     for separator, fields in rows.items():
         if not columns.missing(fields):
             places = columns.among(fields)
@@ -207,6 +212,14 @@ class Lines(Sequence[str]):
     def end(self) -> Place:
         """The end of the file, once it was reached."""
         return Place(self._offset, self._next)
+
+    @contextlib.contextmanager
+    def from_start(self) -> Iterator[Lines]:
+        """The same file from its first line on, to be read before this one is read further."""
+        try:
+            yield Lines(self._name, self._file, Place())
+        finally:
+            self._file.seek(self._offset)
 
 
 class Reading:
@@ -402,14 +415,13 @@ def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[
     if first is None:
         return
     try:
-        layout = find_layout(lines[first], reading.columns)
+        layout = find_layout(lines[first], reading.columns, separators(path.suffix.lower()))
     except ValueError as error:
         raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}", code="data-columns") from error
     reading.unused |= dict.fromkeys(layout.unused)
-    num_fields = lines[first].count("\t") + 1
+    quotes = layout.separator != "\t" or not quotes_are_text(lines, first, has_header=bool(layout.places))
     if layout.places:
         first += 1
-    quotes = layout.separator != "\t" or not _quotes_are_text(path, first, num_fields)
     for line, fields in csv_records(path, lines, first, layout.separator, reading, quotes=quotes):
         lines.place_after(line)
         if not fields:
@@ -424,21 +436,26 @@ def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[
             yield where, text, label
 
 
-def _quotes_are_text(path: Path, start: int, num_fields: int) -> bool:
-    """Whether the quotes in a TSV belong to its texts.
+def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
+    """Whether the quotes in a TSV, whose first row or header is line ``first``, belong to its texts.
 
     Some programs put quotes around fields, as in CSV, others write texts as they are, quotes included. The file does
-    not say which, so it is read both ways: the right one leaves fewer malformed records, or else joins no lines.
+    not say which, so all of it is read both ways: the right one leaves fewer malformed records, or else joins no lines.
     """
-    with path.open("rb") as file:
-        if not any(line.startswith(b'"') or b'\t"' in line for line in file):
+    num_fields = lines[first].count("\t") + 1
+    with lines.from_start() as again:
+        for number, line in enumerate(again, start=1):
+            again.place_after(number)
+            if line.startswith('"') or '\t"' in line:
+                break
+        else:
             return False
 
     def misfit(*, quotes: bool) -> tuple[int, int]:
         reading, malformed, records = Reading(TEXT_AND_LABEL, skip=True), 0, 0
-        with _open_lines(path) as lines:
-            for line, fields in csv_records("", lines, start, "\t", reading, quotes=quotes):
-                lines.place_after(line)
+        with lines.from_start() as again:
+            for line, fields in csv_records("", again, first + has_header, "\t", reading, quotes=quotes):
+                again.place_after(line)
                 records += bool(fields)
                 malformed += bool(fields) and len(fields) != num_fields
         return malformed + reading.count, -records
@@ -563,12 +580,25 @@ def _json_rows(path: Path, lines: Lines, reading: Reading) -> Iterator[FoundRow]
             yield where, text, label
 
 
-def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
+def parse_json(line: str) -> Any:
+    """What one of the JSON lines holds.
+
+    Raises:
+        UnusableRow: it is not JSON, or more than Python can hold.
+    """
     _check_encoding(line)
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise UnusableRow(f"not valid JSON ({error.msg}); each line must hold one object") from error
+    except RecursionError as error:
+        raise UnusableRow("JSON that is nested too deep") from error
+    except ValueError as error:
+        raise UnusableRow("JSON with a number of too many digits") from error
+
+
+def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise UnusableRow("must be an object with text and label")
     try:

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader stopped early (`| head`). Without this, Python complains when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}", code="prediction-failed") from error
+        raise UserError(f"{error.filename or 'standard output'}: {error.strerror}", code="prediction-failed") from error
     except (ForwardError, ValueError) as error:
         raise UserError(str(error), code="prediction-failed") from error
 

@@ -102,8 +102,6 @@ def main(arguments: list[str] | None = None) -> None:
         for name in ("text_column", "bad_rows", "probabilities", "prefix", "format", "part_rows")
     }
     job = plan_job(options.source, options.out, settings)
-    if options.restart:
-        job.discard()
     model = _load_model(options, job)
     if model.reads_pairs:
         job.settings["pair_column"] = options.pair_column or "text_pair"
@@ -115,6 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(what, code="flags-conflict")
     scoring = Scoring(job, model, quiet=options.quiet)
     scoring.check_inputs()
+    if options.restart:  # last, so that a mistake in the command costs no finished part
+        job.discard()
     try:
         job.begin(_describe(model))
     except UserError as error:
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _load_model(options: argparse.Namespace, job: Job) -> ModelLoader:
     settings = Settings.from_environment()
     # A job that has begun keeps its engine: which one is measured as the fastest may change from start to start.
-    begun_with = job.earlier_record().get("model", {}).get("runtime")
+    begun_with = None if options.restart else job.earlier_record().get("model", {}).get("runtime")
     engine = options.engine or (settings.engine if settings.engine != "auto" else begun_with or "auto")
     return ModelLoader(options.model or settings.model_checkpoint, engine, settings.hardware)
 

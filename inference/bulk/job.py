@@ -245,7 +245,7 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
     """
     inputs, outputs = storage_of(source), storage_of(out)
     source, out = (one.rstrip("/") if len(one) > 1 else one for one in (source, out))
-    found = inputs.find(source)
+    found = _without_own_files(inputs.find(source), source, out, inputs, outputs)
     if not found:
         what = "matches no file" if set(source) & set("*?[") else "no such file or folder"
         what = "holds no file" if inputs.is_folder(source) else what
@@ -280,6 +280,26 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
     return Job(source, out, files, inputs, outputs, settings)
 
 
+def _without_own_files(
+    found: list[str], source: str, out: str, inputs: LocalStorage, outputs: LocalStorage
+) -> list[str]:
+    """What a pattern matches, without what this job has written since it began."""
+    if is_remote(source) != is_remote(out):
+        return found
+    target, folder = outputs.absolute(out), inputs.absolute(_before_wildcards(source))
+    if f"{folder}/".startswith(f"{target}/"):  # the input itself lies in OUT, which is refused later
+        return found
+    own = (f"{target}/", f"{target}.parts/", f"{target}.job.json")
+    return [path for path in found if not f"{inputs.absolute(path)}/".startswith(own)]
+
+
+def _before_wildcards(source: str) -> str:
+    """The folder of a pattern before its first wildcard; of anything else, all of it."""
+    while set(source) & set("*?["):
+        source = source.rpartition("/")[0]
+    return source
+
+
 def _known_format(path: str, given: str) -> str:
     suffix = PurePosixPath(path).suffix.lower()
     if suffix not in FORMATS:
@@ -290,18 +310,18 @@ def _known_format(path: str, given: str) -> str:
 
 
 def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: LocalStorage) -> Iterator[InputFile]:
-    # Of a pattern, the folder before its first wildcard.
-    fixed = source
-    while set(fixed) & set("*?["):
-        fixed = fixed.rpartition("/")[0]
-    if is_remote(source):
-        fixed = inputs.absolute(fixed)  # a driver may write an address in another way
+    folder = inputs.plain(_before_wildcards(source))
     outs: dict[str, str] = {}
     for path in found:
         suffix = PurePosixPath(path).suffix.lower()
         if suffix not in FORMATS:
             continue
-        name = path.removeprefix(fixed).lstrip("/")
+        name = inputs.plain(path).removeprefix(folder).lstrip("/")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            what = "the name is not UTF-8 text; rename the file"
+            raise UserError(f"{path!a}: {what}", code="data-unreadable") from error
         out_suffix = f".{wanted}" if wanted else {".json": ".jsonl"}.get(suffix, suffix)
         target = f"{out}/{name[: len(name) - len(suffix)]}{out_suffix}"
         if target in outs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -72,12 +73,15 @@ class RowsOut:
         flat = [self._object] if suffix == ".jsonl" and probabilities else self._flat
         self.added = [*self._decided, *flat, *([self._error] if errors else [])]
         self._columns = reader.columns
-        if taken := [column for column in self.added if column in reader.columns]:
+        self._refuse_taken(reader.columns)
+        self._schema = self._schema_of(reader) if suffix == ".parquet" else None
+
+    def _refuse_taken(self, names: Iterable[str]) -> None:
+        if taken := [column for column in names if column in self.added]:
             raise UserError(
-                f"{name}: has a column {taken[0]} already; name the added ones with --prefix, such as predicted_",
+                f"{self._name}: has a column {taken[0]} already; name the added ones with --prefix, such as predicted_",
                 code="data-columns",
             )
-        self._schema = self._schema_of(reader) if suffix == ".parquet" else None
 
     def _schema_of(self, reader: PartReader) -> pyarrow.Schema:
         try:
@@ -110,21 +114,42 @@ class RowsOut:
         """A part's rows with their answers, to be kept until all parts are there."""
         if self._suffix == ".parquet":
             return self._parquet_part(part, answers)
+        try:
+            return self._text_part(part, answers)
+        except (ValueError, OverflowError, RecursionError) as error:
+            # Parquet can hold what Python cannot: a year above 9999, nanoseconds, text in another encoding.
+            last = part.end.rows
+            which = f"rows {last - len(answers.values) + 1:,} to {last:,}"
+            what = f"cannot all be written as {self._suffix} ({first_line(error)})"
+            remedy = "leave them out" if isinstance(part.rows, list) else "name OUT .parquet"
+            raise UserError(f"{self._name} {which}: {what}; {remedy}", code="row-unusable") from error
+
+    def _text_part(self, part: Part, answers: Answers) -> bytes:
         rows = part.rows if isinstance(part.rows, list) else part.rows.to_pylist()
         added = self._answer_columns(answers)
         columns = list(zip(*added.values(), strict=True))
         if self._suffix == ".jsonl":
+            self._refuse_taken(itertools.chain(*rows))
             return "".join(
                 _json_line({**row, **self._answer(dict(zip(added, answer, strict=True)))})
                 for row, answer in zip(rows, columns, strict=True)
             ).encode()
         self._refuse_other_columns(rows)
-        text = io.StringIO()
-        writer = csv.writer(text, delimiter="\t" if self._suffix == ".tsv" else ",", lineterminator="\n")
-        writer.writerows(
+        return self._csv(
             [*(_cell(row.get(name)) for name in self._columns), *map(_cell, answer)]
             for row, answer in zip(rows, columns, strict=True)
         )
+
+    def _csv(self, rows: Iterable[list[Any]]) -> bytes:
+        text, separator = io.StringIO(), "\t" if self._suffix == ".tsv" else ","
+        minimal, quoted = (
+            csv.writer(text, delimiter=separator, lineterminator="\n", quoting=quoting)
+            for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
+        )
+        for row in rows:
+            # Readers take a carriage return for the end of a row, but the writer only quotes its own line end.
+            has_return = any(isinstance(cell, str) and "\r" in cell for cell in row)
+            (quoted if has_return else minimal).writerow(row)
         return text.getvalue().encode()
 
     def _answer(self, flat: dict[str, Any]) -> dict[str, Any]:
@@ -193,10 +218,7 @@ class RowsOut:
             _join_parquet(parts, file)
             return
         if self._suffix != ".jsonl":
-            header = io.StringIO()
-            separator = "\t" if self._suffix == ".tsv" else ","
-            csv.writer(header, delimiter=separator, lineterminator="\n").writerow([*self._columns, *self.added])
-            file.write(header.getvalue().encode())
+            file.write(self._csv([[*self._columns, *self.added]]))
         for part in parts:
             file.write(part)
 

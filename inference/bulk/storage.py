@@ -81,6 +81,10 @@ class LocalStorage:
         """The one name of a file that may be written in several ways."""
         return str(Path(path).resolve())
 
+    def plain(self, path: str) -> str:
+        """The whole path, in which links keep their names."""
+        return os.path.abspath(path)  # noqa: PTH100 - pathlib keeps ".."
+
     def open(self, path: str) -> BinaryIO:
         return Path(path).open("rb")
 
@@ -194,6 +198,8 @@ class RemoteStorage(LocalStorage):
 
     def absolute(self, path: str) -> str:
         return self._files.unstrip_protocol(self._files._strip_protocol(path))
+
+    plain = absolute
 
     def open(self, path: str) -> BinaryIO:
         return self._files.open(path, "rb")

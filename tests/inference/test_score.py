@@ -20,6 +20,7 @@ import pytest
 
 import inference.score
 from common.errors import UserError
+from common.rows import TEXT_AND_LABEL, Reading, read_file
 from inference.bulk import job as bulk_job
 from inference.engines.model_loader import ModelLoader
 from inference.score import main
@@ -198,6 +199,42 @@ def test_bad_json_lines_keep_their_place(model_folder: Path, tmp_path: Path) -> 
     assert "not valid JSON" in rows[2]["error"]
 
 
+def test_a_json_line_that_python_cannot_hold_is_a_bad_row(model_folder: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"text": "oil"}\n{"text": "oil", "n": ' + "9" * 5000 + '}\n{"x": ' + "[" * 100_000 + "\n")
+    score(source, out, model_folder, "--bad_rows", "keep")
+    rows = rows_of(out)
+
+    assert rows[0]["label"]
+    assert "a number of too many digits" in rows[1]["error"]
+    assert "nested too deep" in rows[2]["error"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_carriage_return_in_a_text_does_not_end_its_row(model_folder: Path, tmp_path: Path, suffix: str) -> None:
+    source, out = tmp_path / "in.jsonl", (tmp_path / "out").with_suffix(suffix)
+    source.write_text('{"text": "Shares fall\\ron Wall Street", "id": 1}\n{"text": "Cup final", "id": 2}\n')
+    score(source, out, model_folder)
+    score(out, again := (tmp_path / "again").with_suffix(suffix), model_folder, "--prefix", "again_")
+
+    rows = rows_of(again)
+    assert [(row["text"], row["id"]) for row in rows] == [("Shares fall\ron Wall Street", "1"), ("Cup final", "2")]
+    assert all(row["label"] == row["again_label"] for row in rows)
+
+
+def test_a_tsv_has_the_rows_that_training_reads_from_it(model_folder: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.tsv", tmp_path / "out.jsonl"
+    texts = ['"Shares fall on Wall Street', "Cup final goes to penalties", 'Oracle buys PeopleSoft"', '"Fine" says one']
+    source.write_text("text\tlabel\n" + "".join(f"{text}\t1\n" for text in texts))
+    score(source, out, model_folder, "--prefix", "found_")
+    assert [row["text"] for row in rows_of(out)] == texts
+    assert [text for _, text, _ in read_file(source, Reading(TEXT_AND_LABEL, skip=False))] == texts
+
+    (tmp_path / "one.tsv").write_text("text\nShares fall, again\nCup final\n")
+    score(tmp_path / "one.tsv", tmp_path / "one.jsonl", model_folder)
+    assert [row["text"] for row in rows_of(tmp_path / "one.jsonl")] == ["Shares fall, again", "Cup final"]
+
+
 # Kills and company.
 
 
@@ -370,6 +407,47 @@ def test_a_refused_restart_or_a_missing_output_costs_no_record(news: Path, model
     assert sorted(path.name for path in out.iterdir()) == ["a.csv", "b.csv"]
 
 
+def test_a_mistake_beside_restart_costs_no_finished_part(model_folder: Path, tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.csv", 40), tmp_path / "out.csv"
+    source.write_text(source.read_text() + ",bad\n")
+    with pytest.raises(UserError, match="the text is empty"):
+        score(source, out, model_folder)
+    before = finished_parts(out)
+    assert before
+
+    with pytest.raises(UserError, match="no column txt"):
+        score(source, out, model_folder, "--text_column", "txt", "--restart")
+    assert finished_parts(out) == before
+
+
+def test_a_job_whose_pattern_matches_its_own_files_can_be_started_again(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text('{"text": "oil"}\n{"text": ""}\n')
+    for pattern, out in (("*.json", "flat"), ("**/*.json*", "deep")):
+        with pytest.raises(UserError, match="the text is empty"):
+            score(pattern, out, model_folder)
+        (tmp_path / "a.json").write_text('{"text": "oil"}\n')
+        score(pattern, out, model_folder, "--restart")
+        score(pattern, out, model_folder)
+        assert [path.name for path in (tmp_path / out).iterdir()] == ["a.jsonl"]
+        shutil.rmtree(tmp_path / out)
+        (tmp_path / f"{out}.job.json").unlink()
+        (tmp_path / "a.json").write_text('{"text": "oil"}\n{"text": ""}\n')
+
+
+def test_a_folder_named_in_another_way_is_the_same_job(
+    news: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(news.parent)
+    Path("in").mkdir()
+    news.rename("in/news.csv")
+    for name in ("./in", "in", "in/../in/", str(Path("in").absolute())):
+        score(name, "out", model_folder)
+    assert [str(path) for path in Path("out").rglob("*")] == ["out/news.csv"]
+
+
 def test_a_finished_job_is_not_done_again_and_a_removed_output_is(news: Path, model_folder: Path) -> None:
     out = news.with_name("out.csv")
     score(news, out, model_folder)
@@ -434,6 +512,20 @@ def test_bad_input_is_refused_in_one_line(model_folder: Path, tmp_path: Path) ->
     assert "names one file" in refusal(tmp_path / "*.csv", out, model_folder)
     assert "cannot be written" in refusal(good, good / "out.csv", model_folder)
     assert "Protocol not known" in refusal("nothing://in.csv", out, model_folder)
+
+
+def test_what_the_output_cannot_hold_is_refused_in_one_line(model_folder: Path, tmp_path: Path) -> None:
+    far, late, latin = (tmp_path / name for name in ("far.parquet", "late.jsonl", "latin"))
+    year_30_000_000 = pyarrow.array([0, 10**15], pyarrow.timestamp("s"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["oil", "goal"], "when": year_30_000_000}), far)
+    # The field of an answer comes after the rows whose columns are checked before the job begins.
+    late.write_text('{"text": "oil"}\n' * 40 + '{"text": "goal", "label": "MINE"}\n')
+    latin.mkdir()
+    (latin / os.fsdecode(b"caf\xe9.csv")).write_text("text\noil\n")
+
+    assert "far.parquet rows 1 to 2: cannot all be written as .csv" in refusal(far, tmp_path / "far.csv", model_folder)
+    assert "has a column label already" in refusal(late, tmp_path / "late.out.jsonl", model_folder, "--part_rows", "16")
+    assert "the name is not UTF-8 text" in refusal(latin, tmp_path / "out", model_folder)
 
 
 def test_a_full_disk_ends_the_job_in_one_line_and_it_goes_on_with_space(model_folder: Path, tmp_path: Path) -> None:
