@@ -20,7 +20,7 @@ MAIN_LINE = REPOSITORY / "docs" / "site" / "train_and_serve.md"
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[\w-]+): (?P<value>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```\n", re.M | re.S
 )
-_LINK = re.compile(r"\]\((?!\w+://)[^)]*\)")
+_LINK = re.compile(r"\[([^]]*)\]\((?!\w+://)[^)]*\)")
 # Packages that the checker and the demonstrations import. None of them depends on PyTorch, so the one that the service
 # has is kept; most services have all of them.
 LESSON_NEEDS = "numpy pillow prometheus-client pydantic pyyaml rich tokenizers"
@@ -87,7 +87,7 @@ def _cells_of(block: re.Match[str], lesson_name: str) -> list[Cell]:
 def _plain(text: str) -> str:
     """Without links to other pages, which a notebook does not have beside it, and without marks for tests."""
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.S)
-    return _LINK.sub("", re.sub(r"\[([^]]*)\](?=\((?!\w+://))", r"\1", text))
+    return _LINK.sub(r"\1", text)
 
 
 def all_notebooks() -> dict[str, str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 if not __package__:  # started by path: the imports below need the folder above this one
@@ -45,8 +44,8 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int
     """The order of 1F1B: one forward per later stage, then forward and backward alternate."""
     warm_up = min(num_stages - 1 - stage, num_micro_batches)
     forwards, backwards = ([(kind, index) for index in range(num_micro_batches)] for kind in "FB")
-    pairs = zip(forwards[warm_up:], backwards, strict=False)
-    return forwards[:warm_up] + list(chain.from_iterable(pairs)) + backwards[num_micro_batches - warm_up :]
+    alternating = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+    return forwards[:warm_up] + alternating + backwards[num_micro_batches - warm_up :]
 
 
 class Stage:
@@ -54,8 +53,7 @@ class Stage:
 
     Args:
         module: its output has the shape of its input.
-        inputs: the micro-batches, all alike in size; ranks but the first read only their shapes.
-        targets: of the same shapes, for the mean square error on the last rank.
+        inputs, targets: of the micro-batches, all of one shape; the first rank reads the inputs, the last the targets.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -65,22 +63,24 @@ class Stage:
 
     def run(self, order: Order) -> list[tuple[Action, int]]:
         """Returns each action with the number of micro-batches whose activations the stage then kept."""
-        # Sends are not waited for here: with 1F1B two neighbours would both wait to send, and neither receive.
-        events, sends = [], []
+        # Sends are not waited for at once: with 1F1B two neighbours would both wait to send, and neither receive. But a
+        # send keeps its tensor in memory. Once the gradient of an activation is back, the activation has arrived.
+        events, sends = [], {}
         for kind, index in order:
             message, receiver = self._forward(index) if kind == "F" else self._backward(index)
             events.append((Action(self.rank, kind, index), len(self.kept)))
+            if sent := sends.pop(("F", index), None):
+                sent.wait()
             if 0 <= receiver <= self.last:
-                sends.append(dist.isend(message, receiver))
-        for send in sends:
+                sends[kind, index] = dist.isend(message, receiver)
+        for send in sends.values():
             send.wait()
         return events
 
     def _forward(self, index: int) -> tuple[torch.Tensor, int]:
         x = self.inputs[index]
         if self.rank > 0:
-            x = torch.empty_like(x)
-            dist.recv(x, self.rank - 1)
+            dist.recv(x := torch.empty_like(x), self.rank - 1)
             x.requires_grad_()  # the previous stage waits for its gradient
         y = self.module(x)
         if self.rank == self.last:
@@ -90,9 +90,9 @@ class Stage:
 
     def _backward(self, index: int) -> tuple[torch.Tensor | None, int]:
         x, y = self.kept.pop(index)
-        gradient = torch.empty_like(y) if self.rank < self.last else None
-        if gradient is not None:
-            dist.recv(gradient, self.rank + 1)
+        gradient = None
+        if self.rank < self.last:
+            dist.recv(gradient := torch.empty_like(y), self.rank + 1)
         y.backward(gradient)
         return x.grad, self.rank - 1
 
@@ -110,8 +110,8 @@ def show(ranks: Ranks, num_micro_batches: int = 8) -> None:
         events = ranks.gather(stage.run(order(ranks.rank, ranks.world_size, num_micro_batches)))
         gaps = ranks.gather(f"{largest_gap((weight.grad for weight in module.parameters()), expected):.1e}")
         if ranks.is_first:
-            ran = [[action for action, _ in stage] for stage in events]
-            timeline.show(timeline.place(ran, name), Console(highlight=False))
+            drawing = timeline.place([[action for action, _ in stage] for stage in events], name)
+            timeline.show(drawing, Console(highlight=False))
             print(f"largest difference to the gradients of one process, by stage: {', '.join(gaps)}\n")
 
 

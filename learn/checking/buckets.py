@@ -21,9 +21,10 @@ HANG_HINT = (
     "The checker lets rank 0 finish its backward pass before the other ranks begin theirs. A hook that waits for an "
     "all-reduce then never returns. And do all ranks launch every bucket?"
 )
-SIZES = (3, 4, 5, 20, 2, 7, 3, 2)  # elements, float32, in the order of the backward pass
-BUCKET_BYTES = 48
-BUCKETS = (3, 1, 3, 1)  # parameters in each: 48 bytes, 80 (a single one that is larger), 48 and 8
+# In the order of the backward pass; in float64, because a parameter's bytes are not always 4 per element.
+SHAPES = [torch.Size(shape) for shape in ((3,), (2, 2), (5,), (4, 5), (2,), (7, 1), (3,), (1, 2))]
+BUCKET_BYTES = 96
+BUCKETS = (3, 1, 3, 1)  # parameters in each: 96 bytes, 160 (a single one that is larger), 96 and 16
 STEPS = 2
 LATE_SECONDS = 0.1  # in which a finish() of rank 0 that does not wait has returned
 GRADIENT = "gradient"  # the name under which a computed gradient is recorded among the calls
@@ -42,13 +43,13 @@ class Seen:
 
 def own_gradients(rank: int, step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [numbers_of(rank, torch.Size([size]), generator) for size in SIZES]
+    return [numbers_of(rank, shape, generator).double() for shape in SHAPES]
 
 
 def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -> Seen:
     rank = dist.get_rank()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    parameters = [nn.Parameter(torch.zeros(size)) for size in SIZES]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
     recorder = RecordedCalls()
     for parameter in parameters:  # before the learner's hooks, so that a gradient is recorded before its all-reduce
         parameter.register_post_accumulate_grad_hook(partial(_record, recorder))
@@ -84,7 +85,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     for step in range(STEPS):
         own = [own_gradients(rank, step) for rank in range(len(seen))]
         held = [one.gradients[step] for one in seen]
-        wrong = [place for place in range(len(SIZES)) if not _is_mean(place, held, own)]
+        wrong = [place for place in range(len(SHAPES)) if not _is_mean(place, held, own)]
         if wrong and step > 0:
             hint = f"What have the hooks counted or collected in the first step, and what resets it? {WAIT}"
             return Finding(f"right in step 1, wrong in step {step + 1}", hint, _example(wrong[0], held, own))
@@ -107,7 +108,7 @@ def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence
     num_ranks, detail = len(own), _example(wrong[0], held, own)
     total = [torch.stack(parts).sum(0) for parts in zip(*own, strict=True)]
     left = [place for place in wrong if all(same(a[place], b[place]) for a, b in zip(held, own, strict=True))]
-    if len(left) == len(SIZES):
+    if len(left) == len(SHAPES):
         hint = f"Does what the all-reduce computes get into each .grad? {WAIT}"
         return Finding("each rank still has its own gradients", hint, detail)
     if left:
@@ -133,10 +134,11 @@ def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
         if call.name == "allreduce":
             launches.append((num_computed, call.num_bytes))
     ends = [sum(BUCKETS[: place + 1]) for place in range(len(BUCKETS))]
-    sizes = [4 * sum(SIZES[end - length : end]) for end, length in zip(ends, BUCKETS, strict=True)]
-    counts = [num_bytes for _, num_bytes in launches]
-    detail = f"{len(SIZES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
-    if len(launches) == len(SIZES):
+    num_bytes = [8 * shape.numel() for shape in SHAPES]
+    sizes = [sum(num_bytes[end - length : end]) for end, length in zip(ends, BUCKETS, strict=True)]
+    counts = [sent for _, sent in launches]
+    detail = f"{len(SHAPES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
+    if len(launches) == len(SHAPES):
         return "makes one all-reduce per gradient", "Each call has a fixed cost. What can be sent together?", detail
     if len(launches) == 1:
         return "makes one all-reduce for all gradients", "It cannot begin before the last gradient is computed.", detail
@@ -145,8 +147,8 @@ def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
         large = [count for count in counts if count > BUCKET_BYTES and count not in sizes]
         return ("a bucket is too large" if large else "the buckets are not those asked for"), hint, detail
     when = [computed for computed, _ in launches]
-    detail = f"the buckets are complete after {ends} of {len(SIZES)} gradients, and launched after {when}"
-    if min(when) == len(SIZES):
+    detail = f"the buckets are complete after {ends} of {len(SHAPES)} gradients, and launched after {when}"
+    if min(when) == len(SHAPES):
         hint = (
             "While a bucket is being sent, the backward pass could compute the next gradients. Who knows that one is "
             "ready?"
@@ -164,8 +166,8 @@ def _example(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) ->
     mean = torch.stack([gradients[place] for gradients in own]).mean(0)
     rank = next(rank for rank, gradients in enumerate(held) if not same(gradients[place], mean))
     found = held[rank][place]
-    element = 0 if found is None or found.shape != mean.shape else (found != mean).nonzero()[0].item()
-    terms = " + ".join(f"{gradients[place][element].item():g}" for gradients in own)
+    element = 0 if found is None or found.shape != mean.shape else (found != mean).flatten().nonzero()[0].item()
+    terms = " + ".join(f"{gradients[place].flatten()[element].item():g}" for gradients in own)
     now = "None" if found is None else f"{found.flatten()[element].item():g}"
     where = f"parameter {place}, element {element} of its gradient"
-    return f"{where}: ({terms}) / {len(own)} = {mean[element].item():g}; rank {rank} has {now}"
+    return f"{where}: ({terms}) / {len(own)} = {mean.flatten()[element].item():g}; rank {rank} has {now}"

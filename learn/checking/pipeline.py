@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from learn.by_hand.pipeline import one_forward_one_backward
 from learn.checking.finding import Exercise, Finding
@@ -24,14 +24,22 @@ def numbers_of_micro_batches(num_stages: int) -> tuple[int, ...]:
     return 4, 1, 2 * num_stages + 2  # the shortest order that shows all phases comes first
 
 
+# A pipeline longer than the ranks at hand, with fewer micro-batches than it has stages: any rank can ask for all of it.
+LONG_PIPELINE = [(5, 2), (5, 3)]
+
+
 def words(order: Sequence[tuple[str, int]]) -> str:
     return " ".join(f"{kind}{index}" for kind, index in order)
 
 
 def observe_order(function: Callable[[int, int, int], Order]) -> list[list[Any] | str]:
-    """The order for each number of micro-batches, or the name of its type if it is no list."""
+    """The order for each number of micro-batches, then those of the long pipelines' stages; the name of its type if it
+    is no list.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     orders = [function(rank, size, number) for number in numbers_of_micro_batches(size)]
+    for num_stages, number in LONG_PIPELINE:
+        orders += [function(stage, num_stages, number) for stage in range(num_stages)]
     return [list(map(_plain, order)) if isinstance(order, list) else type(order).__name__ for order in orders]
 
 
@@ -41,9 +49,12 @@ def _plain(action: Any) -> tuple[Any, ...] | str:
 
 
 def judge_order(seen: Sequence[Sequence[list[Any] | str]]) -> Finding | None:
-    for number, orders in zip(numbers_of_micro_batches(len(seen)), zip(*seen, strict=True), strict=True):
-        finding = _malformed(orders, number) or _wrong_order(orders, number)
-        if finding:
+    numbers = numbers_of_micro_batches(len(seen))
+    cases = [(number, [orders[place] for orders in seen]) for place, number in enumerate(numbers)]
+    rest = iter(seen[0][len(numbers) :])
+    cases += [(number, [next(rest) for _ in range(num_stages)]) for num_stages, number in LONG_PIPELINE]
+    for number, orders in cases:
+        if finding := _malformed(orders, number) or _wrong_order(orders, number):
             return finding
     return None
 
@@ -100,7 +111,7 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
     bubble = 1 - number * (1 + BACKWARD_TIME) / max(ends)
     if bubble > least + 1e-9:
         problem = f"the stages wait {bubble:.1%} of the time, not {least:.1%}"
-        hint = "A stage that waits could start another forward pass. How many fit before the first gradient can arrive?"
+        hint = "A stage that waits could start another forward pass. How many may it have under way at once?"
         return Finding(problem, hint, detail)
     return None
 
@@ -149,7 +160,7 @@ class Ran:
     Args:
         gradients: of its parameters; None if there is none.
         actions: in the order in which autograd saw them.
-        outputs_alive: outputs of its module that still exist at the last forward pass.
+        outputs_alive: outputs of its module that are still in memory at the last forward pass.
     """
 
     gradients: list[torch.Tensor | None]
@@ -180,9 +191,9 @@ def observe_run(function: Callable[[nn.Module, list[torch.Tensor], list[torch.Te
 
     def record(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         index = len(outputs)
-        outputs.append(weakref.ref(output))
+        outputs.append(StorageWeakRef(output.untyped_storage()))  # y.detach() is another tensor of the same memory
         actions.append(("F", index))
-        alive.append(sum(one() is not None for one in outputs))
+        alive.append(sum(not one.expired() for one in outputs))
         if output.requires_grad:
             output.register_hook(lambda _: actions.append(("B", index)))
 
@@ -215,7 +226,10 @@ def judge_run(seen: Sequence[Ran]) -> Finding | None:
             return Finding("runs in another order than it was given", hint, detail)
         if one.outputs_alive == number:
             detail = f"at its last forward pass stage {stage} still holds the outputs of all {number} micro-batches"
-            hint = "After a backward pass nobody needs the activations of its micro-batch. Who still holds them?"
+            hint = (
+                "After a backward pass nobody needs the activations of its micro-batch. Who still holds them? "
+                "The handle of an isend does, too."
+            )
             return Finding("the activations are never freed", hint, detail)
     return None
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ EVALUATION_PROMISE = "every row counts once, and all ranks have the same number 
 
 EPOCH, SEED, BATCH = 3, 7, 10
 NUM_ROWS = 47  # four full batches and one of 7 rows; few numbers of ranks divide any of them
+# A last batch that is full, and one that is smaller than the number of ranks.
+OTHER_NUMS_OF_ROWS = 50, 41
 ENOUGH = "Which of the arguments may the order of the rows depend on, and which may it not?"
 
 
@@ -61,6 +63,11 @@ def _next_numbers() -> tuple[float, float, float]:
 
 def observe_training(function: Callable[..., list[list[int]]]) -> Asked:
     rank, size = dist.get_rank(), dist.get_world_size()
+    others = {
+        f"{name} of {num_rows}": (EPOCH, *whose, num_rows, BATCH, SEED)
+        for num_rows in OTHER_NUMS_OF_ROWS
+        for name, whose in (("own", (rank, size)), ("one rank", (0, 1)))
+    }
     asked = _ask(
         function,
         {
@@ -70,7 +77,8 @@ def observe_training(function: Callable[..., list[list[int]]]) -> Asked:
             "one rank": (EPOCH, 0, 1, NUM_ROWS, BATCH, SEED),
             "next epoch": (EPOCH + 1, 0, 1, NUM_ROWS, BATCH, SEED),
             "other seed": (EPOCH, 0, 1, NUM_ROWS, BATCH, SEED + 100),
-        },
+        }
+        | others,
     )
     return Asked({name: _steps(answer) for name, answer in asked.answers.items()}, asked.collective, asked.reseeded)
 
@@ -91,10 +99,13 @@ def _whole(row: Any) -> int:
 def judge_training(asked: Sequence[Asked]) -> Finding | None:
     if any(steps is None for one in asked for steps in one.answers.values()):
         return Finding("does not return a list of lists of rows", "One list per step: [[4, 1], [0, 5], ...].")
-    own = [one.answers["own"] for one in asked]
-    single = asked[0].answers["one rank"]
-    wrong = _not_a_function(asked) or _wrong_epoch(own) or _wrong_steps(own, single) or _wrong_order(asked[0])
-    return wrong or _side_effect(asked)
+    if finding := _not_a_function(asked):
+        return finding
+    for num_rows, which in ((NUM_ROWS, ""), *((num_rows, f" of {num_rows}") for num_rows in OTHER_NUMS_OF_ROWS)):
+        own, single = [one.answers[f"own{which}"] for one in asked], asked[0].answers[f"one rank{which}"]
+        if finding := _wrong_epoch(num_rows, own) or _wrong_steps(num_rows, own, single):
+            return finding
+    return _wrong_order(asked[0]) or _side_effect(asked)
 
 
 def _not_a_function(asked: Sequence[Asked]) -> Finding | None:
@@ -114,19 +125,19 @@ def _not_a_function(asked: Sequence[Asked]) -> Finding | None:
     return None
 
 
-def _wrong_epoch(own: Sequence[list[list[int]]]) -> Finding | None:
+def _wrong_epoch(num_rows: int, own: Sequence[list[list[int]]]) -> Finding | None:
     """The rows of all ranks and steps must be all rows, once."""
     rows = [list(chain.from_iterable(steps)) for steps in own]
     counts = Counter(chain.from_iterable(rows))
-    strange = sorted(row for row in counts if not 0 <= row < NUM_ROWS)
-    missing = [row for row in range(NUM_ROWS) if row not in counts]
+    strange = sorted(row for row in counts if not 0 <= row < num_rows)
+    missing = [row for row in range(num_rows) if row not in counts]
     repeated = sorted(row for row, times in counts.items() if times > 1)
     detail = (
-        f"{NUM_ROWS} rows on {len(own)} ranks: {len(missing)} are missing, {len(repeated)} are there more than once"
+        f"{num_rows} rows on {len(own)} ranks: {len(missing)} are missing, {len(repeated)} are there more than once"
     )
     if strange:
-        return Finding(f"there is no row {strange[0]}", f"The rows are 0 to {NUM_ROWS - 1}.", detail)
-    if all(len(set(one)) == NUM_ROWS for one in rows):
+        return Finding(f"there is no row {strange[0]}", f"The rows are 0 to {num_rows - 1}.", detail)
+    if all(len(set(one)) == num_rows for one in rows):
         hint = "All ranks compute the same gradients, and more of them are no faster. What does each rank leave out?"
         return Finding("every rank sees all rows", hint, detail)
     if repeated and not missing:
@@ -144,20 +155,22 @@ def _wrong_epoch(own: Sequence[list[list[int]]]) -> Finding | None:
     return None
 
 
-def _wrong_steps(own: Sequence[list[list[int]]], single: list[list[int]]) -> Finding | None:
+def _wrong_steps(num_rows: int, own: Sequence[list[list[int]]], single: list[list[int]]) -> Finding | None:
     lengths = [len(steps) for steps in own]
     if len(set(lengths)) > 1:
         hint = "A rank that is still training waits for the others' gradients forever. What can a step's list also be?"
-        return Finding("the ranks have different numbers of steps", hint, f"steps per rank: {lengths}")
+        detail = f"{num_rows} rows, batch_size {BATCH}: the ranks have {lengths} steps"
+        return Finding("the ranks have different numbers of steps", hint, detail)
     sizes = [len(step) for step in single]
-    expected = [BATCH] * (NUM_ROWS // BATCH) + [NUM_ROWS % BATCH]
+    expected = [min(BATCH, num_rows - start) for start in range(0, num_rows, BATCH)]
     together = [list(map(len, step)) for step in zip(*own, strict=True)]
     if sizes == expected and [sum(step) for step in together] != expected:
         detail = f"batch_size {BATCH}: step 0 has {sum(together[0])} rows on {len(own)} ranks together"
         return Finding("a global batch has another size", "Is batch_size the rows of one rank, or of all?", detail)
     if sizes != expected:
-        detail = f"{NUM_ROWS} rows, batch_size {BATCH}: on one rank the steps have {sizes} rows"
-        return Finding("the steps have the wrong numbers of rows", "Only the last batch may be smaller.", detail)
+        detail = f"{num_rows} rows, batch_size {BATCH}: on one rank the steps have {sizes} rows"
+        hint = "Only the last batch may be smaller, and none is empty."
+        return Finding("the steps have the wrong numbers of rows", hint, detail)
     for number, step in enumerate(zip(*own, strict=True)):
         batch = sorted(chain.from_iterable(step))
         if batch != sorted(single[number]):
@@ -184,10 +197,20 @@ def _wrong_order(asked: Asked) -> Finding | None:
     if single == later:
         hint = "A model that sees the same batches in each epoch learns less. DistributedSampler has set_epoch for it."
         return Finding("every epoch has the same order", hint, f"epochs {EPOCH} and {EPOCH + 1} begin {single[:6]}")
+    if sum(following == row + 1 for row, following in pairwise(single)) > NUM_ROWS // 2:
+        hint = "Rows of one kind are often neighbours in a data set: each row needs a place of its own."
+        return Finding("the batches are shuffled, but not the rows in them", hint, f"the epoch begins {single[:12]}")
+    if _batches(asked, "one rank") == _batches(asked, "next epoch"):
+        hint = "Is the order drawn again before it is cut into batches, or only the order of the batches?"
+        return Finding("every epoch has the same batches", hint, f"one of them has the rows {sorted(single[:BATCH])}")
     if single == other:
         detail = f"seeds {SEED} and {SEED + 100} begin {single[:6]}"
         return Finding("the seed does not change the order", "Two runs should be able to differ.", detail)
     return None
+
+
+def _batches(asked: Asked, name: str) -> set[frozenset[int]]:
+    return set(map(frozenset, asked.answers[name]))
 
 
 def _side_effect(asked: Sequence[Asked]) -> Finding | None:

@@ -63,6 +63,20 @@ SIGNATURES = {
 }
 WRONG = {
     "average_in_buckets": """
+# buckets_for_vectors_only
+# raised RuntimeError | same number of dimensions
+started = []
+def launch_vectors(bucket):
+    flat = torch.cat([parameter.grad for parameter in bucket]) / dist.get_world_size()
+    return bucket, flat, dist.all_reduce(flat, async_op=True)
+def ready(parameter):
+    for bucket in fill(parameters, bucket_bytes):
+        if bucket[-1] is parameter:
+            started.append(launch_vectors(bucket))
+for parameter in parameters:
+    parameter.register_post_accumulate_grad_hook(ready)
+return lambda: finish_all(started)
+
 # buckets_all_in_one
 # makes one all-reduce for all gradients
 return average(parameters, [parameters])
@@ -146,7 +160,7 @@ return average(parameters, fill(parameters, bucket_bytes), write=False)
 return average(parameters, [[parameter] for parameter in parameters])
 
 # buckets_that_are_too_large
-# a bucket is too large | expected: [48, 80, 48, 8]
+# a bucket is too large | expected: [96, 160, 96, 16]
 buckets = [[]]
 for parameter in parameters:
     buckets[-1].append(parameter)

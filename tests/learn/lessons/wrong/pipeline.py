@@ -86,6 +86,12 @@ WRONG = {
 # B0 comes before F0 on stage 0
 {_LISTS}return [action for pair in zip(backwards, forwards) for action in pair]
 
+# order_of_more_forward_passes_than_micro_batches
+# B0 is missing on stage 1 of 5 with 2 micro-batches
+{_LISTS}warm_up = num_stages - 1 - stage
+pairs = [action for pair in zip(forwards[warm_up:], backwards) for action in pair]
+return forwards[:warm_up] + pairs + backwards[num_micro_batches - warm_up :]
+
 # order_without_the_last_backward_passes
 # is missing on stage 0
 {_LISTS}return phases(num_stages - 1 - stage)[: 2 * num_micro_batches - (num_stages - 1 - stage)]
@@ -178,6 +184,10 @@ class Keeping(Stage):
         super().backward(index)
         self.kept[index] = kept
 Keeping(module, inputs, targets).run(order)
+
+# run_that_keeps_what_it_has_sent
+# the activations are never freed | The handle of an isend
+Stage(module, inputs, targets).run(order)
 
 # run_with_one_buffer
 # a stage before the last has wrong gradients

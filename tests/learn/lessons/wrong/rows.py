@@ -20,6 +20,27 @@ SIGNATURES = {
 }
 WRONG = {
     "training_rows": """
+# rows_with_an_empty_last_step
+# the steps have the wrong numbers of rows | 50 rows | none is empty
+rows = order(epoch, num_rows, seed)
+steps = num_rows // batch_size + 1
+return [rows[step * batch_size : (step + 1) * batch_size][rank::world_size] for step in range(steps)]
+
+# rows_without_the_empty_list_of_a_rank
+# the ranks have different numbers of steps | 41 rows
+rows = order(epoch, num_rows, seed)
+return [rows[start : start + batch_size - rank : world_size] for start in range(rank, num_rows, batch_size)]
+
+# rows_that_stay_with_their_neighbours
+# the batches are shuffled, but not the rows in them
+*full, last = cut(list(range(num_rows)), batch_size)
+return [full[index][rank::world_size] for index in order(epoch, len(full), seed)] + [last[rank::world_size]]
+
+# rows_of_the_same_batches_in_every_epoch
+# every epoch has the same batches
+*full, last = cut(order(0, num_rows, seed), batch_size)
+return [full[index][rank::world_size] for index in order(epoch, len(full), seed)] + [last[rank::world_size]]
+
 # rows_by_global_random_numbers
 # the same arguments give different rows | resumed
 rows = torch.randperm(num_rows).tolist()
@@ -88,7 +109,7 @@ rows = [row + 1 for row in order(epoch, num_rows, seed)]
 return [batch[rank::world_size] for batch in cut(rows, batch_size)]
 
 # rows_of_one_batch_more_on_some_ranks
-# the ranks have different numbers of steps | steps per rank
+# the ranks have different numbers of steps | the ranks have [
 rows = order(epoch, num_rows, seed)
 shares = [batch[rank::world_size] for batch in cut(rows, batch_size)]
 return cut([row for share in shares for row in share], batch_size // world_size - rank)
