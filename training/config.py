@@ -275,7 +275,7 @@ class TrainConfig(BaseModel):
     @field_validator("warmup")
     @classmethod
     def _check_warmup(cls, value: float) -> float:
-        if value >= 1 and value != int(value):
+        if value >= 1 and not value.is_integer():
             raise ValueError("must be a share below 1, or a whole number of steps")
         return value
 
@@ -335,7 +335,9 @@ class TrainConfig(BaseModel):
     def _check_output_dir(cls, value: Path) -> Path:
         if not value.name:
             raise ValueError("must name a folder")
-        return value
+        if str(value).startswith(("s3:/", "gs:/", "hf:/")):
+            raise ValueError("must be a folder of this machine; only --checkpoint_dir may be an address")
+        return value.expanduser()
 
     @field_validator("budget")
     @classmethod
@@ -353,7 +355,8 @@ class TrainConfig(BaseModel):
     @classmethod
     def _default_metric(cls, values: Any) -> Any:
         """Every configuration names its metric, so that a resumed run can be compared with it."""
-        metrics = METRICS_OF_TASKS.get(values.get("task", "classification"))
+        task = values.get("task", "classification")
+        metrics = METRICS_OF_TASKS.get(task) if isinstance(task, str) else None
         return values if values.get("best_metric") or not metrics else {**values, "best_metric": metrics[0]}
 
     @model_validator(mode="after")
@@ -447,6 +450,13 @@ class TrainConfig(BaseModel):
                 f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished model "
                 "replaces; name another folder"
             )
+        for flag in ("model", "dataset", "distill_texts", "class_weights"):
+            place = Path(getattr(self, flag) or "none").expanduser()
+            if place.exists() and place.absolute().is_relative_to(self.output_dir.absolute()):
+                raise ValueError(
+                    f"--{flag} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished model "
+                    "replaces; name another --output_dir"
+                )
         return self
 
     def _check_distillation(self) -> None:

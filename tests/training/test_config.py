@@ -135,6 +135,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--max_length", "9000"), r"^--max_length 9000: must be at most 8192$"),
         (("--validation_fraction", "-0.1"), r"^--validation_fraction -0.1: must be at least 0$"),
         (("--warmup", "1.5"), r"^--warmup 1.5: must be a share below 1, or a whole number of steps$"),
+        (("--warmup", "inf"), r"^--warmup inf: must be a share below 1, or a whole number of steps$"),
         (("--epochs", "many"), r"^--epochs many: must be a whole number$"),
         (("--epochs", "1.5"), r"^--epochs 1.5: must be a whole number$"),
         (("--learning_rate", "fast"), r"^--learning_rate fast: must be a number$"),
@@ -182,6 +183,11 @@ def test_the_origin_of_a_bad_value_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"--config .*run.yaml: {message}"):
         parse("--config", yaml_file(tmp_path, content))
+
+
+def test_a_list_where_a_name_belongs_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task.*: must be 'classification', "):
+        parse("--config", yaml_file(tmp_path, "task: [classification]\n"))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

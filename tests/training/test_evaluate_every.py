@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.training.conftest import Run
+from training.checkpointing.resume import _epochs_begun
+from training.checkpointing.saver import STATE_FILE
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -50,6 +52,25 @@ def test_a_run_evaluates_every_so_many_steps_and_at_the_end_of_each_epoch(
     assert metrics["best_epoch"] == best["epoch"]
     assert "0.375" in (whole / "report.html").read_text()
     assert "epoch 0.375" in " ".join(printed.split()) or best["epoch"] != 0.375
+
+
+@pytest.mark.parametrize("of_an_older_version", [False, True])
+@pytest.mark.parametrize(
+    ("step", "per_epoch", "every", "begun"),
+    [(10_000, 3375, 100, 3), (4689, 1563, 100, 3), (55_557, 58_000, 500, 1), (10, 20_001, 10, 1), (54, 54, 1, 1)],
+)
+def test_the_epoch_that_a_checkpoint_has_reached_is_told_in_spite_of_rounding(
+    step: int, per_epoch: int, every: int, begun: int, of_an_older_version: bool
+) -> None:
+    evaluated = range(every, step + 1, every)
+    epochs = [{"step": one, "epoch": int(e) if (e := one / per_epoch) == int(e) else round(e, 3)} for one in evaluated]
+    known = {} if of_an_older_version else {"steps_per_epoch": per_epoch}
+    assert _epochs_begun({"step": step, "epochs": epochs, **known}) == begun
+
+
+def test_a_checkpoint_says_how_many_steps_an_epoch_has(whole: Path) -> None:
+    state = json.loads((whole / "checkpoints" / "step_00000009" / STATE_FILE).read_text())
+    assert state["steps_per_epoch"] == 8
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(8, marks=pytest.mark.slow), 9])

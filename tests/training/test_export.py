@@ -325,10 +325,32 @@ def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, writte
     (tmp_path / "empty").mkdir()
     shutil.copytree(written[0], tmp_path / "model")
 
+    (tmp_path / "model" / "native").mkdir()  # an export
+
     for name in ("new/deeper", "empty", "model"):
         check_output(tmp_path / name)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model"]
+
+
+@pytest.mark.parametrize("other", ["notes.md", "my_rows.csv", ".git/", "plots/"])
+def test_check_output_refuses_a_model_folder_with_anything_that_would_be_removed(
+    tmp_path: Path, written: tuple[Path, NewsClassifier], other: str
+) -> None:
+    model = Path(shutil.copytree(written[0], tmp_path / "model"))
+    (model / other).mkdir() if other.endswith("/") else (model / other).write_text("years of work")
+
+    with pytest.raises(UserError, match=rf"holds {other.rstrip('/')}, which the finished model would remove"):
+        check_output(model)
+
+
+def test_check_output_refuses_what_stands_where_the_run_will_write(tmp_path: Path) -> None:
+    (tmp_path / "a.run").touch()
+    (tmp_path / "b.pt").mkdir()
+    with pytest.raises(UserError, match=r"a\.run, which the run would write, is no folder"):
+        check_output(tmp_path / "a")
+    with pytest.raises(UserError, match=r"b\.pt, which the run would write, is no file"):
+        check_output(tmp_path / "b")
 
 
 def test_a_folder_that_is_gone_later_is_not_taken_for_a_name_of_the_hub(

@@ -6,11 +6,14 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.model_folder import read_saved_model
+from training.config import TrainConfig
+from training.data.prepare import class_weights_of
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -39,6 +42,13 @@ def test_two_ranks_train_as_one_does(
         assert run.process.returncode == 0, run.err
         losses.append([record["loss"] for record in metrics_of(tmp_path / f"on_{world_size}.run")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_labels_that_yaml_takes_for_something_else_get_their_weights(tmp_path: Path) -> None:
+    (tmp_path / "weights.yaml").write_text("no: 1\nyes: 2.5\n007: 3\n")
+    news: Any = SimpleNamespace(tokens=SimpleNamespace(label_names=["no", "yes", "007"]))
+    config = TrainConfig(class_weights=str(tmp_path / "weights.yaml"))
+    assert class_weights_of(config, news, None).tolist() == [1, 2.5, 3]
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 from common.model_folder import read_saved_model
+from training.config import TrainConfig
+from training.data.prepare import _check_no_validation_needed
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -65,6 +67,10 @@ def test_what_needs_validation_rows_is_refused_without_them(
     assert (
         f"error: {flags[0]} {flags[1]} and --validation_fraction 0: without validation rows" in capfd.readouterr().err
     )
+
+
+def test_an_encoder_may_learn_vectors_from_all_rows() -> None:
+    _check_no_validation_needed(TrainConfig(task="embedding", distill="teacher", validation_fraction=0))
 
 
 def test_validation_rows_that_the_data_brings_are_used_even_if_none_are_to_be_kept(

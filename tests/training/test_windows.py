@@ -222,6 +222,11 @@ def test_what_does_not_fit_windows_is_refused(
     assert message in capfd.readouterr().err
 
 
+def test_an_encoder_in_half_precision_trains_on_windows(long_texts: Path, train_here: Train, tmp_path: Path) -> None:
+    flags = ("--dataset", long_texts, "--model", "starter", "--long", "windows", "--max_length", 16)
+    assert train_here(*flags, "--max_train_rows", 8, "--epochs", 1, "--output_dir", tmp_path / "model") == 0
+
+
 def test_the_documented_command_trains(
     long_texts: Path, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

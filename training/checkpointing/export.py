@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from common.errors import UserError, first_line
 from common.files import nearest_folder, replace_folder, write_json, writing_whole
-from common.model_folder import CLEANING_KEY, WEIGHTS_FILE
+from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE
 from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
 from training.tasks import Classification, Task
@@ -27,17 +28,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DEFAULT_LABELS = 2  # as transformers writes of a model without a head
+# What a model folder holds, written here or by transformers; besides it, the folders of exports.
+_OF_A_MODEL = re.compile(
+    r"README\.md|(config|generation_config|metrics|added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json"
+    r"|vocab\.txt|merges\.txt|chat_template\.jinja|[\w.-]+\.model|model[\w-]*\.safetensors(\.index\.json)?"
+)
 
 
 def check_output(model_folder: Path) -> None:
-    """Refuse an output folder that holds something other than a model, or that cannot be written."""
+    """Refuse an output folder that holds something other than a model, or that cannot be written.
+
+    The finished model takes the place of the whole folder, and what else was in it would be gone.
+    """
     if model_folder.is_file():
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty")
-    if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
+    for suffix, is_wrong in ((".pt", Path.is_dir), (".run", Path.is_file)):
+        if is_wrong(beside := model_folder.with_name(model_folder.name + suffix)):
+            what = "is no file" if suffix == ".pt" else "is no folder"
+            raise UserError(
+                f"--output_dir {model_folder}: {beside}, which the run would write, {what}; move it, or name another "
+                "folder",
+                code="output-not-empty",
+            )
+    entries = sorted(model_folder.iterdir()) if model_folder.is_dir() else []
+    if entries and not (model_folder / "config.json").is_file():
         raise UserError(
             f"--output_dir {model_folder}: holds files that are not a model; name a new or empty folder",
             code="output-not-empty",
         )
+    for entry in entries:
+        if not (entry.name in PRECISIONS if entry.is_dir() else _OF_A_MODEL.fullmatch(entry.name)):
+            raise UserError(
+                f"--output_dir {model_folder}: holds {entry.name}, which the finished model would remove; move it, or "
+                "name another folder",
+                code="output-not-empty",
+            )
     # The folder may not exist yet, so try to write where it would be created.
     nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
     probe = nearest / ".distrinews-write-test"
@@ -72,6 +97,15 @@ def _check_seen(probe: Path, model_folder: Path) -> None:
         )
 
 
+def _aside(model_folder: Path) -> Path:
+    return model_folder.with_name(f".{model_folder.name}.tmp")
+
+
+def discard_unfinished(model_folder: Path) -> None:
+    """Free the space of a model that could not be written."""
+    shutil.rmtree(_aside(model_folder), ignore_errors=True)
+
+
 def write_model(
     architecture: PreTrainedConfig,
     weights: dict[str, torch.Tensor],
@@ -91,8 +125,8 @@ def write_model(
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    aside = model_folder.with_name(f".{model_folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    discard_unfinished(model_folder)
+    aside = _aside(model_folder)
     aside.mkdir(parents=True)
     whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
     with _system_errors():

@@ -297,7 +297,8 @@ def _check_same_run(
 
 
 def _epochs_begun(state: Mapping[str, Any]) -> int:
-    if not state["epochs"]:
-        return 1
-    first = state["epochs"][0]  # an evaluation, which may be within an epoch
-    return math.ceil(state["step"] / round(first["step"] / first["epoch"]))
+    per_epoch = state.get("steps_per_epoch")
+    if not per_epoch:  # of an older version: to be told from the last evaluation, whose epoch is rounded
+        last = max(state["epochs"], key=lambda evaluation: evaluation["step"], default={"epoch": 0})
+        per_epoch = round(last["step"] / last["epoch"]) if last["epoch"] else state["step"]
+    return math.ceil(state["step"] / max(1, per_epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -128,6 +129,15 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     task = TASKS[config.task]
 
     def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
+        try:
+            return read_here()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            what = f"cannot be written ({error.strerror}); free some space, or name another folder"
+            raise UserError(f"--cache_dir {cache_dir}: {what}", code="not-writable") from error
+
+    def read_here() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
         nonlocal loaded
         # Once per machine, not once per rank.
         if ranks.local_rank != 0:
@@ -259,7 +269,8 @@ def class_weights_of(
         # A label without training rows gets any weight: no row asks for it.
         return len(news.train_index) / (np.count_nonzero(counts) * np.maximum(counts, 1))
     try:
-        given = yaml.safe_load(Path(config.class_weights).expanduser().read_text(encoding="utf-8"))
+        # Names stay text: yes and no are labels here.
+        given = yaml.load(Path(config.class_weights).expanduser().read_text(encoding="utf-8"), _TextKeys)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise _wrong_weights(config, f"cannot be read ({first_line(error)})") from error
     if not isinstance(given, dict):
@@ -274,6 +285,14 @@ def class_weights_of(
         if not (is_number and 0 < weight < math.inf):
             raise _wrong_weights(config, f"the weight of {name!r} is {weight!r}; it must be a number above 0")
     return np.array([float(given[name]) for name in names])
+
+
+class _TextKeys(yaml.SafeLoader):
+    """Reads the names of a mapping as text, also those that YAML 1.1 takes for something else, such as yes and no."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        pairs = ((key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
+        return {key.value: self.construct_object(value, deep=deep) for key, value in pairs}
 
 
 def _wrong_weights(config: TrainConfig, what: str) -> UserError:
@@ -323,7 +342,7 @@ def _split(
 
 def _check_no_validation_needed(config: TrainConfig) -> None:
     """Not a check of the flags alone, because the data may bring validation rows."""
-    defaults = TrainConfig(task=config.task)
+    defaults = TrainConfig(task=config.task, distill=config.distill)
     for name in ("best_metric", "evaluate_every", "early_stopping"):
         value = getattr(config, name)
         if value != getattr(defaults, name):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO, overload
@@ -15,8 +16,26 @@ import numpy as np
 from common.text import Text
 from training.data.array_file import GrowingArray
 
+# At most so many texts are held at a time, and of long ones so many bytes, or a single longer one.
 TEXTS_PER_READ = 10_000
+BYTES_PER_READ = 8 * 2**20
+# Of texts that are chosen, those between them may be read too.
+CHOSEN_PER_READ = 1_000
 MOST_READ_PER_CHOSEN = 3
+
+
+def in_chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """The same texts in lists that take a bounded amount of memory."""
+    chunk: list[Text] = []
+    num_letters = 0
+    for text in texts:
+        chunk.append(text)
+        num_letters += len(text) if isinstance(text, str) else sum(map(len, text))
+        if len(chunk) >= TEXTS_PER_READ or num_letters >= BYTES_PER_READ:
+            yield chunk
+            chunk, num_letters = [], 0
+    if chunk:
+        yield chunk
 
 
 class StoredTexts(Sequence[Text]):
@@ -101,20 +120,45 @@ class StoredTexts(Sequence[Text]):
 
     def __iter__(self) -> Iterator[Text]:
         for start in range(0, len(self), TEXTS_PER_READ):
-            yield from self[start : start + TEXTS_PER_READ]
+            yield from self._read_bounded(start, min(start + TEXTS_PER_READ, len(self)))
 
-    def _read(self, start: int, stop: int) -> list[Text]:
+    def _read_bounded(self, start: int, stop: int) -> Iterator[Text]:
+        """The same texts in reads of a bounded size, or of a single longer row."""
+        ends = self._ends(start, stop)[:: self.width]
+        first = 0
+        while first < stop - start:
+            fitting = int(np.searchsorted(ends, ends[first] + BYTES_PER_READ, side="right")) - 1
+            after = max(first + 1, fitting)
+            yield from self._read(start + first, start + after)
+            first = after
+
+    def _ends(self, start: int, stop: int) -> np.ndarray:
+        """Where each text of these rows begins, and the last one ends."""
         if self._unwritten:
             self._write_offsets()
             self._offsets.flush()
             self._file.flush()
         count = (stop - start) * self.width + 1
-        stored = os.pread(self._offsets.fileno(), 8 * count, self._begin_offsets + 8 * start * self.width)
-        ends = np.frombuffer(stored, dtype=np.int64).tolist()
-        data = os.pread(self._file.fileno(), ends[-1] - ends[0], self._begin + ends[0])
+        stored = _read_exactly(self._offsets, 8 * count, self._begin_offsets + 8 * start * self.width)
+        return np.frombuffer(stored, dtype=np.int64)
+
+    def _read(self, start: int, stop: int) -> list[Text]:
+        ends = self._ends(start, stop).tolist()
+        data = _read_exactly(self._file, ends[-1] - ends[0], self._begin + ends[0])
         cuts = [end - ends[0] for end in ends]
         texts = [data[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts)]
         return texts if self.width == 1 else list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _read_exactly(file: BinaryIO, num_bytes: int, place: int) -> bytes:
+    """One call returns at most 2 GiB."""
+    pieces = []
+    while num_bytes:
+        pieces.append(os.pread(file.fileno(), num_bytes, place))
+        if not pieces[-1]:
+            raise OSError(errno.EIO, "ends before the texts that it should hold")
+        place, num_bytes = place + len(pieces[-1]), num_bytes - len(pieces[-1])
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class JoinedTexts(Sequence[Text]):
@@ -175,5 +219,5 @@ class ChosenTexts(Sequence[Text]):
         return [near[row - first] for row in rows]
 
     def __iter__(self) -> Iterator[Text]:
-        for start in range(0, len(self), TEXTS_PER_READ):
-            yield from self[start : start + TEXTS_PER_READ]
+        for start in range(0, len(self), CHOSEN_PER_READ):
+            yield from self[start : start + CHOSEN_PER_READ]

@@ -23,7 +23,7 @@ from training.config import STARTER, STARTER_FOLDER, TINY, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
-from training.data.stored_texts import StoredTexts
+from training.data.stored_texts import StoredTexts, in_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,6 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-CHUNK = 10_000
 MOST_PARTS = 100_000
 PARTS = ("ids", "offsets", "labels")
 
@@ -230,9 +229,10 @@ def cache_key(
     digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
-        for start in range(0, len(rows), CHUNK):
-            texts = (text if isinstance(text, str) else "\x01".join(text) for text in rows.texts[start : start + CHUNK])
-            digest.update(("\x00" * bool(start) + "\x00".join(texts)).encode("utf-8", "surrogatepass"))
+        for number, chunk in enumerate(in_chunks(rows.texts)):
+            texts = (text if isinstance(text, str) else "\x01".join(text) for text in chunk)
+            digest.update(("\x00" * bool(number) + "\x00".join(texts)).encode("utf-8", "surrogatepass"))
+            del chunk  # before the next one is read
         digest.update(np.ascontiguousarray(rows.labels).data)
     return f"v{VERSION}-{digest.hexdigest()[:24]}"
 
@@ -286,14 +286,13 @@ def write_tokens(
             ids, texts = GrowingArray(folder, kind), StoredTexts.temporary(folder)
             offsets, about["cut"][split] = GrowingArray(folder, "int64"), 0
             offsets.extend(np.zeros(1))
-            for start, (part, part_lengths, num_cut) in zip(
-                range(0, len(rows), CHUNK), _encoded(tokenizer, rows, blocks), strict=True
-            ):
+            for chunk, part, part_lengths, num_cut in _encoded(tokenizer, rows, blocks):
                 offsets.extend(ids.shape[0] + np.cumsum(part_lengths))
                 ids.extend(part)
                 about["cut"][split] += num_cut
-                for text in rows.texts[start : start + CHUNK]:
+                for text in chunk:
                     texts.append(text)
+                del chunk  # before the next one is read
             about["width"][split] = texts.width
             arrays |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": rows.labels}
             if blocks:
@@ -308,20 +307,21 @@ def write_tokens(
 
 def _encoded(
     tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """The ids of some rows, int32, one row after the other; their lengths; how many were cut."""
+) -> Iterator[tuple[list[Text], np.ndarray, np.ndarray, int]]:
+    """Some texts after the other; their ids, int32, one row after the other; their lengths; how many were cut."""
     many = tokenizer.many()
-    for start in range(0, len(rows), CHUNK):
+    for chunk in in_chunks(rows.texts):
         before = many.num_cut
-        texts = many.token_ids([tokenizer.clean_all(text) for text in rows.texts[start : start + CHUNK]])
+        texts = many.token_ids([tokenizer.clean_all(text) for text in chunk])
         texts = list(blocks.joined(texts)) if blocks else texts
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         ids = np.fromiter(chain.from_iterable(texts), np.int32, int(lengths.sum()))
-        yield ids, lengths, many.num_cut - before
+        yield chunk, ids, lengths, many.num_cut - before
+        del chunk, texts
 
 
 def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
-    parts, lengths, cut = zip(*_encoded(tokenizer, rows), strict=True)
+    _, parts, lengths, cut = zip(*_encoded(tokenizer, rows), strict=True)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
     window = tokenizer.windows.length if tokenizer.windows else 0
     return TokenizedRows(np.concatenate(parts), offsets, rows.labels, sum(cut), window)

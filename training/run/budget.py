@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,9 +108,12 @@ class Budget:
 
 
 def _seconds_since_start(ranks: Ranks) -> float:
-    """Since the launcher began; of an attempt that it repeats, since this process began."""
+    """Of a command, since its launcher began, or since this process began if the launcher repeats an attempt; of
+    :func:`training.train`, which a notebook may call an hour after its start, since the call.
+    """
+    command = Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem
     launcher = os.getppid() if ranks.is_distributed and not ranks.restart else "self"
-    began = process_started(launcher)
+    began = process_started(launcher) if command in ("train_ddp", "train_single") else math.nan
     return time.time() - (began if math.isfinite(began) else ranks.milestones["imported"])
 
 
@@ -161,13 +166,15 @@ def settle_learning(
     """
     if not config.budget:
         return config
-    can_be_timed = config.strategy in ("ddp", "zero1") and ranks.device.type == "cpu"
+    # The windows of a text are several inputs, whose number and length one mean does not tell.
+    is_plain = not (config.is_language_model or config.lora or config.long == "windows")
+    can_be_timed = is_plain and config.strategy in ("ddp", "zero1") and ranks.device.type == "cpu"
     if began:
         # A checkpoint of an older version does not know all flags; that run did as the default does.
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in _LEARNING}
     else:
         chosen = {"learning_rate": _rate_of(config, model)}
-        if can_be_timed and not config.is_language_model and not config.lora:
+        if can_be_timed:
             per_row = _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
             testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
             left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing

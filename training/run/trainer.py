@@ -205,15 +205,11 @@ class Trainer:
         context, config, ranks = self.context, self.context.config, self.context.ranks
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(context.exporter))
-            if ranks.is_first:
-                config.run_dir.mkdir(parents=True, exist_ok=True)
-            ranks.run_on_all_ranks(lambda: self._lock_folders(stack))
+            ranks.run_on_all_ranks(lambda: self._open_folders(stack))
             stack.enter_context(context.events.recording())
             stack.enter_context(context.interruption.saving())  # from here on a stop signal means: save, then stop
             stack.enter_context(self.saver)
             self.save_schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
-            if ranks.is_first:
-                write_whole(config.run_dir / "config.yaml", config.to_yaml().encode())
             context.events.subscribers += [*make_subscribers(context, self.watchdog), *self.subscribers]
             stack.enter_context(contextlib.closing(context.events))
             # Entered last, so that a failing rank reports itself before it waits for anything else.
@@ -225,15 +221,32 @@ class Trainer:
             model_folder = self._train_and_finish()
             if model_folder is None:
                 step = context.state.step
-                context.say(f"Stopped at step {step}; everything is saved. To resume, rerun the same command.")
+                how = "rerun the same command"
+                if config.resume != "auto":
+                    how = f"rerun the command without --resume {config.resume}"
+                context.say(f"Stopped at step {step}; everything is saved. To resume, {how}.")
             context.events.publish(RunEnded(finished=model_folder is not None))
             return model_folder
 
-    def _lock_folders(self, stack: contextlib.ExitStack) -> None:
-        """On rank 0, keep other runs out of the run folder and the checkpoint storage until ``stack`` is closed."""
-        if self.context.ranks.is_first:
-            stack.enter_context(lock_run_folder(self.context.config.run_dir))
-            stack.enter_context(self.context.storage.lock())
+    def _open_folders(self, stack: contextlib.ExitStack) -> None:
+        """On rank 0, make the run folder and keep other runs out of it and of the checkpoint storage until ``stack`` is
+        closed.
+        """
+        if not self.context.ranks.is_first:
+            return
+        config = self.context.config
+        try:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_run_folder(config.run_dir))
+            # Started from this file, the run goes on; --resume says how this start began.
+            later = config.model_copy(update={"resume": "auto"})
+            write_whole(config.run_dir / "config.yaml", later.to_yaml().encode())
+        except OSError as error:
+            raise UserError(
+                f"--output_dir {config.output_dir}: {config.run_dir} cannot be written ({error.strerror})",
+                code="not-writable",
+            ) from error
+        stack.enter_context(self.context.storage.lock())
 
     def _train_and_finish(self) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
@@ -418,6 +431,7 @@ class Trainer:
             "config": context.config.model_dump(mode="json"),
             "global_batch_size": context.plan.global_batch_size,
             "peak_learning_rate": context.plan.peak_learning_rate,
+            "steps_per_epoch": context.plan.steps_per_epoch,
             # The file that they came from may have changed or gone by the time the run resumes.
             "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
             "budget": self.budget.to_plain() if self.budget else None,

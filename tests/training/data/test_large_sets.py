@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from safetensors.numpy import load_file
 
 from common.text import TextTokenizer
 from training.config import TrainConfig
+from training.data import stored_texts
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.batching import LengthBucketSampler
 from training.data.dataset import NewsData, Rows, load_news, split_rows
 from training.data.duplicates import Repeats
 from training.data.prepare import PreparedNews, prepare_news
-from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts
+from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts, in_chunks
 from training.data.tokenized import load_tokenizer, write_tokens
 from training.parallelism.distributed import Ranks
 
@@ -60,6 +62,30 @@ def test_stored_texts_are_those_that_were_stored(tmp_path: Path) -> None:
             found[len(texts)]
     assert list(ChosenTexts(stored(tmp_path, many), np.array([3, 0]))) == [TEXTS[3], TEXTS[0]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_are_whole_although_a_call_returns_fewer_bytes_than_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread = os.pread
+    monkeypatch.setattr(stored_texts.os, "pread", lambda file, count, place: pread(file, min(count, 1000), place))
+    texts = [f"{number} é" * 40 for number in range(300)]
+    assert stored(tmp_path, texts)[:] == texts
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_long_texts_take_no_more_memory_than_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(stored_texts, "BYTES_PER_READ", 100_000)
+    texts: list[Any] = [f"{number:05}" * 400 for number in range(2000)]  # 4 MB
+    texts = texts if width == 1 else list(zip(texts, texts[::-1], strict=True))
+    found = stored(tmp_path, texts)
+
+    assert list(found) == texts
+    assert [text for chunk in in_chunks(found) for text in chunk] == texts
+    _, peak = with_peak(lambda: deque(in_chunks(found), maxlen=0))
+    assert peak < 1_000_000
 
 
 def test_arrays_that_grow_in_a_file_are_read_back_and_by_the_library_of_the_format_too(tmp_path: Path) -> None:

@@ -50,8 +50,12 @@ def test_interrupted_evaluations_are_repeated_on_resume(
     for room, steps, epochs in ((validation, 8, 0), (validation, 16, 1), (finish, 16, 2)):
         with monkeypatch.context() as once:
             once.setattr(room, "evaluate", _ask_before_evaluation(1 if room is finish or not epochs else 2))
-            assert train_here(*flags, "--output_dir", output) == 75
-        assert f"Stopped at step {steps}; everything is saved." in capfd.readouterr().out
+            start_afresh = ("--resume", "none") if not epochs else ()
+            assert train_here(*flags, "--output_dir", output, *start_afresh) == 75
+        how = "rerun the command without --resume none" if start_afresh else "rerun the same command"
+        said = f"Stopped at step {steps}; everything is saved. To resume, {how}."
+        assert said in capfd.readouterr().out
+        assert "\nresume: auto\n" in (tmp_path / "model.run" / "config.yaml").read_text()
         assert not output.exists()
         assert len(metrics_of(tmp_path / "model.run", "epoch")) == epochs
         assert [status.state for status in read_statuses(tmp_path / "model.run")] == ["stopped"]

@@ -6,7 +6,10 @@ import csv
 import itertools
 import json
 import shlex
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +200,24 @@ def test_a_narrow_encoder_gets_a_higher_rate_than_a_wide_one(tmp_path: Path) -> 
     assert rates == sorted(rates, reverse=True)
     assert rates[2] == pytest.approx(5e-5)
     assert all(low < high for high, low in itertools.pairwise(rates))
+
+
+def test_windows_are_not_timed_as_one_long_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, news = _prepared("tiny", tmp_path, budget="10h")
+    monkeypatch.setattr(module, "_seconds_per_row", lambda *_: pytest.fail("timed"))
+    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=128), network=None)
+    chosen = settle_learning(config.model_copy(update={"long": "windows"}), model, ALONE, news, "fp32", {})
+    assert chosen.dropout is None
+
+
+def test_the_time_of_a_command_counts_from_its_start_and_of_a_call_from_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = replace(ALONE, milestones={"imported": time.time()})
+    monkeypatch.setattr(module, "process_started", lambda process: time.time() - 3600)
+    for script, seconds in (("notebook.py", 0), ("/somewhere/training/train_single.py", 3600)):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", script)
+        assert module._seconds_since_start(called) == pytest.approx(seconds, abs=30)
 
 
 @pytest.mark.parametrize(("budget", "frozen"), [("10s", True), ("10h", False)])
