@@ -36,13 +36,17 @@ models, includes the validation after every epoch except the last.
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table; ``command``: what trained it."""
+    """A row of the table.
+
+    ``command``: what trained it; ``encoder``: the model that it began with, and what trained that, if it was made here.
+    """
 
     name: str
     test: Mapping[str, Any]
     train_rows: int
     seconds: float | None
     command: str = ""
+    encoder: tuple[str, str] = ("", "")
 
 
 def _interval(entry: Entry) -> str:
@@ -71,9 +75,14 @@ def main() -> None:
     entries = [fit_baseline(data, options), *entries]
     facts = harness.measurement_facts(MODULE, (*harness.PACKAGES, "scikit-learn"))
     facts |= {"Data": f"{Path(data.name).name}; {len(data.test):,} test rows"}
+    facts |= {f"Encoder {name}": f"`{command}`" for name, command in (entry.encoder for entry in entries) if command}
     facts |= {f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command}
     text = harness.introduction(MODULE, "Accuracy", INTRODUCTION)
-    harness.write_page(options.output, f"{text}{harness.fact_list(facts)}\n{harness.table(COLUMNS, entries)}")
+    page = f"{text}{harness.fact_list(facts)}\n{harness.table(COLUMNS, entries)}"
+    if len(accuracies := [entry.test["accuracy"] for entry in entries[1:]]) > 1:
+        mean, least, most = map(format_percent, (np.mean(accuracies), min(accuracies), max(accuracies)))
+        page += f"\nThe mean of the {len(accuracies)} models is {mean} ({least} to {most}).\n"
+    harness.write_page(options.output, page)
 
 
 def fit_baseline(data: NewsData, options: Namespace) -> Entry:
@@ -128,7 +137,9 @@ def read_model(folder: Path) -> Entry:
         raise UserError(f"--models {folder}: {path} cannot be read ({error})", code="data-unreadable") from error
     run_dir = folder.with_name(f"{folder.name}.run")
     seconds = [record["seconds"] for record in read_metrics(run_dir) if record["kind"] == "step"]
-    return Entry(name, test, train_rows, max(seconds, default=None), training_command(run_dir))
+    base = Path(metrics["base_model"])
+    encoder = (base.name, training_command(base.with_name(f"{base.name}.run")))
+    return Entry(name, test, train_rows, max(seconds, default=None), training_command(run_dir), encoder)
 
 
 def training_command(run_dir: Path) -> str:

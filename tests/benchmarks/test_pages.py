@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import budget, distillation, harness, one_or_two_processes, scaling, sizing, time_to_accuracy
+from benchmarks import accuracy, budget, distillation, harness, one_or_two_processes, scaling, sizing, time_to_accuracy
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
 from common.errors import UserError
 from tests.processes import run_python
 from tests.training.parallelism.small_models import FAMILIES, small_config
+from training.config import TrainConfig
 
 MB = 1_000_000
 
@@ -228,3 +229,21 @@ def test_the_page_of_times_names_the_fastest_of_each_kind_and_what_no_one_reache
     assert "| linear | 18 s | 18 s | not reached |" in page
     assert "| ours | 57 s | 235 s | not reached |" in page
     assert "SetFit was not measured." in page
+
+
+def test_the_page_of_accuracy_says_what_trained_a_model_and_the_encoder_that_it_began_with(tmp_path: Path) -> None:
+    metrics = {"base_model": str(tmp_path / "adapted"), "best_epoch": 2, "train_rows": 90, "test": {"rows": 10}}
+    for name, flags in (("adapted", {"task": "masked_lm", "budget": "40m"}), ("model", {"seed": 3})):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.run").mkdir()
+        config = TrainConfig(output_dir=tmp_path / name, **flags)
+        (tmp_path / f"{name}.run" / "config.yaml").write_text(config.to_yaml())
+    (tmp_path / "model" / "metrics.json").write_text(json.dumps(metrics))
+
+    entry = accuracy.read_model(tmp_path / "model")
+
+    assert entry.name == "model: adapted, epoch 2"
+    assert entry.command == "training/run_ddp.sh --seed 3"
+    assert entry.encoder[0] == "adapted"
+    assert "--task masked_lm" in entry.encoder[1]
+    assert "--budget 40m" in entry.encoder[1]
