@@ -9,7 +9,6 @@ page that runs the model in the visitor's browser, which costs nothing. The toke
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -18,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds o
 from huggingface_hub import HfApi, SpaceInfo
 
 from common.errors import run_command
+from common.model_folder import read_saved_model
 from deployment.image_context import build_arguments
 from deployment.running_space import Expected, ask, wait_until_running, wait_until_shown
 from deployment.space_files import linked, published_model, space_files, static_files
 from training.publishing.hub_upload import (
     Target,
-    content_of,
     full_name,
     hub_errors,
     publishing_parser,
@@ -50,7 +49,7 @@ def main() -> None:
         print(f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent.")
         print(f"On the hub {PLAN} ({PRICES}).")
         return
-    weights = build_arguments(options.model)["MODEL_SHA256"]
+    weights, model = build_arguments(options.model)["MODEL_SHA256"], read_saved_model(options.model)
     api, account = sign_in()
     target = Target(full_name(options.name, account), "space", options.private)
     if published := published_model(api, target, weights):
@@ -61,8 +60,7 @@ def main() -> None:
     commit = upload(api, target, files, folders, reasons)
     print(f"Sent as {commit[:12]}; the hub builds it:")
     wait_until_running(api, target.name, commit)
-    labels = json.loads(content_of(files["model/config.json"]))["id2label"].values()
-    _ask(api, target, Expected(list(labels), weights[:12]))
+    _ask(api, target, Expected(model.labels, weights[:12], model.problem_type, model.reads_pairs))
 
 
 def _publish_page(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from contextlib import suppress
@@ -14,6 +15,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import HfApi, SpaceRuntime
 from huggingface_hub.errors import HTTPError
 
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from training.publishing.hub_upload import PublishFailure
 
 BUILD_SECONDS = 30 * 60
@@ -39,10 +41,23 @@ _WHAT_TO_DO = {
 
 @dataclass(frozen=True)
 class Expected:
-    """A valid answer of the Space: one of these labels, from the model of this revision."""
+    """A valid answer of the Space: of this kind, with these labels, from the model of this revision."""
 
     labels: list[str]
     revision: str
+    problem_type: ProblemType = SINGLE_LABEL
+    reads_pairs: bool = False
+
+    def describe(self, answer: dict[str, Any]) -> str | None:
+        """The answer in words; None if no model of this kind gives it."""
+        if self.problem_type is REGRESSION:
+            value = answer.get("value")
+            return f"{value:.6g}" if isinstance(value, int | float) and math.isfinite(value) else None
+        if self.problem_type is MULTI_LABEL:
+            given = answer.get("labels")
+            is_known = isinstance(given, list) and all(label in self.labels for label in given)
+            return (", ".join(given) or "no label") if is_known else None
+        return f"{answer['label']} {answer['confidence']:.1%}" if answer.get("label") in self.labels else None
 
 
 def wait_until_running(api: HfApi, name: str, commit: str) -> None:
@@ -83,7 +98,8 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
         raise PublishFailure(
             f"{address}: serves the model {revision}, not {expected.revision}; start again", code="space-not-up"
         )
-    question = _request(f"{address}/predict", token, json.dumps({"text": TEXT}).encode())
+    texts = {"text": TEXT, **({"text_pair": TEXT} if expected.reads_pairs else {})}
+    question = _request(f"{address}/predict", token, json.dumps(texts).encode())
     try:
         answer = _get(question)
     except AnswerError as error:
@@ -92,12 +108,12 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
         raise PublishFailure(
             f"{address}/predict: answers {error.code}; see the Space's log", code="space-not-up"
         ) from error
-    if answer.get("label") not in expected.labels:
+    if (described := expected.describe(answer)) is None:
         raise PublishFailure(
-            f"{address}/predict: answers {str(answer)[:200]}, which is not one of the model's labels",
+            f"{address}/predict: answers {str(answer)[:200]}, which is not an answer of this model",
             code="space-not-up",
         )
-    return f"{answer['label']} {answer['confidence']:.1%}: {TEXT}"
+    return f"{described}: {TEXT}"
 
 
 def wait_until_shown(address: str, token: str | None, name: str, content: bytes) -> None:

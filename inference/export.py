@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = _parse_arguments(arguments)
     sys.stdout.reconfigure(errors="replace")
-    console = Console(highlight=False)
+    # Else square brackets in a path would be taken for markup.
+    console = Console(highlight=False, markup=False)
+    # Unwinds, so that the unfinished artefact is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if is_artefact(options.model):
             what = f"{options.model}: is already an artefact; give the model it was made from"

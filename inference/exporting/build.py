@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import ModelLoadError, UserError
 from common.files import replace_folder, write_json
 from common.hardware import cpu_name, usable_cpus
 from common.model_folder import (
@@ -98,6 +98,7 @@ def export(
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
     # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
+    before = _files_now(saved)
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
@@ -159,6 +160,8 @@ def export(
                 probe_tolerance=round(min(difference + margin, most), 3),
             )
             write_manifest(folder, manifest)
+            if _files_now(saved) != before:  # the manifest would name weights that gave none of these answers
+                raise ModelLoadError(saved.path, "changed while it was exported")
             load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest, comparison.table())
 
@@ -200,6 +203,13 @@ def replaced_whole(target: Path) -> Iterator[Path]:
         replace_folder(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _files_now(saved: SavedModel) -> list[tuple[int, int, int]]:
+    """What changes when a file of the model is written again or replaced."""
+    described = [saved.path / name for name in DESCRIPTION_FILES] if saved.path.is_dir() else []
+    found = (path.stat() for path in (weights_file(saved.path), *described))
+    return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
 
 def _encode(tokenizer: TextTokenizer, texts: Sequence[Text]) -> list[list[int]]:

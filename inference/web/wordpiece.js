@@ -82,7 +82,7 @@ function cleanNews(text, entities) {
 const CONTROL =
   "\\x00-\\x08\\x0b-\\x0c\\x0e-\\x1f\\x7f-\\x9f\\xad\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u180e\\u200b-\\u200f\\u202a-" +
   "\\u202e\\u2060-\\u2064\\u2066-\\u206f\\ue000-\\uf8ff\\ufeff\\ufff9-\\ufffb\\ufffd\\u{110bd}\\u{1bca0}-\\u{1bca3}" +
-  "\\u{1d173}-\\u{1d17a}\\u{e0001}\\u{e0020}-\\u{e007f}\\u{f0000}-\\u{f000f}\\u{10fffd}";
+  "\\u{1d173}-\\u{1d17a}\\u{e0001}\\u{e0020}-\\u{e007f}\\u{f0000}-\\u{ffffd}\\u{100000}-\\u{10fffd}";
 const ACCENT =
   "\\u0300-\\u033f\\u0342\\u0345-\\u036f\\u0483-\\u0487\\u0591-\\u05bd\\u05bf\\u05c1-\\u05c2\\u05c4-\\u05c5\\u05c7" +
   "\\u0610-\\u061a\\u064b-\\u065f\\u0670\\u06d6-\\u06dc\\u06df-\\u06e4\\u06e7-\\u06e8\\u06ea-\\u06ed\\u0711\\u0730-" +
@@ -154,7 +154,8 @@ export class Tokenizer {
     this.settings = settings;
     this.vocabulary = new Map(settings.vocabulary.map((piece, id) => [piece, id]));
     this.entities = new Map(Object.entries(settings.entities));
-    this.longest = Math.max(...settings.vocabulary.map((piece) => piece?.length ?? 0));
+    // Not Math.max(...): a call takes fewer arguments than a multilingual vocabulary has pieces.
+    this.longest = settings.vocabulary.reduce((most, piece) => Math.max(most, piece?.length ?? 0), 0);
     // Such as "[SEP]", which is one token also where a text spells it out. The longest first.
     const added = Object.keys(settings.added).sort((a, b) => b.length - a.length);
     const literal = (name) => name.replace(/[.*+?^${}()|[\]\\/]/g, "\\$&");

@@ -5,6 +5,7 @@ The Space's own server is a real one, started from the very files that a dry run
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
+from typing import Any
+from urllib.request import Request
 
 import pytest
 
 from benchmarks import containers
 from common.files import sha256_of
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
+from deployment import running_space
 from deployment.image_context import DOCKERFILE, image_files
 from deployment.running_space import Expected, ask
 from tests.deployment.card_rules import card_errors, front_matter
@@ -242,6 +247,37 @@ def test_a_folder_without_an_artefact_is_refused_before_anything_is_asked(
 def test_a_space_with_another_model_is_found_out(model_folder: Path) -> None:
     with serving(model_folder) as client, pytest.raises(PublishFailure, match=r"serves the model .*, not 0123456789ab"):
         ask(str(client.base_url).rstrip("/"), None, Expected(["World"], "0123456789ab"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "described"),
+    [
+        (SINGLE_LABEL, {"label": "World", "confidence": 0.9}, "World 90.0%"),
+        (SINGLE_LABEL, {"label": "Weather", "confidence": 0.9}, None),
+        (MULTI_LABEL, {"labels": ["World", "Sports"]}, "World, Sports"),
+        (MULTI_LABEL, {"labels": []}, "no label"),
+        (MULTI_LABEL, {"labels": ["Weather"]}, None),
+        (REGRESSION, {"value": 3.25}, "3.25"),
+        (REGRESSION, {"value": None}, None),
+        (REGRESSION, {"label": "World", "confidence": 0.9}, None),
+    ],
+)
+def test_each_kind_of_model_has_its_valid_answers(
+    kind: ProblemType, answer: dict[str, Any], described: str | None
+) -> None:
+    assert Expected(["World", "Sports"], "0123456789ab", kind).describe(answer) == described
+
+
+def test_a_space_whose_model_reads_pairs_is_asked_for_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: Request) -> dict[str, Any]:
+        asked.append(json.loads(request.data or b"{}"))
+        return {"revision": "0123456789ab", "label": "World", "confidence": 0.9}
+
+    monkeypatch.setattr(running_space, "_get", answer)
+    ask("https://space.example", None, Expected(["World"], "0123456789ab", reads_pairs=True))
+    assert asked[-1].keys() == {"text", "text_pair"}
 
 
 def test_a_space_with_an_api_key_is_not_asked_for_a_prediction(model_folder: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +19,11 @@ from common.model_folder import read_manifest, verify_files
 from inference import export
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
+from inference.engines.native.architecture import EncoderShape
+from inference.exporting import build
+from inference.exporting.comparison import Comparison
 from tests.inference.conftest import MAX_LENGTH, MakeFolder
-from tests.processes import run_python
+from tests.processes import REPOSITORY, PythonProcess, run_python, wait_until
 
 pytest.importorskip("onnxruntime", reason="the onnx engine needs onnxruntime")
 pytest.importorskip("onnx", reason="exporting needs onnx")
@@ -41,9 +47,11 @@ def _names(folder: Path) -> set[str]:
 
 
 def test_the_command_writes_a_complete_artefact_and_shows_what_it_gains(folder_copy: Path, rows_file: Path) -> None:
+    folder_copy = folder_copy.rename(folder_copy.with_name("model[v2]"))
     run = _run(folder_copy, "--engine", "onnx", "--rows", rows_file, "--max_drop", "100", "--limit", "30")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
+    assert f"Written to {folder_copy / 'onnx'}\n" in run.stdout
     for part in ("Compare both on 30 rows", "accuracy", "texts per second", "MODEL_CHECKPOINT="):
         assert part in run.stdout
     manifest = read_manifest(folder_copy / "onnx")
@@ -77,6 +85,40 @@ def test_a_refused_export_leaves_the_older_artefact_in_place(exported_copy: Path
     assert (exported_copy / "onnx" / "manifest.json").read_text() == before
     export.main([*arguments, "--max_drop", "100"])
     assert read_manifest(exported_copy / "onnx").accuracy["rows"] == 5
+
+
+def test_weights_that_are_replaced_during_an_export_make_no_artefact(
+    folder_copy: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*arguments: Any) -> Comparison:
+        weights = folder_copy / "model.safetensors"
+        shutil.copy(weights, folder_copy.with_name("others"))
+        folder_copy.with_name("others").replace(weights)
+        return right(*arguments)
+
+    right = build.compare
+    monkeypatch.setattr(build, "compare", compare)
+    with pytest.raises(UserError, match=f"^{folder_copy}: changed while it was exported; export the model again"):
+        export.main([str(folder_copy), "--engine", "onnx", "--rows", str(rows_file), "--limit", "5"])
+    assert not [name for name in _names(folder_copy) if "onnx" in name]
+
+
+def test_an_export_that_is_stopped_leaves_nothing(folder_copy: Path, rows_file: Path, tmp_path: Path) -> None:
+    command = ["-m", "inference.export", str(folder_copy), "--engine", "onnx", "--rows", str(rows_file)]
+    logs = [tmp_path / "out", tmp_path / "err"]
+    process = PythonProcess(command, {**os.environ}, REPOSITORY, logs)
+    before = _names(folder_copy)
+    wait_until(lambda: _names(folder_copy) > before)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert _names(folder_copy) == before
+
+
+def test_a_configuration_without_what_the_kernels_need_gets_another_engine() -> None:
+    config = {"model_type": "bert", "num_hidden_layers": 1, "max_position_embeddings": 64, "hidden_size": 32}
+    with pytest.raises(ValueError, match=r"^config\.json has no \w+, which the native engine needs$"):
+        EncoderShape.of(config)
+    assert export._default_engine(config) == "onnx"
 
 
 def test_a_pt_file_is_exported_into_a_folder_next_to_it(

@@ -65,6 +65,13 @@ class EncoderShape:
         Raises:
             ValueError: The kernels do not compute this model; the message says why.
         """
+        try:
+            return cls._of(config)
+        except KeyError as error:  # transformers has a default for each
+            raise ValueError(f"config.json has no {error.args[0]}, which the native engine needs") from error
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any]) -> EncoderShape:
         if config.get("is_decoder"):
             raise ValueError("is_decoder: the native engine supports encoders only, in which all tokens see each other")
         model_type = config.get("model_type")

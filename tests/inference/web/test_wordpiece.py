@@ -143,6 +143,20 @@ def test_hostile_texts_get_the_tokens_of_the_server(cleaning: str, options: dict
     assert_equal_tokens(bert_tokenizer(whole, **options), cleaning, texts)
 
 
+def test_icons_that_fonts_keep_in_private_planes_are_dropped_as_the_server_does() -> None:
+    texts = ["Shares of Apple\U000f8fff rise", "\U000f0493oil\U000f0493prices", "\U00100000oil\U0010fffd"]
+    assert_equal_tokens(bert_tokenizer(["shares of apple rise oil prices"]), "news", texts)
+
+
+def test_a_vocabulary_of_many_languages_is_read() -> None:
+    tokenizer = bert_tokenizer(["oil", *(f"word{number}" for number in range(200_000))])
+    tokenizer.model = models.WordPiece(
+        {piece: i for i, piece in enumerate([*SPECIAL, *"oil", "oil", *(f"w{n}" for n in range(200_000))])},
+        unk_token="[UNK]",
+    )
+    assert_equal_tokens(tokenizer, "none", ["oil w199999"])
+
+
 @pytest.mark.slow
 def test_every_character_gets_the_tokens_of_the_server() -> None:
     characters = [chr(code) for code in unicode_tables.CODES]

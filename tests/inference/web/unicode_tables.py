@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from tokenizers import normalizers, pre_tokenizers
 
-# Beyond are planes without a character, and private ones.
-CODES = (*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200), *range(0xF0000, 0xF0010), 0x10FFFD)
+# Between them are planes without a character; the last two are private, and fonts keep their icons there.
+CODES = (*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200), *range(0xF0000, 0x110000))
 
 
 def tables() -> dict[str, str]:
