@@ -123,6 +123,30 @@ def test_evaluate_prints_a_table_for_other_data(start: Start, trained: Path, tmp
     assert re.search(r"^Sci/Tech +0\.0000 +0\.0000 +0\.0000 +0$", run.out, re.MULTILINE)
 
 
+def _rows(path: Path, first: int, last: int) -> Path:
+    texts = (f"number {i} of the {'oil' if i % 2 else 'cup'}" for i in range(first, last))
+    path.write_text("text,label\n" + "".join(f"{text},{'ab'[text.endswith('oil')]}\n" for text in texts))
+    return path
+
+
+def test_evaluating_takes_the_rows_that_training_set_aside_and_of_other_rows_all(
+    alone: Ranks, train_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, model = _rows(tmp_path / "rows.csv", 0, 100), tmp_path / "model"
+    assert train_here("--dataset", data, "--max_train_rows", 0, "--output_dir", model, "--seed", 7) == 0
+    written = json.loads((model / "metrics.json").read_text())["test"]
+    capsys.readouterr()
+
+    found = evaluate_saved(model, None, alone)
+
+    assert found["rows"] == written["rows"] < 20
+    assert found["loss"] == pytest.approx(written["loss"], abs=1e-5)
+    assert "rows were set aside as the test set" in capsys.readouterr().err
+    assert evaluate_saved(model, str(data), alone, quiet=True)["loss"] == found["loss"]
+    others = evaluate_saved(model, str(_rows(tmp_path / "others.csv", 100, 140)), alone, quiet=True)
+    assert others["rows"] == 40
+
+
 def test_data_with_other_labels_is_refused(alone: Ranks, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "mail.csv").write_text("text,label\n" + "one,ham\ntwo,spam\n" * 4)
 

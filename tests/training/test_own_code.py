@@ -124,13 +124,18 @@ def test_the_examples_of_the_page_run(folder: Path, monkeypatch: pytest.MonkeyPa
         ({"loss": lambda scores, labels: scores.sum()}, r"--loss: must return the loss of each row, .* shape \(4,\)"),
         ({"loss": lambda scores: scores}, r"--loss: failed on a few rows \(TypeError"),
         ({"metric": lambda scores, labels: {"best": "high"}}, "--metric: 'best' must be a number, got 'high'"),
+        (
+            {"metric": lambda scores, labels: {"top_two": 0.5}},
+            "--best_metric top2: there is .*, loss, top_two; name one",
+        ),
     ],
 )
 def test_code_that_does_not_fit_is_refused_before_the_first_step(
     arguments: dict[str, Any], message: str, folder: Path
 ) -> None:
+    fields = {"metric": "my_models:top_two", "best_metric": "top2"} if "top2" in message else {}
     with pytest.raises(UserError, match=message):
-        train(_config(folder), **arguments)
+        train(_config(folder, **fields), **arguments)
     assert not (folder / "model.run").exists()
 
 
@@ -151,6 +156,48 @@ def test_a_network_that_reads_padding_is_refused(folder: Path) -> None:
 def test_an_import_path_that_leads_nowhere_is_refused(path: str, folder: Path) -> None:
     with pytest.raises(UserError, match=f"--network {path}: cannot be imported|is not a class or a function"):
         train(_config(folder, network=path))
+
+
+def _numbers(folder: Path) -> dict[str, Any]:
+    rows = (f"{'good ' * (i % 4)}film {i},{300 + 10 * (i % 4)}" for i in range(60))
+    (folder / "numbers.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    return {"dataset": str(folder / "numbers.csv"), "task": "regression"}
+
+
+@pytest.mark.parametrize("has_own_loss", [True, False])
+def test_an_own_loss_and_metric_of_numbers_get_them_in_their_unit(folder: Path, has_own_loss: bool) -> None:
+    def squared(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (scores[:, 0] - targets.float()) ** 2
+
+    def mean_square(scores: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+        return {"mean_square": float(np.mean((scores[:, 0] - targets) ** 2))}
+
+    config = TrainConfig(**SMALL | _numbers(folder), output_dir=folder / "model", cache_dir=folder / "cache")
+    test = train(config, loss=squared if has_own_loss else None, metric=mean_square).metrics["test"]
+
+    assert test["mean_square"] == pytest.approx(test["rmse"] ** 2, rel=1e-4)
+    if has_own_loss:  # which the network cannot come near to in one epoch, as it begins near 0
+        assert test["rmse"] > 100
+
+
+def test_a_layer_that_is_not_the_last_one_is_not_given_the_scale_of_the_numbers(folder: Path) -> None:
+    class Attending(torch.nn.Module):
+        def __init__(self, words: int, scores: int) -> None:
+            super().__init__()
+            self.words, self.scores = torch.nn.Embedding(words, 8), torch.nn.Linear(8, scores)
+            self.attend = torch.nn.Linear(8, 1)
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            words = self.words(ids)
+            weights = self.attend(words).masked_fill(mask[..., None] == 0, -torch.inf).softmax(dim=1)
+            return self.scores((weights * words).sum(dim=1))
+
+    config = TrainConfig(**SMALL | _numbers(folder), output_dir=folder / "model", cache_dir=folder / "cache")
+    train(config, network=Attending)
+
+    written = load_file(folder / "model" / "model.safetensors")
+    assert written["attend.weight"].abs().max() < 3
+    assert written["scores.bias"].abs().max() < 3
 
 
 def test_an_own_metric_is_computed_on_all_rows_at_once(folder: Path) -> None:

@@ -154,6 +154,15 @@ def test_a_trial_that_fails_is_recorded_with_its_error_and_the_search_goes_on(
     assert "trial 0 failed: its process was ended by SIGKILL" in capsys.readouterr().out
 
 
+def test_a_value_that_a_run_refuses_fails_its_trial_once_others_have_trained(write: Write, tmp_path: Path) -> None:
+    code = _search(write(config={"epochs": 1}, search={"freeze": ["none", "9"]}, seed=1))
+
+    rows = _rows(tmp_path / "found")
+    assert code == 0
+    assert [(row["freeze"], row["state"]) for row in rows.values()] == [("none", "finished"), ("9", "failed")]
+    assert "has 4 blocks; freeze at most that many [flag-value]" in rows[1]["error"]
+
+
 def test_a_search_in_which_all_trials_fail_says_why(write: Write) -> None:
     with pytest.raises(TrainingFailure, match=r"none of the 2 trials finished; its process was ended by SIGKILL"):
         _search(write(), Started(lambda trial, process: process.kill()))

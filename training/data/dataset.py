@@ -64,7 +64,8 @@ class NewsData:
     """Training and test rows, validation rows if the data has any, and the label names.
 
     ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them. ``num_unlabelled``:
-    how many of the last training rows have no label.
+    how many of the last training rows have no label. ``has_test_rows``: the data brings them; else they are some of its
+    training rows.
     """
 
     name: str
@@ -75,6 +76,7 @@ class NewsData:
     left_out: int = 0
     validation: Rows | None = None
     num_unlabelled: int = 0
+    has_test_rows: bool = True
 
     @property
     def splits(self) -> dict[str, Rows]:
@@ -400,4 +402,5 @@ def _assemble(
         kept, held_out = split_rows(task.strata(train.labels), validation_fraction, seed)
         if len(held_out):
             train, validation = train.take(kept), train.take(held_out)
-    return NewsData(name, names, train, test, [*notes, *reading.notes], reading.count, validation)
+    all_notes, has_test_rows = [*notes, *reading.notes], "test" in splits
+    return NewsData(name, names, train, test, all_notes, reading.count, validation, has_test_rows=has_test_rows)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import yaml
+from torch import nn
 
 from common.errors import UserError, first_line
 from common.files import write_json
@@ -47,7 +48,7 @@ from training.model.own import NOTHING_OWN, Own
 from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
-from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Vocabulary
+from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Regression, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -301,6 +302,24 @@ def _wrong_weights(config: TrainConfig, what: str) -> UserError:
     )
 
 
+@torch.no_grad()
+def _scale_can_be_moved(model: NewsClassifier, head: nn.Linear, ids: torch.Tensor) -> bool:
+    """Whether the task can finish the model by its last layer; of a network of the user's own, ``head`` is a guess."""
+    if model.architecture or not isinstance(model.task, Regression):
+        return True
+    mask, was_training, task = torch.ones_like(ids), model.training, model.task
+    kept = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        before = model(ids, mask).double()
+        weight, bias = task.finish(head.weight, head.bias)
+        head.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+        after = model(ids, mask).double()
+    head.load_state_dict(kept)
+    model.train(was_training)
+    return torch.allclose(after, before * task.deviation + task.mean, rtol=1e-3, atol=1e-3 * task.deviation)
+
+
 def _is_local(name: str) -> bool:
     return name in (SAMPLE, STARTER, TINY) or Path(name).expanduser().exists()
 
@@ -385,8 +404,10 @@ def prepare_model(
             )
         head = model.network.get_submodule(model.head) if model.head else None
         targets = tokens.train.labels[news.labelled_index]
-        model.task.fit(targets, head)
-        own.apply_to(model.task, targets[:ROWS_TO_TRY])
+        if not own.loss:  # which compares scores and targets as they are
+            model.task.fit(targets, head)
+        some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(int)  # of several labels
+        own.apply_to(model.task, targets[some], config.best_metric)
         for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
             model.config.__dict__.pop(key, None)
         if news.separator is not None:
@@ -400,6 +421,8 @@ def prepare_model(
             flag = "--network" if own.network else f"--model {config.model}"
             if unused := try_unknown_family(model, flag, ids):
                 say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
+            if head is not None and not _scale_can_be_moved(model, head, ids):
+                model.task.fit(np.zeros(1), head)  # train on the numbers as they are
         if config.lora:
             add_adapters(model, config)
         freeze_layers(model.network, config)

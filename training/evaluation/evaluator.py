@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import Columns
 from common.windows import pool
-from training.config import Selection
+from training.config import Selection, TrainConfig
 from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
 from training.model.classifier import NewsClassifier
 from training.monitoring import Console
 from training.parallelism.distributed import Ranks
+from training.publishing.model_card import recorded_name
 from training.run.quiet import quiet_libraries
 from training.tasks import TASK_OF_PROBLEM, Task
 
@@ -108,7 +109,8 @@ def evaluate_saved(
 ) -> dict[str, Any]:
     """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32.
 
-    Dataset and columns are by default those that the model was trained on.
+    Dataset and columns are by default those that the model was trained on, and so are the test rows that were set aside
+    if the data has none. Of other data without test rows, all rows are evaluated.
 
     Raises:
         UserError: model or data cannot be read, or their labels differ.
@@ -132,11 +134,21 @@ def evaluate_saved(
         known = {} if dataset else {field.name: saved.metadata.get(field.name) for field in fields(Selection)}
         selection = Selection(**{name: str(value) for name, value in known.items() if value})
         say = partial(print, file=sys.stderr)
-        return saved, load_news(name, columns=Columns(text, label, pair), say=say, selection=selection, task=task)
+        seed, bad_rows = (saved.metadata.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows"))
+        data = load_news(name, seed, bad_rows, Columns(text, label, pair), say, selection, task)
+        if not data.has_test_rows and recorded_name(name) != saved.metadata.get("dataset"):
+            texts, labels = [*data.train.texts, *data.test.texts], np.concatenate([data.train.labels, data.test.labels])
+            return saved, replace(data, test=Rows(texts, labels))
+        for note in data.notes if ranks.is_first and not quiet else ():
+            say(note[0].upper() + note[1:])
+        return saved, data
+
+    def prepare() -> tuple[NewsClassifier, Rows]:
+        model = NewsClassifier.from_saved(saved).to(ranks.device).eval()
+        return model, _relabelled(data, model.task)
 
     saved, data = ranks.run_on_all_ranks(read)
-    model = NewsClassifier.from_saved(saved).to(ranks.device).eval()
-    rows = _relabelled(data, model.task)
+    model, rows = ranks.run_on_all_ranks(prepare)
     tokens = encode_rows(saved.tokenizer(), rows)
     show = ranks.is_first and not quiet
     counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)

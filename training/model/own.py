@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import UserError, first_line
 from common.own_code import import_by_path
-from training.config import TrainConfig
+from training.config import METRICS_OF_TASKS, TrainConfig
 from training.tasks import Task
 
 # From the size of the vocabulary and the number of scores per text to a module that takes ids and mask, int64
@@ -62,11 +62,11 @@ class Own:
             metric or _load("metric", config.metric),
         )
 
-    def apply_to(self, task: Task, targets: np.ndarray) -> None:
+    def apply_to(self, task: Task, targets: np.ndarray, best_metric: str) -> None:
         """Let the task use the user's loss and metric, after trying both on the ``targets`` of a few rows.
 
         Raises:
-            UserError: one of them fails, or returns something else than it should.
+            UserError: one of them fails, or returns something else than it should, or no figure is ``best_metric``.
         """
         scores = np.zeros((len(targets), len(task.label_names)), dtype=np.float32)
         if self.loss:
@@ -85,6 +85,10 @@ class Own:
                 figures = dict(self.metric(scores, targets))
             if wrong := [name for name, value in figures.items() if not isinstance(value, int | float | np.number)]:
                 raise UserError(f"--metric: {wrong[0]!r} must be a number, got {figures[wrong[0]]!r}", code="own-code")
+            if best_metric not in (known := [*METRICS_OF_TASKS[task.name], *figures]):
+                raise UserError(
+                    f"--best_metric {best_metric}: there is {', '.join(known)}; name one of these", code="flag-value"
+                )
             task.own_metric = self.metric
 
 

@@ -85,6 +85,9 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             **({"label_column": config.label_column} if task.has_labels else {}),
             **asdict(config.selection),
             **({"pair_column": config.columns.pair} if config.columns.pair else {}),
+            # With these the same rows are test rows again, also of data that has none of its own.
+            "seed": config.seed,
+            "bad_rows": config.bad_rows,
             "base_model": recorded_name(config.model),
             "max_length": config.max_length,
             "best_epoch": best.epoch,
@@ -205,7 +208,10 @@ def _report_data(
         notes.append("No rows were kept for validation, so the last epoch is the one that was tested and written.")
     if context.config.ema:
         notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
-    if (last := context.state.epochs[-1].epoch) < context.config.epochs:
+    last = context.state.epochs[-1].epoch
+    if context.config.budget and last < context.config.epochs:
+        notes.append(f"Training ended after {last} epochs, because its time (--budget {context.config.budget}) was up.")
+    elif last < context.config.epochs:
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, because {context.config.early_stopping} "
             f"evaluations in a row had no better {context.config.best_metric} on the validation rows."

@@ -64,7 +64,7 @@ def train(
             )
         )
         interruption = stack.enter_context(Interruption(config.not_saved_exit_code, is_first=ranks.is_first))
-        own = Own.of(config, network, loss, metric)
+        own = ranks.run_on_all_ranks(lambda: Own.of(config, network, loss, metric))
         trainer = Trainer(config, ranks, interruption, own, subscribers)
         begin()
         model_folder = trainer.fit()

@@ -209,12 +209,17 @@ class Search:
             return  # resumed by the next start
         else:
             message, error_code = _error_of(running, code)
-            if code == EXIT_USER_ERROR and error_code:
+            if code == EXIT_USER_ERROR and error_code and not self._is_of_this_value(message):
                 # Every trial would end the same. This one stays unfinished, to be tried again once that is put right.
                 raise UserError(f"trial {trial.number}: {message}", code=error_code)
             trial.set_user_attr("error", f"{message} [{error_code}]" if error_code else message)
             self.study.tell(trial, state=self.states.FAIL)
         self._say(trial.number)
+
+    def _is_of_this_value(self, message: str) -> bool:
+        """Whether a refusal is about a value that is searched, while others could be trained with."""
+        is_searched = any(message.startswith(f"--{name} ") for name in self.dimensions)
+        return is_searched and any(trial.intermediate_values for trial in self.study.get_trials(deepcopy=False))
 
     def _report(self, running: Running) -> None:
         # Only the ends of epochs, at which trials of any batch size can be compared.

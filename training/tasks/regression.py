@@ -97,6 +97,9 @@ class Regression(Task):
             error = predicted - target
             yield RowAnswer(f"{target:g}", f"{predicted:.6g}", error, surprise=abs(error))
 
+    def in_units(self, scores: np.ndarray) -> np.ndarray:
+        return self._predicted(scores)[:, None]
+
     def _predicted(self, scores: np.ndarray) -> np.ndarray:
         return scores[:, 0].astype(np.float64) * self.deviation + self.mean
 

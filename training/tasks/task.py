@@ -102,8 +102,12 @@ class Task:
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """All figures of an evaluation, the user's among them; see :meth:`metrics`."""
-        own = self.own_metric(scores, targets) if self.own_metric else {}
+        own = self.own_metric(self.in_units(scores), targets) if self.own_metric else {}
         return self.metrics(scores, targets, chosen) | {name: float(value) for name, value in own.items()}
+
+    def in_units(self, scores: np.ndarray) -> np.ndarray:
+        """Scores as a metric of the user's own gets them: for numbers, in the unit of the targets."""
+        return scores
 
     # Rows. Class methods, because they come before anything is known of a model.
 

@@ -125,6 +125,13 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(
             id="unknown flag",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ("--loss", "nowhere:foo"),
+            "error: --loss nowhere:foo: cannot be imported (ModuleNotFoundError: No module named 'nowhere'); give "
+            "module:name, such as my_models:TextCNN [own-code]",
+            id="own code that is missing",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_under_torchrun_a_users_mistake_is_printed_once_even_if_rank_0_is_slow(
