@@ -238,7 +238,7 @@ class Trainer:
         try:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_folder(config.run_dir))
-            # Started from this file, the run goes on; --resume says how this start began.
+            # A start from this file resumes the run, however this one began.
             later = config.model_copy(update={"resume": "auto"})
             write_whole(config.run_dir / "config.yaml", later.to_yaml().encode())
         except OSError as error:
