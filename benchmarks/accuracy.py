@@ -78,20 +78,21 @@ def main() -> None:
     facts |= {f"Encoder {name}": f"`{command}`" for name, command in (entry.encoder for entry in entries) if command}
     facts |= {f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command}
     text = harness.introduction(MODULE, "Accuracy", INTRODUCTION)
-    table = harness.table(COLUMNS, entries)
-    harness.write_page(options.output, "\n".join((f"{text}{harness.fact_list(facts)}", table, means(entries[1:]))))
+    page = f"{text}{harness.fact_list(facts)}\n{harness.table(COLUMNS, entries)}{means(entries[1:])}"
+    harness.write_page(options.output, page)
 
 
 def means(entries: Sequence[Entry]) -> str:
-    """The mean accuracy of models that began with the same encoder."""
+    """The mean accuracy of models that began with the same encoder, a paragraph each."""
     by_encoder: dict[str, list[float]] = {}
     for entry in entries:
         by_encoder.setdefault(entry.encoder[0], []).append(entry.test["accuracy"])
-    lines = []
+    text = ""
     for encoder, found in by_encoder.items():
-        mean, least, most = map(format_percent, (np.mean(found), min(found), max(found)))
-        lines += [f"The mean of {len(found)} models from {encoder} is {mean} ({least} to {most}).\n"] * (len(found) > 1)
-    return "\n".join(lines)
+        if len(found) > 1:
+            mean, least, most = map(format_percent, (np.mean(found), min(found), max(found)))
+            text += f"\nThe mean of {len(found)} models from {encoder} is {mean} ({least} to {most}).\n"
+    return text
 
 
 def fit_baseline(data: NewsData, options: Namespace) -> Entry:

@@ -97,8 +97,8 @@ def export(
     most, margin = factor * MAX_TOLERANCE, factor * _PROBE_MARGIN
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
-    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
     before = _files_now(saved)
+    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})

@@ -244,7 +244,7 @@ def test_the_page_of_accuracy_says_what_trained_a_model_and_the_encoder_that_it_
     entry = accuracy.read_model(tmp_path / "model")
 
     entries = [replace(entry, test={"accuracy": share}) for share in (0.9, 0.94)]
-    assert accuracy.means(entries) == "The mean of 2 models from adapted is 92.00% (90.00% to 94.00%).\n"
+    assert accuracy.means(entries) == "\nThe mean of 2 models from adapted is 92.00% (90.00% to 94.00%).\n"
     assert accuracy.means(entries[:1]) == ""
     assert entry.name == "model: adapted, epoch 2"
     assert entry.command == "training/run_ddp.sh --seed 3"

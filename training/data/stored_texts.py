@@ -119,18 +119,13 @@ class StoredTexts(Sequence[Text]):
         return self._read(place, place + 1)[0]
 
     def __iter__(self) -> Iterator[Text]:
-        for start in range(0, len(self), TEXTS_PER_READ):
-            yield from self._read_bounded(start, min(start + TEXTS_PER_READ, len(self)))
-
-    def _read_bounded(self, start: int, stop: int) -> Iterator[Text]:
-        """The same texts in reads of a bounded size, or of a single longer row."""
-        ends = self._ends(start, stop)[:: self.width]
-        first = 0
-        while first < stop - start:
-            fitting = int(np.searchsorted(ends, ends[first] + BYTES_PER_READ, side="right")) - 1
-            after = max(first + 1, fitting)
-            yield from self._read(start + first, start + after)
-            first = after
+        start = 0
+        while start < len(self):
+            ends = self._ends(start, min(start + TEXTS_PER_READ, len(self)))[:: self.width]
+            fitting = int(np.searchsorted(ends, ends[0] + BYTES_PER_READ, side="right")) - 1
+            stop = start + max(1, fitting)  # a single row may be longer
+            yield from self._read(start, stop)
+            start = stop
 
     def _ends(self, start: int, stop: int) -> np.ndarray:
         """Where each text of these rows begins, and the last one ends."""

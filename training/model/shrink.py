@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import torch
 from tokenizers import Tokenizer
@@ -19,15 +18,13 @@ from torch import nn
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedModel
 
 from common.encoders import DISTILBERT, EncoderFamily
-
-CHUNK = 10_000
+from training.data.stored_texts import in_chunks
 
 
 def count_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[int]:
     """How often each id occurs in the texts, without the special ones around them."""
     counts: Counter[int] = Counter()
-    texts = iter(texts)
-    while chunk := list(islice(texts, CHUNK)):
+    for chunk in in_chunks(texts):
         for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
             counts.update(encoding.ids)
     return counts
