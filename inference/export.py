@@ -61,8 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
     sys.stdout.reconfigure(errors="replace")
     # Else square brackets in a path would be taken for markup.
     console = Console(highlight=False, markup=False)
-    # Unwinds, so that the unfinished artefact is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if is_artefact(options.model):
             what = f"{options.model}: is already an artefact; give the model it was made from"
@@ -76,8 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise UserError(what, code="export-failed")
         console.print(f"Exporting {options.model} for the {engine} engine", soft_wrap=True)
         # Importing PyTorch takes seconds, so it waits until the arguments are known to be good.
-        from inference.exporting.build import export
+        from inference.exporting.build import end_unfinished, export
 
+        signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
         exported = export(saved, engine, options.precision, rows, options.max_drop, console)
     except ImportError as error:
         raise UserError(f"needs the package {error.name}; pip install {error.name}", code="package-missing") from error

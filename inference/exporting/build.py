@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -187,6 +189,9 @@ class _Stages:
         self.bars.update(self._running, advance=rows, total=self._num_rows)
 
 
+_unfinished: set[Path] = set()
+
+
 @contextmanager
 def replaced_whole(target: Path) -> Iterator[Path]:
     """Give an empty folder that replaces the target if the block succeeds, and is removed if it does not.
@@ -197,12 +202,24 @@ def replaced_whole(target: Path) -> Iterator[Path]:
     if target.exists() and not is_artefact(target):
         raise UserError(f"{target}: is in the way and is not an artefact; move it elsewhere", code="export-failed")
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    _unfinished.add(aside)
     try:
         yield aside
         aside.chmod(0o755)  # a temporary folder is private, but servers often run as another user
         replace_folder(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        _unfinished.discard(aside)
+
+
+def end_unfinished(*_: object) -> None:
+    """End the process at a signal, without the artefacts that it has begun.
+
+    An exception would do only where no library has called back into Python: it would arrive as an error of theirs.
+    """
+    for folder in _unfinished:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + signal.SIGTERM)
 
 
 def _files_now(saved: SavedModel) -> list[tuple[int, int, int]]:
