@@ -208,6 +208,9 @@ def above_zero(text: str) -> float:
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main function; foreseen errors become one line and an exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with the stream closed, as by `>&-`
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115
     try:
         code = main() or 0
     except ForeseenError as error:

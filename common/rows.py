@@ -113,13 +113,13 @@ def separators(suffix: str) -> str:
     return "\t,;" if suffix == ".tsv" else _SEPARATORS
 
 
-def find_layout(first_line: str, columns: Columns, separators: str) -> Layout:
-    """Find the separator and the columns from a file's first line.
+def find_layout(first_line: str, columns: Columns, candidates: str) -> Layout:
+    """Find the separator, one of the ``candidates``, and the columns from a file's first line.
 
     Raises:
         ValueError: it has no such columns, and is not a row in AG News' layout.
     """
-    rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in separators}
+    rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in candidates}
     for separator, fields in rows.items():
         if not columns.missing(fields):
             places = columns.among(fields)

@@ -549,6 +549,12 @@ class TrainConfig(BaseModel):
         return Selection(**{field.name: getattr(self, field.name) for field in fields(Selection)})
 
     @property
+    def how_to_resume(self) -> str:
+        # With `--resume none` the same command would begin again, and move what there is aside.
+        same = self.resume == "auto"
+        return "rerun the same command" if same else f"rerun the command without --resume {self.resume}"
+
+    @property
     def run_dir(self) -> Path:
         return self.output_dir.with_name(self.output_dir.name + ".run")
 

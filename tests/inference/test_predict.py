@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_a_reader_may_stop_early(model_folder: Path, tmp_path: Path) -> None:
     assert line.endswith(b"\n")
     assert process.wait(60) == 0
     assert errors.read_bytes() == b""
+
+
+@pytest.mark.parametrize(("closed", "exit_code"), [("0", 2), ("1", 0), ("2", 0)])
+def test_a_closed_stream_is_no_crash(model_folder: Path, closed: str, exit_code: int) -> None:
+    shell = f'exec "$0" -m inference.predict --file "$1" --model "$2" {closed}>&-'
+    arguments = [sys.executable, "-" if closed == "0" else "README.md", str(model_folder)]
+    run = subprocess.run(["/bin/sh", "-c", shell, *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+    assert run.returncode == exit_code
+    assert "Traceback" not in run.stderr
+    assert ("has no text to classify" in run.stderr) == (closed == "0")
 
 
 def test_a_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

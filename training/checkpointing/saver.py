@@ -173,7 +173,7 @@ class Saver:
         if self._failures == MOST_FAILURES:
             raise TrainingFailure(
                 f"{where}, {MOST_FAILURES} times in a row; {self._newest()}: free some space or fix the storage, then "
-                "rerun the same command",
+                f"{self.config.how_to_resume}",
                 quiet=not self.ranks.is_first,
                 code="checkpoint-not-saved",
             )

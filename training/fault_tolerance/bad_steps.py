@@ -112,7 +112,7 @@ class BadSteps:
         )
 
     def fail(self, last: BadStep, advice: str) -> NoReturn:
-        message = f"{last}{self._shown(last)}. {advice}, then rerun the same command"
+        message = f"{last}{self._shown(last)}. {advice}, then {self.context.config.how_to_resume}"
         raise TrainingFailure(message, quiet=not self.context.ranks.is_first, code="loss-not-finite")
 
     def _record(self, bad: BadStep) -> None:

@@ -30,7 +30,6 @@ TICK = 0.5  # seconds
 GONE_SECONDS = 3.0
 # If another rank reports the failure, give it this long to do so.
 REPORT_SECONDS = 10.0
-RESUME_HINT = "The last checkpoint is safe: to resume, rerun the same command"
 
 
 class Watchdog(Subscriber):
@@ -48,6 +47,7 @@ class Watchdog(Subscriber):
 
     def __init__(self, context: RunContext) -> None:
         self._run_dir = context.config.run_dir
+        self._resume_hint = f"The last checkpoint is safe: to resume, {context.config.how_to_resume}"
         self._timeout = context.config.collective_timeout
         self._limit = start_timeout(self._timeout)
         self._has_stepped = False
@@ -142,7 +142,7 @@ class Watchdog(Subscriber):
     def _line(self, missing: Sequence[Missing], what: str) -> str:
         here = describe_position(self._phases.now, self._phases.step)
         who = "; ".join(map(str, missing)) or f"no rank seems to be missing; rank {self._ranks.rank} is {here}"
-        return f"{LOST} {self._phases.step + 1}: {what}; {who}. {RESUME_HINT}"
+        return f"{LOST} {self._phases.step + 1}: {what}; {who}. {self._resume_hint}"
 
     def _report_and_exit(self, exit_code: int, line: str, *, reports: bool, at_once: bool) -> NoReturn:
         self._status.failed(line)

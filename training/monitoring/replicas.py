@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.errors import TrainingFailure
+from training.config import TrainConfig
 from training.fault_tolerance.failures import translate_errors
 from training.monitoring.events import CheckpointStarted, Event, EventStream, RunStarted, StepDone, Subscriber
 from training.monitoring.exporter import Exporter
@@ -50,7 +51,7 @@ class Difference:
 
 
 class ReplicaCheck(Subscriber):
-    """Compares the weights at the start, every ``every`` steps (0 = never) and before each checkpoint.
+    """Compares the weights at the start, every ``--check_replicas_every`` steps and before each checkpoint.
 
     So every checkpoint was made from equal copies. ``parameters`` are this rank's, by name; all ranks have a check.
     """
@@ -60,14 +61,15 @@ class ReplicaCheck(Subscriber):
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],
-        every: int,
+        config: TrainConfig,
         ranks: Ranks,
         phases: Phases,
         exporter: Exporter,
         events: EventStream,
     ) -> None:
         self.parameters = parameters
-        self.every = every if ranks.world_size > 1 else 0
+        self.every = config.check_replicas_every if ranks.world_size > 1 else 0  # 0: never
+        self.how_to_resume = config.how_to_resume
         self.ranks = ranks
         self.phases = phases
         self.exporter = exporter
@@ -102,8 +104,8 @@ class ReplicaCheck(Subscriber):
         since = f" They were the same after step {self.equal_at}." if self.equal_at >= 0 else ""
         good = f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
         raise TrainingFailure(
-            f"{when} the copies of the weights differ: {found}.{since} {good}To resume, rerun the same command. If "
-            f"it happens again on {_listed(found.odd)}, look for failing memory or a failing processor or GPU there",
+            f"{when} the copies of the weights differ: {found}.{since} {good}To resume, {self.how_to_resume}. "
+            f"If it happens again on {_listed(found.odd)}, look for failing memory or a failing processor or GPU there",
             quiet=not self.ranks.is_first,
             code="replicas-differ",
         )

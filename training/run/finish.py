@@ -122,7 +122,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             discard_unfinished(config.output_dir)
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
-                "are complete: free some space, then rerun the same command",
+                f"are complete: free some space, then {config.how_to_resume}",
                 code="model-not-saved",
             ) from error
         context.console.finish(

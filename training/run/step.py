@@ -134,7 +134,7 @@ def optimizer_step(
         if scale.enabled and scale.scale < LossScale.LEAST:
             raise TrainingFailure(
                 f"step {step}: the gradients overflow in fp16 even with a loss scale of {LossScale.LEAST:.0e}; use "
-                "--precision bf16 or fp32, or lower --learning_rate, then rerun the same command",
+                f"--precision bf16 or fp32, or lower --learning_rate, then {config.how_to_resume}",
                 code="loss-not-finite",
                 quiet=not strategy.ranks.is_first,
             )

@@ -31,6 +31,6 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
         collectives = CollectiveRecorder(events, ranks.backend, config.record_collectives_every)
         subscribers.append(collectives)
         subscribers.append(Stragglers(context, collectives, COMPARE_EVERY))
-        parameters, every = context.strategy.parameters, config.check_replicas_every
-        subscribers.append(ReplicaCheck(parameters, every, ranks, context.phases, exporter, events))
+        parameters = context.strategy.parameters
+        subscribers.append(ReplicaCheck(parameters, config, ranks, context.phases, exporter, events))
     return subscribers

@@ -221,10 +221,7 @@ class Trainer:
             model_folder = self._train_and_finish()
             if model_folder is None:
                 step = context.state.step
-                how = "rerun the same command"
-                if config.resume != "auto":
-                    how = f"rerun the command without --resume {config.resume}"
-                context.say(f"Stopped at step {step}; everything is saved. To resume, {how}.")
+                context.say(f"Stopped at step {step}; everything is saved. To resume, {config.how_to_resume}.")
             context.events.publish(RunEnded(finished=model_folder is not None))
             return model_folder
 

@@ -38,7 +38,7 @@ def validate(context: RunContext) -> EpochMetrics:
     if not math.isfinite(validation["loss"]):
         raise TrainingFailure(
             f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and is kept; "
-            "lower --learning_rate, then rerun the same command",
+            f"lower --learning_rate, then {context.config.how_to_resume}",
             quiet=not context.ranks.is_first,
             code="loss-not-finite",
         )

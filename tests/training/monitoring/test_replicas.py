@@ -93,8 +93,9 @@ def _checked(folder: Path) -> tuple[str, list[float | None]]:
     """What ends a run that compares each second step, and what it has counted by then."""
     ranks, phases, strategy = here(), Phases(), small_strategy()
     events = EventStream(folder, ranks, phases)
-    with closing(Exporter(TrainConfig(), ranks, phases)) as exporter, events.recording():
-        check = ReplicaCheck(strategy.parameters, 2, ranks, phases, exporter, events)
+    config = TrainConfig(check_replicas_every=2)
+    with closing(Exporter(config, ranks, phases)) as exporter, events.recording():
+        check = ReplicaCheck(strategy.parameters, config, ranks, phases, exporter, events)
         with pytest.raises(TrainingFailure) as failure:
             _go_astray(check, strategy)
     read, name = exporter.registry.get_sample_value, "distrinews_training_replica_checks_total"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import re
 import shlex
 import sys
 import time
@@ -153,8 +152,8 @@ def test_a_budget_in_which_nothing_can_be_trained_is_refused_before_anything_is_
     monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 30.0)
     assert train_here(*RUN, "--output_dir", tmp_path / "model", "--budget", "20s") == 2
     error = capfd.readouterr().err
-    took = re.search(r"error: --budget 20s: the start took (.+?)s .*\[budget-too-short\]", error)
-    assert took and float(took[1]) >= 30
+    assert "error: --budget 20s: the start took " in error
+    assert "[budget-too-short]" in error
     assert not (tmp_path / "model.run").exists()
 
 
