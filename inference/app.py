@@ -74,7 +74,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     parts.lifecycle.is_draining = True
     if ending is not None:
         ending.cancel()
-    if tasks:
+    if tasks:  # which load a model that nobody will use
+        if server is not None and server.started and parts.lifecycle.exit_code is None:
+            parts.lifecycle.exit_code = 0  # at once: Python would free what their threads still use
+        for task in tasks:
+            task.cancel()
         await asyncio.wait(tasks)
     await parts.served_model.close()
     if parts.line is not None:

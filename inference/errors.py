@@ -29,12 +29,14 @@ class SettingsError(UserError):
 class QueueFullError(Exception):
     """The queue cannot accept these texts now, because their answers would come too late.
 
-    ``retry_after_s``: seconds until they would come in time, at the measured speed.
+    ``retry_after_s``: seconds until they would come in time, at the measured speed. ``code``: ``call_too_large`` if no
+    waiting helps at that speed, only fewer texts in one call.
     """
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, code: str = "queue_full") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.code = code
 
 
 class RateLimitedError(Exception):

@@ -25,7 +25,13 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 Snapshot = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
 # What several processes have together is the sum, but for these gauges.
 _LEAST = ("distrinews_model_ready", "process_start_time_seconds")
-_MOST = ("distrinews_model_info", "distrinews_queue_seconds", "process_max_fds", "python_info")
+_MOST = (
+    "distrinews_api_key_required",
+    "distrinews_model_info",
+    "distrinews_queue_seconds",
+    "process_max_fds",
+    "python_info",
+)
 
 
 class ServerMetrics:

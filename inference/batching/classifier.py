@@ -15,7 +15,7 @@ from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, Finis
 from inference.batching.cache import AnswerCache, Values
 from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
 from inference.batching.engine_health import EngineHealth
-from inference.batching.scheduler import FairQueue, QueuedText, overrun_s
+from inference.batching.scheduler import BULK_SHARE, FairQueue, QueuedText, overrun_s
 from inference.batching.tokenizing import EncodedText, TokenizerThread
 from inference.engines.model_loader import ModelLoader
 from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
@@ -127,6 +127,11 @@ class Classifier:
         """What a single text of usual length would be refused with now, if it would be."""
         return self._refusal(int(self._lengths.tokens_per_text), 1)
 
+    def most_texts(self, text: Text) -> int:
+        """How many texts as long as this one a single call may have while nothing else waits."""
+        most_tokens = BULK_SHARE * self._max_wait_s * self._expected_speed
+        return max(1, int(most_tokens / self._lengths.expected(text)))
+
     def submit(self, texts: Sequence[Text], timeout_s: float) -> list[asyncio.Future[Answer]]:
         """Accept the texts of one call.
 
@@ -167,10 +172,7 @@ class Classifier:
         deliver((caller, error) for call in list(self._calls) for caller in call.callers)
 
     def _refusal(self, num_tokens: int, num_texts: int) -> QueueFullError | None:
-        waiting, speed = self._unanswered_tokens, self.tokens_per_second
-        if not waiting:
-            # One slow pass must not keep out calls with many texts until other passes have shown the true speed.
-            speed = max(speed, self._first_tokens_per_second)
+        waiting, speed = self._unanswered_tokens, self._expected_speed
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:
             return None
@@ -183,7 +185,16 @@ class Classifier:
             f"(MAX_WAIT_SECONDS {self._max_wait_s:g}); "
             + (f"try again in {retry_after_s:.2f} s" if would_fit else "send fewer texts in one call"),
             retry_after_s,
+            "queue_full" if would_fit else "call_too_large",
         )
+
+    @property
+    def _expected_speed(self) -> float:
+        """Tokens per second. One slow pass must not keep out calls with many texts until others have shown the true
+        speed.
+        """
+        speed = self.tokens_per_second
+        return speed if self._unanswered_tokens else max(speed, self._first_tokens_per_second)
 
     def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
         if future.cancelled():

@@ -7,9 +7,11 @@ import contextlib
 import gc
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
@@ -35,7 +37,10 @@ class Served:
 class ServedModel:
     """Holds what is served, or the reason why nothing is."""
 
-    def __init__(self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel) -> None:
+    def __init__(
+        self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel, *, counts_loads: bool = True
+    ) -> None:
+        """``counts_loads``: not for one of several workers, whose supervisor counts what all of them load together."""
         self.path = settings.model_checkpoint
         self._load_model = load_model
         self._name = settings.model_name
@@ -49,6 +54,7 @@ class ServedModel:
             cache_entries=settings.cache_entries,
         )
         self._metrics = metrics
+        self._counts_loads = counts_loads
         self._current: Served | None = None
         self._load_error = f"{self.path}: the model is still loading; try again in a few seconds"
         self._loading = asyncio.Lock()
@@ -115,7 +121,7 @@ class ServedModel:
         """
         async with self._loading:
             try:
-                model = await asyncio.to_thread(self._load_model, self.path, self._engine)
+                model = await _in_background(lambda: self._load_model(self.path, self._engine))
                 budget, longest = self._limits.max_batch_tokens, model.tokenizer.most_ids
                 if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
                     what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
@@ -125,7 +131,7 @@ class ServedModel:
                 classifier = Classifier(model, self._limits, self._metrics)
                 served = Served(model, classifier, self._name or model.info["name"])
             except Exception as error:
-                self._metrics.reloads.labels("refused").inc()
+                self._count_load("refused")
                 refusal = refusal_of(self.path, error)
                 if self._current is None:
                     self._load_error = str(refusal)
@@ -136,12 +142,16 @@ class ServedModel:
                     )
                 raise refusal from error
             before, self._current = self._current, served
-            self._metrics.reloads.labels("served").inc()
+            self._count_load("served")
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
             logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
         if before is not None:
             self._retire(before)
         return served
+
+    def _count_load(self, result: str) -> None:
+        if self._counts_loads:
+            self._metrics.reloads.labels(result).inc()
 
     async def load_or_log(self) -> None:
         """Like `load`, but a refusal is kept in `error` and logged, because no caller waits for the outcome."""
@@ -159,6 +169,32 @@ class ServedModel:
             self._retire(self._current)
         if self._draining:
             await asyncio.wait(self._draining)
+
+
+async def _in_background(load: Callable[[], ModelLoader]) -> ModelLoader:
+    """Like `asyncio.to_thread`, except that a process that is to end does not wait for the thread."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[ModelLoader] = loop.create_future()
+
+    def settle(model: ModelLoader | None, error: BaseException | None) -> None:
+        if loaded.done():  # cancelled
+            return
+        if error is not None:
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(cast("ModelLoader", model))
+
+    def run() -> None:
+        model, error = None, None
+        try:
+            model = load()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, model, error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await loaded
 
 
 def refusal_of(path: Path, error: Exception) -> ModelLoadError:

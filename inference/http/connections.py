@@ -131,12 +131,13 @@ class ConnectionKeeper:
         return True
 
     def _refuse(self, transport: asyncio.Transport) -> None:
+        # The server's own protocol, which has not been told of the connection, is not to be told of its end either.
+        transport.set_protocol(_Refused(transport, self._refused))
         transport.write(_FULL)
         if len(self._refused) >= _SPARE_FILES // 2:
             transport.close()
             return
         self._refused.add(transport)
-        transport.set_protocol(_Refused(transport, self._refused))
         transport.write_eof()  # the client closes when it has read this
         asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 

@@ -104,7 +104,7 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
         case RefusedTextError():
             return 422, error.code, str(error), None
         case QueueFullError():
-            return 503, "queue_full", str(error), error.retry_after_s
+            return 503, error.code, str(error), error.retry_after_s
         case RateLimitedError():
             return 429, "rate_limited", str(error), error.retry_after_s
         case ModelUnavailableError():

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Of a process that ended because only a new one helps: an internal software error, in sysexits.h.
 DEAD_EXIT_CODE = 70
+# Seconds between two looks whether a worker that leaves has requests left.
+_IDLE_CHECK_S = 0.1
 # Seconds beyond grace until a process that still runs is made to end.
 _LAST_SECONDS = 5.0
 
@@ -73,13 +75,27 @@ class Lifecycle:
         signal.signal(signal.SIGTERM, drain_first)
 
     def leave(self, server: Any) -> None:
-        """Let other processes have what comes from now on, and end once clients have closed their connections."""
+        """Let other processes have what comes from now on, and end once all requests in progress are answered.
+
+        There is no deadline: a stream may go on for hours. SIGTERM sets one, as ever.
+        """
         if self.is_leaving or self.is_draining:
             return
         self.is_leaving = True
+        if not server.started:  # nor has it accepted anything
+            self._exit(server)
+            return
         for listening in server.servers:
             listening.close()
-        asyncio.get_running_loop().call_later(self._drain_seconds, self._exit, server)
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._exit_once_idle, server)
+
+    def _exit_once_idle(self, server: Any) -> None:
+        if self.is_draining:
+            return
+        if server.server_state.tasks:
+            asyncio.get_running_loop().call_later(_IDLE_CHECK_S, self._exit_once_idle, server)
+        else:
+            self._exit(server)
 
     def die(self, server: Any, reason: str) -> None:
         """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` is the last step of that."""

@@ -73,7 +73,7 @@ class RequestGate:
         """
         served = self.served_model.current
         error = served.classifier.full_error() if served else None
-        return None if error is None else (503, "queue_full", str(error), error.retry_after_s)
+        return None if error is None else (503, error.code, str(error), error.retry_after_s)
 
     @property
     def too_large(self) -> str:

@@ -25,24 +25,33 @@ _BYTES_PER_TEXT = 1024
 
 
 class BodyBudget:
-    """Bounds the memory that the bodies of all current requests take together; only used on the event loop."""
+    """Bounds the memory that the bodies of all current requests take together; only used on the event loop.
+
+    ``within``: the budget that this one is a part of.
+    """
 
     # What a request is told if there is no room.
     BUSY = "the bodies in progress fill the memory set aside for them; try again soon"
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, within: BodyBudget | None = None) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self._released = asyncio.Event()
+        self._within = within
+        self._released: asyncio.Event = within._released if within else asyncio.Event()
 
     def has_room(self, num_bytes: int) -> bool:
-        return self.held_bytes + num_bytes <= self.max_bytes
+        fits = self.held_bytes + num_bytes <= self.max_bytes
+        return fits and (self._within is None or self._within.has_room(num_bytes))
 
     def take(self, num_bytes: int) -> None:
         self.held_bytes += num_bytes
+        if self._within:
+            self._within.take(num_bytes)
 
     def release(self, num_bytes: int) -> None:
         self.held_bytes -= num_bytes
+        if self._within:
+            self._within.release(num_bytes)
         self._released.set()
 
     async def wait_for_room(self) -> None:
@@ -65,6 +74,7 @@ class Parts:
     api_keys: ApiKeys
     limits: RequestLimits
     body_budget: BodyBudget
+    stream_budget: BodyBudget  # a part of it
     served_model: ServedModel
     line: SupervisorLine | None  # for one of several workers
 
@@ -85,7 +95,9 @@ class Parts:
             api_keys=api_keys,
             limits=RequestLimits(api_keys, settings.rate_limit_per_s, line.report_taken if line else None),
             body_budget=body_budget,
-            served_model=ServedModel(settings, metrics, load_model),
+            # Streams read ahead as much as they may, for as long as they last; single requests always have room.
+            stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
+            served_model=ServedModel(settings, metrics, load_model, counts_loads=line is None),
             line=line,
         )
 

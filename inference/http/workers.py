@@ -73,7 +73,8 @@ def share_of(settings: Settings, workers: int) -> Settings:
         update={
             "threads": max(1, settings.hardware.num_threads // workers),
             "max_connections": -(-settings.max_connections // workers),
-            "max_pending_mb": max(settings.max_pending_mb / workers, settings.max_body_mb),  # one body has to fit
+            # Half of it is for streams, and in the other one body has to fit.
+            "max_pending_mb": max(settings.max_pending_mb / workers, 2 * settings.max_body_mb),
             "cache_entries": -(-settings.cache_entries // workers),
         }
     )
@@ -105,19 +106,22 @@ class SupervisorLine:
         leave: Callable[[], None],
     ) -> None:
         """Do what the supervisor says; if it dies, the worker ends like one that is told to."""
-        while line := await self._reader.readline():
-            message = json.loads(line)
-            if "snapshot" in message:
-                self.say_counts(snapshot())
-            elif "leave" in message:
-                leave()
-            elif "all_ready" in message:
-                self.all_are_ready = True
-            elif "taken" in message:
-                for limiter, client, rate, amount in message["taken"]:
-                    take_elsewhere(limiter, client, rate, amount)
-            elif (answer := self._answers.get(message["answer"])) and not answer.done():
-                answer.set_result(message)
+        try:
+            while line := await self._reader.readline():
+                message = json.loads(line)
+                if "snapshot" in message:
+                    self.say_counts(snapshot())
+                elif "leave" in message:
+                    leave()
+                elif "all_ready" in message:
+                    self.all_are_ready = True
+                elif "taken" in message:
+                    for limiter, client, rate, amount in message["taken"]:
+                        take_elsewhere(limiter, client, rate, amount)
+                elif (answer := self._answers.get(message["answer"])) and not answer.done():
+                    answer.set_result(message)
+        except Exception:  # it would go on with what it has, whatever the others serve
+            logger.exception("the worker cannot follow the supervisor, so it ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def say_loaded(self) -> None:
@@ -205,6 +209,7 @@ class Supervisor:
         # What is loaded before the fork, or why it could not be; None if each worker has to load for itself, because
         # the threads of other engines would not survive the fork.
         self._model: ModelLoader | Exception | None = None
+        self._has_served = False
         self._model_before = self._model  # during a reload
         self._workers: list[_Worker] = []
         self._next: list[_Worker] = []  # what a reload has started, until all of them are ready
@@ -224,7 +229,12 @@ class Supervisor:
         self._open_sockets(host, port)
         signals = self._take_signals()
         self._model = self._load()
-        self._workers = [self._fork(place, is_serving=True) for place in range(self._num_workers)]
+        if isinstance(self._model, Exception):
+            self._metrics.reloads.labels("refused").inc()
+        elif self._model is not None:
+            self._count_served()
+        for place in range(self._num_workers):
+            self._start(place, is_serving=True)
         threads = self._share.hardware.num_threads
         address, port = self._sockets[0].getsockname()[:2]
         logger.info("listening on %s:%d: %d workers with %d threads each", address, port, self._num_workers, threads)
@@ -316,15 +326,24 @@ class Supervisor:
             self._give_up(started, f"the system starts no more processes ({error})")
 
     def _take_over(self, model: dict[str, Any]) -> None:
-        before, self._workers, self._next = self._workers, [*self._workers, *self._next], []
-        self._model_before = None
-        for worker in self._workers:
-            if not worker.is_serving:
-                self._serve(worker)
+        before, after = self._workers, self._next
+        self._workers, self._next, self._model_before = [*before, *after], [], None
+        for worker in after:
+            self._serve(worker)
         for worker in before:
+            if not worker.is_serving:  # it was to take a dead one's place, and has accepted nothing
+                self._kill(worker, signal.SIGKILL)
+            elif worker.is_leaving:  # since the last reload: its time is up, or models would pile up in memory
+                self._kill(worker, signal.SIGTERM)
+            else:
+                self._send(worker, leave=True)
             worker.is_leaving = True
-            self._send(worker, leave=True)
+        self._count_served()
         self._answer(self._asked_reload, model=model)
+
+    def _count_served(self) -> None:
+        self._has_served = True
+        self._metrics.reloads.labels("served").inc()
 
     def _give_up(self, started: list[_Worker], reason: str) -> None:
         if started is not self._next:
@@ -347,12 +366,17 @@ class Supervisor:
         gc.freeze()  # else the collector in each worker would write to, and so copy, all of these pages
         sys.stdout.flush()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one for the worker must not meet handlers of ours
-        pid = os.fork()
-        if pid == 0:
+        try:
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                self._be_worker(place, theirs, is_serving)
+        except OSError:
             ours.close()
-            self._be_worker(place, theirs, is_serving)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        theirs.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            theirs.close()
         ours.settimeout(_ANSWER_S)
         worker = _Worker(place, pid, ours, is_serving)
         self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear, worker))
@@ -400,6 +424,8 @@ class Supervisor:
 
     def _say_if_all_are_ready(self) -> None:
         if all(worker.is_ready for worker in self._workers):
+            if not self._has_served:
+                self._count_served()
             for worker in self._workers:
                 self._send(worker, all_ready=True)
 
@@ -467,16 +493,23 @@ class Supervisor:
         self._answer_metrics()
         if self._is_ending or worker.is_leaving:
             return
-        is_short = time.monotonic() - worker.started < _SHORT_LIFE_S
+        self._start_later(worker.place, time.monotonic() - worker.started, f"worker {worker.pid} ended with {how}")
+
+    def _start_later(self, place: int, life_seconds: float, reason: str) -> None:
+        is_short = life_seconds < _SHORT_LIFE_S
         self._num_short_lives = self._num_short_lives + 1 if is_short else 0
         pause = min(_LONGEST_PAUSE_S, 0.1 * 2**self._num_short_lives) if is_short else 0.0
-        logger.error("worker %d ended with %s; another one replaces it in %.1f s", worker.pid, how, pause)
-        self._later(pause, functools.partial(self._replace, worker.place))
+        logger.error("%s; another one replaces it in %.1f s", reason, pause)
+        self._later(pause, functools.partial(self._start, place))
 
-    def _replace(self, place: int) -> None:
+    def _start(self, place: int, *, is_serving: bool = False) -> None:
         is_taken = any(worker.place == place and not worker.is_leaving for worker in self._workers)
-        if not self._is_ending and not is_taken:  # by a reload
-            self._workers.append(self._fork(place, is_serving=False))
+        if self._is_ending or is_taken:  # by a reload
+            return
+        try:
+            self._workers.append(self._fork(place, is_serving=is_serving))
+        except OSError as error:
+            self._start_later(place, 0.0, f"a worker cannot be started, as the system starts no more ({error})")
 
     def _send(self, worker: _Worker, **message: Any) -> None:
         try:

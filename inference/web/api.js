@@ -17,9 +17,9 @@ export class ApiError extends Error {
     return this.status === 0 || this.status === 502 || this.code === "model_unavailable";
   }
 
-  /** Whether the server asks to come back later. */
+  /** Whether the server asks to come back later, and waiting helps. */
   get isBusy() {
-    return !this.isOutage && (this.status === 429 || this.status === 503);
+    return !this.isOutage && (this.status === 429 || this.status === 503) && this.code !== "call_too_large";
   }
 }
 
@@ -42,7 +42,7 @@ export async function call(path, { body, signal } = {}) {
     const usedKey = apiKey;
     const { response, data } = await send(path, body, signal);
     if (response.status === 401) {
-      if (usedKey === apiKey) apiKey = await askForKey(usedKey !== "");
+      if (usedKey === apiKey) apiKey = await newKey(usedKey !== "");
       signal?.throwIfAborted();
       continue;
     }
@@ -50,6 +50,12 @@ export async function call(path, { body, signal } = {}) {
     const milliseconds = performance.now() - started;
     return { data, milliseconds, where: "round trip", parts: serverParts(response) };
   }
+}
+
+// A header carries nothing beyond ASCII: not the typographic quotes that a key may have got in a chat or a document.
+async function newKey(isWrong) {
+  const key = await askForKey(isWrong);
+  return /^[\x20-\x7e]*$/.test(key) ? key : newKey(true);
 }
 
 async function send(path, body, signal) {

@@ -31,7 +31,7 @@ export async function classifyAll(texts, { signal, onAnswers, onWait }) {
       await classify(indices.filter((_, place) => place !== accused));
     } else {
       const half = Math.ceil(indices.length / 2);
-      if (result.code === "too_many_texts" || result.status === 413) chunkSize = Math.min(chunkSize, half);
+      if (["too_many_texts", "call_too_large"].includes(result.code) || result.status === 413) chunkSize = Math.min(chunkSize, half);
       await classify(indices.slice(0, half));
       await classify(indices.slice(half));
     }

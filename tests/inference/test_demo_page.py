@@ -362,7 +362,7 @@ def test_a_missing_model_and_key_are_asked_for_and_recovered_from(
         page.fill("#text", HEADLINE)
         aside.rename(weights)
         client.post("/admin/reload", headers={"Authorization": f"Bearer {API_KEY}"}).raise_for_status()
-        for key in ("wrong", API_KEY):
+        for key in ("wrong", f"“{API_KEY}”", API_KEY):
             page.fill("#key", key)
             page.press("#key", "Enter")
         until(page, "confidence.textContent.endsWith('%') && notice.hidden")

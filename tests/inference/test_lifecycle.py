@@ -117,6 +117,24 @@ def test_the_grace_time_ends_what_does_not_end_itself(model_folder: Path, tmp_pa
         assert server.process.wait(timeout=40) == 0
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_load_that_does_not_end_keeps_no_server_from_stopping(
+    model_folder: Path, tmp_path: Path, workers: str
+) -> None:
+    (tmp_path / "one").touch()  # so that all wait for another file, which never comes
+    settings = {"DRAIN_SECONDS": "0", "WORKERS": workers, "LOAD_ONE_AT_ONCE": str(tmp_path)}
+    with stand_in_server(model_folder, tmp_path, 0, is_up=_says_that_it_loads, **settings) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+
+
+def _says_that_it_loads(server: Server) -> bool:
+    try:
+        return "still loading" in server.client.get("/health").json()["error"]
+    except httpx.TransportError:
+        return False
+
+
 def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
     command = ("uvicorn", "tests.inference.stand_in_server:app", "--no-access-log")
     with stand_in_server(model_folder, tmp_path, SLOW, command, DRAIN_SECONDS="0.5") as server:

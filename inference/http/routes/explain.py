@@ -30,8 +30,9 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     """Classify a text, and tell how far the label's probability falls without each word; of a regression model, how far
     the number falls.
 
-    A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which share their weight.
-    Words beyond what the model reads weigh 0.
+    A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which share their weight,
+    and so is one that the server could not read once for each word in three quarters of MAX_WAIT_SECONDS. Words beyond
+    what the model reads weigh 0.
     """
     parts = parts_of(request)
     text = text_of(body, parts.settings)
@@ -40,7 +41,8 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     if body.label is not None:
         answering.refuse_unknown(body.label)  # before the work
     spans = [[match.span() for match in _WORD.finditer(part)] for part in texts_in(text)]
-    shortened = _without_each(text, spans, served.model.tokenizer.most_ids, parts.settings.explain_max_passes - 1)
+    most_passes = max(2, min(parts.settings.explain_max_passes, served.classifier.most_texts(text)))
+    shortened = _without_each(text, spans, served.model.tokenizer.most_ids, most_passes - 1)
     texts = [text, *(remaining for _, _, remaining in shortened)]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)

@@ -69,12 +69,15 @@ class LineReader:
     has sent everything would wait for the server, and the server for it.
     """
 
-    def __init__(self, request: Request, budget: BodyBudget, max_line_bytes: int, max_waiting_bytes: int) -> None:
+    def __init__(
+        self, request: Request, budget: BodyBudget, max_line_bytes: int, max_waiting_bytes: int, timeout_s: float
+    ) -> None:
         self.refusal: HTTPException | None = None
         self._request = request
         self._budget = budget
         self._buffer = LineBuffer(max_line_bytes)
         self._max_waiting_bytes = max_waiting_bytes
+        self._timeout_s = timeout_s
         self._held_bytes = 0
         self._is_ended = False
         self._changed = asyncio.Event()
@@ -111,7 +114,12 @@ class LineReader:
         while len(self._buffer) > self._max_waiting_bytes:
             self._changed.clear()
             await self._changed.wait()
-        await self._budget.wait_for_room()
+        try:
+            # Streams whose lines are all incomplete would wait for each other for ever.
+            async with asyncio.timeout(self._timeout_s):
+                await self._budget.wait_for_room()
+        except TimeoutError:
+            raise HTTPException(503, self._budget.BUSY) from None
         message = await self._request.receive()
         if message["type"] == "http.disconnect":
             return False  # the gate cancels the request

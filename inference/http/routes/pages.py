@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 router = APIRouter(include_in_schema=False)
 
+_TAKES_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 _WEB = Path(__file__).parents[2] / "web"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _PAGE = "index.html"
@@ -77,6 +79,6 @@ def _answer(name: str, accept_encoding: str, if_none_match: str) -> Response:
         raise HTTPException(404)
     if asset.headers["ETag"] in if_none_match:
         return Response(status_code=304, headers=asset.headers)
-    if "gzip" in accept_encoding:
+    if _TAKES_GZIP.search(accept_encoding):
         return Response(asset.gzipped, headers=asset.headers | {"Content-Encoding": "gzip"})
     return Response(asset.body, headers=asset.headers)

@@ -66,7 +66,11 @@ class StreamResponse(Response):
         settings = self._parts.settings
         self._timeout_s = settings.request_timeout_s
         self._reader = LineReader(
-            request, self._parts.body_budget, settings.max_line_bytes, max_waiting_bytes=settings.max_body_bytes
+            request,
+            self._parts.stream_budget,
+            settings.max_line_bytes,
+            max_waiting_bytes=settings.max_body_bytes,
+            timeout_s=self._timeout_s,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +140,7 @@ class StreamResponse(Response):
         futures = served.classifier.submit(texts, self._timeout_s) if texts else []
         self._context.allowance.take(len(texts))
         group = _Group(served, lines, futures, weight_of(texts))
-        self._parts.body_budget.take(group.held_bytes)
+        self._parts.stream_budget.take(group.held_bytes)
         return group
 
     def _unless_other_kind(self, served: Served, line: PredictRequest | Exception) -> PredictRequest | Exception:
@@ -149,7 +153,7 @@ class StreamResponse(Response):
         return line
 
     def _leave(self, group: _Group) -> None:
-        self._parts.body_budget.release(group.held_bytes)
+        self._parts.stream_budget.release(group.held_bytes)
         cancel_unfinished(group.futures)
 
     async def _answer(self, group: _Group) -> bytes:

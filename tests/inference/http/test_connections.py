@@ -199,3 +199,12 @@ def test_of_many_clients_that_come_at_once_each_is_answered_or_refused(
         server.process.send_signal(signal.SIGCONT)
         lines = [connection.recv(4096).partition(b"\r\n")[0] for connection in clients]
         assert set(lines) == {b"HTTP/1.1 200 OK", b"HTTP/1.1 503 Service Unavailable"}
+
+
+def test_clients_that_are_refused_in_a_flood_leave_no_errors_in_the_log(model_folder: Path, tmp_path: Path) -> None:
+    with stand_in_server(model_folder, tmp_path, 0, MAX_CONNECTIONS="3") as server, ExitStack() as stack:
+        server.client.close()
+        for _ in range(80):
+            stack.enter_context(_connected(server))
+        wait_until(lambda: _first_line(server) == b"HTTP/1.1 200 OK")  # once they have been idle for a second
+        assert "Exception" not in server.log()

@@ -5,6 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND
 from tests.inference.servers import metric, serving
 
 
@@ -62,3 +63,14 @@ def test_any_characters_can_be_explained(client: httpx.Client) -> None:
     response = client.post("/explain", content=body)
     assert response.status_code == 200
     assert [word["word"] for word in response.json()["words"]][:2] == ["oil", "?"]
+
+
+def test_a_model_explains_in_as_many_passes_as_it_has_time_for(model_folder: Path) -> None:
+    text = "oil prices rise again as stocks fall on wall street and ministers meet for talks"
+    with serving(model_folder, max_wait_seconds=100 / ASSUMED_TOKENS_PER_SECOND) as client:
+        explained = client.post("/explain", json={"text": text})
+        assert explained.status_code == 200
+        assert 2 <= metric(client, "tokenized_texts_total") < 8
+        assert len(explained.json()["words"]) == len(text.split())
+        refused = client.post("/predict/batch", json={"texts": [f"{word} {text}" for word in text.split()]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "call_too_large")

@@ -37,6 +37,8 @@ def test_page_files_are_small_and_asked_for_only_once(server: httpx.Client) -> N
         with server.stream("GET", path, headers={"Accept-Encoding": "gzip"}) as packed:
             body = b"".join(packed.iter_raw())
         assert gzip.decompress(body) == plain.content
+        refusing = server.get(path, headers={"Accept-Encoding": "gzip;q=0, identity"})
+        assert "content-encoding" not in refusing.headers
         total += len(body)
         again = server.get(path, headers={"If-None-Match": plain.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")

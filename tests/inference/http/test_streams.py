@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,27 @@ def test_a_body_that_stops_arriving_ends_in_an_error_line(model_folder: Path) ->
             assert piece, received
             received += piece
         assert b'"index":0,"label"' in received
+
+
+def test_streams_that_wait_for_each_other_s_room_end_and_leave_room_for_single_requests(model_folder: Path) -> None:
+    head = b"POST /predict/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
+    incomplete = b'{"text": "' + b"a" * 450_000  # of four, each waits for the others' room
+    with serving(model_folder, max_pending_mb=1, request_timeout_s=1) as client, ExitStack() as opened:
+        address = ("127.0.0.1", client.base_url.port)
+        streams = [opened.enter_context(socket.create_connection(address)) for _ in range(4)]
+        for stream in streams:
+            stream.sendall(head + b"Content-Length: 999999\r\n\r\n" + incomplete)
+        wait_until(lambda: metric(client, "pending_body_bytes") > 2**19)
+        assert client.post("/predict", json={"text": "oil"}).status_code == 200
+        for stream in streams:
+            stream.settimeout(30)
+            received = b""
+            while b'"server_busy"' not in received and b'"body_timeout"' not in received:
+                piece = stream.recv(65536)
+                assert piece, received
+                received += piece
+        wait_until(lambda: metric(client, "pending_body_bytes") == 0)
+        assert [answer["index"] for answer in _post(client, _lines(["oil"] * 50))] == list(range(50))
 
 
 def test_without_a_model_a_stream_is_refused_as_a_whole(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,11 +18,11 @@ import pytest
 
 from common.hardware import Hardware
 from inference.engines import selection
-from inference.http.workers import num_workers, share_of
+from inference.http.workers import Supervisor, num_workers, share_of
 from inference.metrics import ServerMetrics, merged, render_merged
 from inference.settings import Settings
 from tests.inference.servers import Server, metric, num_arrived, stand_in_server
-from tests.inference.stand_in_model import text_of
+from tests.inference.stand_in_model import stand_in, text_of
 from tests.processes import wait_until
 
 KEY = "open sesame"
@@ -189,8 +191,76 @@ def test_a_reload_reaches_all_workers_or_none(model_folder: Path, tmp_path: Path
             wait_until(lambda: not old & _pids(server))
         with _clients_of_both(server) as clients:
             assert {one.get("/model").json()["revision"] for one in clients} == {reloaded}
+        assert metric(server.client, "model_reloads_total", result="served") == 2  # the start, and this one
     assert not failed
     assert set(statuses) == {200}
+
+
+def test_a_reload_takes_the_place_of_a_worker_that_is_still_starting(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(model_folder / "tokenizer.json", folder)
+    (tmp_path / "go").touch()
+    # Workers load one after the other from here on, as one waits for a file that comes and goes.
+    with _two_workers(folder, tmp_path, LOAD_ONE_AT_ONCE=str(tmp_path)) as server:
+        before = server.client.get("/model").json()["revision"]
+        (tmp_path / "go").unlink()
+        old = _pids(server)
+        os.kill(min(old), signal.SIGKILL)
+        wait_until(lambda: len(_pids(server) - old) == 1)  # and waits
+        (starting,) = _pids(server) - old
+        os.utime(folder / "tokenizer.json")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: len(_pids(server) - old) == 3)
+        (tmp_path / "go").touch()
+        wait_until(lambda: len(_pids(server)) == 2 and not (old | {starting}) & _pids(server))
+        with _clients_of_both(server) as clients:
+            revisions = {one.get("/model").json()["revision"] for one in clients}
+    assert len(revisions) == 1
+    assert before not in revisions
+
+
+def test_a_stream_outlives_a_reload_and_the_grace_time(model_folder: Path, tmp_path: Path) -> None:
+    with _two_workers(model_folder, tmp_path, DRAIN_SECONDS="0", GRACE_SECONDS="0.5") as server:
+        old = _pids(server)
+        told = threading.Event()
+
+        def lines() -> Iterator[bytes]:
+            yield b'{"text": "oil"}\n' * 40
+            told.wait()
+            yield b'{"text": "goal"}\n' * 40
+
+        with ThreadPoolExecutor(1) as pool:
+            headers = {"Content-Type": "application/x-ndjson"}
+            answer = pool.submit(server.client.post, "/predict/batch", content=lines(), headers=headers)
+            with server.new_client(KEY) as other:
+                wait_until(lambda: metric(other, "requests_in_progress") > 1)
+                assert other.post("/admin/reload").status_code == 200
+            wait_until(lambda: len(old & _pids(server)) == 1)  # the one without the stream is gone
+            time.sleep(1)  # twice the grace time
+            told.set()
+            assert len(answer.result().text.splitlines()) == 80
+        wait_until(lambda: not old & _pids(server))
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_and_signals_still_arrive(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(os, "fork", refuse)
+    supervisor = Supervisor(Settings(model_checkpoint=model_folder), 2, stand_in(), lambda *_: None)
+    try:
+        num_files = len(list(Path("/proc/self/fd").iterdir()))
+        supervisor._start(0)
+        assert [act.args for _, act in supervisor._due] == [(0,)]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_files
+    finally:
+        gc.unfreeze()
+        supervisor._selector.close()
 
 
 def test_a_worker_that_keeps_dying_is_replaced_later_and_later(model_folder: Path, tmp_path: Path) -> None:
@@ -257,6 +327,8 @@ def test_merged_metrics_add_up_counts_and_take_the_least_and_the_most_where_a_su
     one.request_done("/predict", "POST", 200, 0.01, None)
     other.request_done("/predict", "POST", 200, 0.03, None)
     other.request_done("/model", "GET", 200, 0.03, None)
+    for metrics in (one, other):
+        metrics.watch("api_key_required", "Whether.", lambda: 1.0)
     for metrics, is_ready, seconds in ((one, 1.0, 2.0), (other, 0.0, 3.0)):
         metrics.watch("model_ready", "Whether.", lambda is_ready=is_ready: is_ready)
         metrics.watch("queue_seconds", "Seconds.", lambda seconds=seconds: seconds)
@@ -269,6 +341,7 @@ def test_merged_metrics_add_up_counts_and_take_the_least_and_the_most_where_a_su
         'distrinews_request_seconds_bucket{le="0.03",route="/predict"} 2.0',
         "distrinews_model_ready 0.0",
         "distrinews_queue_seconds 3.0",
+        "distrinews_api_key_required 1.0",
         "distrinews_requests_in_progress 2.0",
     ):
         assert line in text, line
