@@ -189,6 +189,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+MEASURED = ("common", "training", "inference", "deployment", "benchmarks/*.py", "benchmarks/*.c")
+
+
 def _commit() -> str:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -197,7 +200,7 @@ def _commit() -> str:
     try:
         short = git("rev-parse", "--short", "HEAD")
         # Only what is measured: a page that was just written is not a change of the program.
-        changed = git("status", "--porcelain", "--", "training", "inference", "deployment", "benchmarks/*.py")
+        changed = git("status", "--porcelain", "--", *MEASURED)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return short + (" with changes not yet committed" if changed else "")
@@ -206,5 +209,9 @@ def _commit() -> str:
 def _command(module: str) -> str:
     """The command line, without what means nothing elsewhere: absolute folders, flags for another tool after ``--``."""
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    shown = (f".../{Path(part).name}" if Path(part).is_absolute() else part for part in own)
-    return shlex.join(["python", "-m", module, *shown])
+
+    def shown(part: str) -> str:
+        flag, is_given, value = part.rpartition("=") if part.startswith("--") else ("", "", part)
+        return f"{flag}{is_given}.../{Path(value).name}" if Path(value).is_absolute() else part
+
+    return shlex.join(["python", "-m", module, *map(shown, own)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import csv
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -318,9 +317,6 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
         return {}, str(error)
     if not isinstance(row, dict):
         return {}, "must be an object"
-    if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold
-        whole = json.dumps(row, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        row = json.loads(whole)
     return row, ""
 
 

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Label, ProblemType, UnusableRow
@@ -106,6 +106,7 @@ class Layout:
     separator: str
     places: Places | None
     unused: tuple[str, ...] = ()
+    width: int = 0  # of the header
 
 
 def separators(suffix: str) -> str:
@@ -124,7 +125,8 @@ def find_layout(first_line: str, columns: Columns, candidates: str) -> Layout:
         if not columns.missing(fields):
             places = columns.among(fields)
             used = set(itertools.chain(*places))
-            return Layout(separator, places, tuple(field.strip() for i, field in enumerate(fields) if i not in used))
+            unused = tuple(field.strip() for i, field in enumerate(fields) if i not in used)
+            return Layout(separator, places, unused, len(fields))
     for separator, fields in rows.items():
         if columns in (Columns(), Columns(label="")) and len(fields) > 1 and fields[0].strip().isdecimal():
             return Layout(separator, None)
@@ -418,6 +420,10 @@ def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[
         layout = find_layout(lines[first], reading.columns, separators(path.suffix.lower()))
     except ValueError as error:
         raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}", code="data-columns") from error
+    try:
+        check_utf8(lines[first] if layout.places else "")
+    except ValueError as error:
+        raise UserError(f"{path} line {first + 1}: {error}", code="data-unreadable") from error
     reading.unused |= dict.fromkeys(layout.unused)
     quotes = layout.separator != "\t" or not quotes_are_text(lines, first, has_header=bool(layout.places))
     if layout.places:
@@ -429,7 +435,7 @@ def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[
         where = f"{path} line {line}"
         try:
             _check_encoding("".join(fields))
-            text, label = _headed_row(fields, layout.places) if layout.places else _ag_row(fields, label_names)
+            text, label = _headed_row(fields, layout) if layout.places else _ag_row(fields, label_names)
         except UnusableRow as error:
             reading.reject(where, str(error))
         else:
@@ -504,7 +510,25 @@ def in_ag_news_layout(path: Path) -> bool:
     return len(fields) > 1 and fields[0].strip().isdecimal()
 
 
-def _headed_row(fields: list[str], places: Places) -> tuple[Any, str]:
+def class_names_beside(file: Path) -> list[str] | None:
+    """The classes that the numbers in a file of AG News' layout mean, from a ``classes.txt`` in its folder."""
+    path = file.with_name("classes.txt")
+    if not path.is_file():
+        return None
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: must be UTF-8 text ({first_line(error)}); save it as such", code="data-unreadable"
+        ) from error
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _headed_row(fields: list[str], layout: Layout) -> tuple[Any, str]:
+    places = cast("Places", layout.places)
+    if any(field.strip() for field in fields[layout.width :]):
+        what = f"{len(fields)} fields, but the header has {layout.width}"
+        raise UnusableRow(f"{what}; a text with {layout.separator!r} in it needs quotes")
     if len(fields) <= max(itertools.chain(*places)):
         raise UnusableRow(f"{len(fields)} fields, but the header names text and label further to the right")
     return text_and_label(*([fields[place] for place in parts] for parts in places))
@@ -588,7 +612,11 @@ def parse_json(line: str) -> Any:
     """
     _check_encoding(line)
     try:
-        return json.loads(line)
+        found = json.loads(line)
+        if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold
+            whole = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return json.loads(whole)
+        return found
     except json.JSONDecodeError as error:
         raise UnusableRow(f"not valid JSON ({error.msg}); each line must hold one object") from error
     except RecursionError as error:
@@ -621,6 +649,11 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
     except unreadable as error:
         raise UserError(f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable") from error
     columns = reading.find_columns(str(path), found)
+    for wanted in itertools.chain(*columns):
+        if found.count(wanted) > 1:
+            raise UserError(
+                f"{path}: {found.count(wanted)} columns are named {wanted}; rename one", code="data-columns"
+            )
     first = 1
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -734,9 +767,7 @@ def _split_file(folder: Path, split: str) -> Path | None:
 def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> Iterator[tuple[str, Text, Any]]:
     remedy = "the columns must have the same names as in training"
     reading = Reading(columns, skip=False, flag="--rows", remedy=remedy, problem_type=problem_type)
-    classes = file.with_name("classes.txt")
-    found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []
-    for where, text, label in read_file(file, reading, [name.strip() for name in found if name.strip()]):
+    for where, text, label in read_file(file, reading, class_names_beside(file)):
         parts = [text] if not columns.pair else list(text)
         if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")

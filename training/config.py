@@ -160,6 +160,15 @@ class Selection:
     test_split: str = ""
 
 
+def _is_within(place: str, folder: Path) -> bool:
+    """Whether a path is in a folder, as written or by where links lead."""
+    path = Path(place.removeprefix("file://")).expanduser()
+    as_written = Path(os.path.normpath(path.absolute()))
+    return as_written.is_relative_to(os.path.normpath(folder.absolute())) or path.resolve().is_relative_to(
+        folder.resolve()
+    )
+
+
 class TrainConfig(BaseModel):
     """Everything that a training run can be told. The descriptions are the help texts of the flags."""
 
@@ -444,15 +453,14 @@ class TrainConfig(BaseModel):
                     raise ValueError(
                         f"--{flag} {value}: does nothing with --{choice} {chosen}, only with {', '.join(wanted)}"
                     )
-        place = Path(self.checkpoint_dir).absolute()
-        if self.checkpoint_dir and place.is_relative_to(self.output_dir.absolute()):
+        if self.checkpoint_dir and _is_within(self.checkpoint_dir, self.output_dir):
             raise ValueError(
                 f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished model "
                 "replaces; name another folder"
             )
         for flag in ("model", "dataset", "distill_texts", "class_weights"):
             place = Path(getattr(self, flag) or "none").expanduser()
-            if place.exists() and place.absolute().is_relative_to(self.output_dir.absolute()):
+            if place.exists() and _is_within(str(place), self.output_dir):
                 raise ValueError(
                     f"--{flag} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished model "
                     "replaces; name another --output_dir"

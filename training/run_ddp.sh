@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Start training on N processes of this machine: training/run_ddp.sh [N] [flags of train_ddp.py]
 # N defaults to the number of GPUs, or to 2 on a machine without one. SIGTERM, Ctrl-C and a terminal that is closed go to
-# the ranks alone, so that they finish their step, save, and the launcher ends with their exit code. MAX_RESTARTS=3
-# training/run_ddp.sh ... starts the ranks again, so many times at most, when one of them dies; they go on from the
-# newest checkpoint.
+# the ranks alone, so that they finish their step, save, and the launcher ends with their exit code. With
+# MAX_RESTARTS=3 training/run_ddp.sh ... the ranks are restarted up to three times if one of them dies; they resume from
+# the newest checkpoint.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=${PYTHON:-$here/../.venv/bin/python}
-[ -x "$python" ] || python=$(command -v python3)
+python=$here/../.venv/bin/python
+[ -x "$python" ] || python=python3
+if ! python=$(command -v -- "${PYTHON:-$python}"); then
+  echo "error: PYTHON=${PYTHON:-python3}: no such program [flag-value]" >&2
+  exit 2
+fi
 
 if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
   processes=$1
@@ -29,8 +33,8 @@ fi
 
 # Set here, torchrun does not warn of its own default; the ranks share the cores out themselves.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# torchrun ends with 1 whatever its ranks end with, and would start again what was asked to stop: what stands in a file
-# exit_code here counts, and ends all attempts to come.
+# torchrun ends with 1 whatever its ranks end with, and would restart a run that was asked to stop. So a file exit_code
+# in this folder decides, and prevents further attempts.
 logs=$(mktemp -d) || exit 1
 asked=
 trap 'rm -rf "$logs"' EXIT
@@ -48,7 +52,8 @@ ask_to_stop() {
 }
 
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
-setsid "$python" "$here/launch.py" --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
+detached='import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])' # setsid, which macOS does not have
+"$python" -c "$detached" "$python" "$here/launch.py" --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
   --log_dir="$logs" "$here/train_ddp.py" "$@" &
 launcher=$!
 trap 'ask_to_stop TERM 143' TERM HUP # HUP: the terminal was closed
@@ -61,5 +66,9 @@ code=$?
 if [ -n "$asked" ] && ! compgen -G "$logs/*/" >/dev/null; then
   echo "Stopped before the first step, nothing to save. To resume, rerun the same command."
 fi
-[ "$code" -eq 0 ] || code=$(cat "$logs"/*/exit_code 2>/dev/null || echo "${asked:-$code}")
+if [ "$code" -ne 0 ]; then
+  said=$(cat "$logs"/*/exit_code 2>/dev/null)
+  [[ "$said" =~ ^[0-9]+$ ]] || said=${asked:-$code} # a rank that is ended while it writes leaves an empty file
+  code=$said
+fi
 exit "$code"

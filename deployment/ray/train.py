@@ -16,7 +16,7 @@ if not __package__:  # started by path: the imports below need the repository
 
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from common.ray_cluster import check_room, connect
-from training.config import TrainConfig, parse_config
+from training.config import METRICS_OF_TASKS, TrainConfig, parse_config
 from training.parallelism.distributed import group_backend, join_ranks, start_timeout
 from training.run.trainer import Trainer
 
@@ -37,7 +37,8 @@ def main() -> None:
         )
     scaling = {"num_workers": options.num_workers, "use_gpu": use_gpu, "resources_per_worker": for_each}
     metrics = fit(config, scaling, options.max_failures)
-    print(f"{config.output_dir}: accuracy {metrics['test']['accuracy']:.4f} on the test rows")
+    metric = METRICS_OF_TASKS[config.task][0]
+    print(f"{config.output_dir}: {metric} {metrics['test'][metric]:.4f} on the test rows")
 
 
 def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict[str, Any]:

@@ -36,6 +36,10 @@ def write_csv(folder: Path, bad: dict[int, bytes]) -> list[str]:
 
 CSV_LINES = {
     "too few fields": (b'"only one"\n', "1 fields, but the header names text and label further to the right"),
+    "too many fields": (
+        b"Oil rises, traders say,a\n",
+        "3 fields, but the header has 2; a text with ',' in it needs quotes",
+    ),
     "empty text": (b'" ","a"\n', "the text is empty"),
     "empty label": (b'"A text",""\n', "label '' must be a name or a whole number"),
     "stray quote": (b'"A "text","a"\n', "not valid CSV"),

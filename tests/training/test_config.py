@@ -152,6 +152,10 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--epochs",), r"--epochs: expected one argument"),
         (("--tf32", "--device", "cpu"), r"^--tf32 and --device cpu: only GPUs have TF32"),
         (("--precision", "fp16", "--device", "cpu"), r"^--precision fp16 and --device cpu: fp16 trains on GPUs only"),
+        *(
+            (("--output_dir", "out/model", "--checkpoint_dir", place), "is in --output_dir out/model")
+            for place in ("out/model/ckpt", "out/x/../model/ckpt", f"file://{Path.cwd()}/out/model/ckpt")
+        ),
         (("--output_dir", "/"), r"^--output_dir /: must name a folder$"),
         (("--text_column", ""), r"^--text_column : must not be empty$"),
         (("--lora", "8", "--strategy", "tp"), r"^--lora 8 and --strategy tp: adapters train under ddp"),

@@ -238,7 +238,7 @@ def _named(asked: str, ranks: Ranks) -> str:
     advice = "name a folder such as RUN/checkpoints/step_00000120"
 
     def look() -> None:
-        if "://" not in asked and not Path(path).is_dir():
+        if "://" not in path and not Path(path).is_dir():
             raise UserError(
                 f"--resume {asked}: no such folder on {socket.gethostname()}; {advice} that all ranks see",
                 code="checkpoint-not-found",
@@ -251,7 +251,8 @@ def _named(asked: str, ranks: Ranks) -> str:
 
 
 def _absolute(asked: str) -> str:
-    return asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
+    local = asked.removeprefix("file://")
+    return asked.rstrip("/") if "://" in local else str(Path(local).expanduser().absolute())
 
 
 def _check_same_run(

@@ -21,6 +21,7 @@ from common.rows import (
     Columns,
     FoundRow,
     Reading,
+    class_names_beside,
     in_ag_news_layout,
     read_file,
     text_and_label,
@@ -128,7 +129,8 @@ def load_news(
         return _read_folder(str(path), path, reading, selection, assemble)
     if path.is_file():
         _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
-        return assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, reading)
+        rows = read_file(path, reading, class_names_beside(path))
+        return assemble(str(path), {"train": (str(path), rows)}, None, reading)
     if looks_local(dataset):
         raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
@@ -200,12 +202,7 @@ def _read_folder(
             code="data-not-found",
         )
     found = {use: files[split] for use, split in _splits_used(name, files, selection).items()}
-    classes = folder / "classes.txt"
-    label_names = None
-    if classes.exists():
-        lines = classes.read_text(encoding="utf-8", errors="replace").splitlines()
-        label_names = [line.strip() for line in lines if line.strip()]
-    splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items()}
+    splits = {split: (str(path), read_file(path, reading, class_names_beside(path))) for split, path in found.items()}
     return assemble(name, splits, None, reading)
 
 
@@ -336,27 +333,33 @@ def _from_datasets(
 ) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
     used = _splits_used(name, splits, selection)
-    features = splits[used["train"]].features
-    columns = reading.find_columns(f"--dataset {name}", list(features))
-    label_names = None
-    if reading.columns.label and len(columns[1]) == 1:
-        feature = features[columns[1][0]]
-        # A column of class numbers, or of lists of them.
-        label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
-    def named(label: Any) -> Any:
+    def columns_of(split: str) -> list[list[str]]:
+        return reading.find_columns(f"--dataset {name} {split}", list(splits[split].features))
+
+    def names_of(split: str, columns: list[list[str]]) -> list[str] | None:
+        """Those of a column of class numbers, or of lists of them; splits may number their classes differently."""
+        if not reading.columns.label or len(columns[1]) != 1:
+            return None
+        feature = splits[split].features[columns[1][0]]
+        return getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+
+    def named(label: Any, names: list[str] | None) -> Any:
         if isinstance(label, list):
-            return [named(one) for one in label]
-        return label_names[label] if label_names and label is not None and label >= 0 else label
+            return [named(one, names) for one in label]
+        return names[label] if names and isinstance(label, int) and label >= 0 else label
 
     def rows(split: str) -> Iterator[FoundRow]:
+        columns = columns_of(split)
+        names = names_of(split, columns)
         cells = [zip(*(splits[split][column] for column in joined), strict=True) for joined in columns]
         for i, (text, *others) in enumerate(zip(*cells, strict=True)):
             if others:
                 labels, *pair = others
-                others = [[named(label) for label in labels], *pair]
+                others = [[named(label, names) for label in labels], *pair]
             yield f"{name} {split} row {i}", *text_and_label(text, *others)
 
+    label_names = names_of(used["train"], columns_of(used["train"]))
     found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items()}
     return assemble(name, found_splits, label_names, reading)
 

@@ -38,7 +38,8 @@ FILE_SUFFIXES = frozenset(
 
 def looks_local(name: str) -> bool:
     """Whether a name can only be a path: hub names are ``name`` or ``owner/name``, without a file suffix."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in FILE_SUFFIXES
+    is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    return is_path or Path(name).suffix.lower() in FILE_SUFFIXES
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

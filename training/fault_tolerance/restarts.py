@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from common.errors import ForeseenError, StopAsked, UserError
+from common.files import write_whole
 
 PR_SET_PDEATHSIG = 1
 EXIT_CODE_FILE = "exit_code"  # run_ddp.sh writes and reads it, too
@@ -114,13 +115,13 @@ def _report_to_launcher(error: ForeseenError) -> None:
 
 def _write_exit_code(code: int) -> None:
     if (file := _launch_file(EXIT_CODE_FILE)) is not None:
-        file.write_text(str(code))
+        write_whole(file, str(code).encode())
 
 
 def _correct_exit_code(code: int) -> None:
     """Correct what run_ddp.sh wrote when it was asked to stop: there a stop is final, since no node can join."""
     if (file := _launch_file(EXIT_CODE_FILE)) is not None and file.exists():
-        file.write_text(str(code))
+        write_whole(file, str(code).encode())
 
 
 def _launch_file(name: str) -> Path | None:

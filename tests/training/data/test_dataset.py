@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,55 @@ def test_classes_txt_names_the_labels(tmp_path: Path) -> None:
 
     assert data.label_names == ["calm", "mixed", "stormy"]
     assert texts_and_names(data)[-1] == ("g h", "stormy")
+
+
+def test_classes_txt_counts_for_a_single_file_too_and_may_begin_with_a_mark(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_bytes("\ufeffnegative\r\npositive\r\n".encode())
+    rows = "".join(f'"{1 + i % 2}","title {i}","text {i}"\n' for i in range(20))
+    (tmp_path / "train.csv").write_text(rows)
+    for dataset in (tmp_path, tmp_path / "train.csv"):
+        assert load_news(str(dataset)).label_names == ["negative", "positive"]
+
+    (tmp_path / "classes.txt").write_bytes("Économie\nSport\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"classes\.txt: must be UTF-8 text"):
+        load_news(str(tmp_path))
+
+
+def test_half_a_character_in_json_is_replaced_as_no_file_could_hold_it(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"torn {i} \ud83d", "label": "ab"[i % 2]}) for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    assert load_news(str(tmp_path / "rows.jsonl")).train.texts[0] == "torn 0 \ufffd"
+
+
+def test_a_header_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes("Überschrift,text,label\n".encode("latin-1") + b"x,A text,a\n" * 20)
+    with pytest.raises(UserError, match=r"rows\.csv line 1: not UTF-8 text"):
+        load_news(str(tmp_path / "rows.csv"))
+
+
+def test_splits_that_number_their_classes_differently_keep_their_names(tmp_path: Path) -> None:
+    def split(names: Sequence[str]) -> datasets.Dataset:
+        return datasets.Dataset.from_dict(
+            {"text": [f"this is {n} {i}" for i in range(9) for n in names], "label": [*names] * 9}
+        )
+
+    found = datasets.DatasetDict(train=split(("apple", "bear", "cat")), test=split(("apple", "cat")))
+    found.class_encode_column("label").save_to_disk(tmp_path / "encoded")
+    data = load_news(str(tmp_path / "encoded"))
+    assert [data.label_names[label] for label in data.test.labels[:2]] == ["apple", "cat"]
+
+    found["test"] = found["test"].remove_columns("label")
+    found.save_to_disk(tmp_path / "unlabelled")
+    with pytest.raises(UserError, match="test: no column label among text"):
+        load_news(str(tmp_path / "unlabelled"))
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    column = pyarrow.array(["a", "b"])
+    table = pyarrow.Table.from_arrays([column, column, column], names=["text", "text", "label"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="2 columns are named text; rename one"):
+        load_news(str(tmp_path / "rows.parquet"))
 
 
 def test_columns_of_a_csv_with_a_header_may_come_in_any_order(tmp_path: Path) -> None:
@@ -527,7 +577,9 @@ def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path
         load_news("ag_mews")
 
 
-@pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./my_data", "~/no such", "owner/news.parquet"])
+@pytest.mark.parametrize(
+    "name", ["data/my.csv", "my.tsv", "a/b/c", "nodir/", "./my_data", "~/no such", "owner/news.parquet"]
+)
 def test_a_missing_file_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
         load_news(name)
