@@ -78,6 +78,7 @@ demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample
 	$(BIN)/python deployment/demo.py $(DEMO)
 
 serve: $(INSTALLED) ## Serve the news classifier that comes with the repository on port 7860, until Ctrl-C
+	@echo "Once it is ready, try it at http://localhost:7860/demo; Ctrl-C stops it"
 	$(BIN)/python -m inference.serve --port 7860
 
 demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone

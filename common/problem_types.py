@@ -55,6 +55,8 @@ class SingleLabel(ProblemType):
     name = "single_label_classification"
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> str:
+        if cell == "":
+            raise UnusableRow("the label is empty")
         if isinstance(cell, bool | float) or not isinstance(cell, str | int) or not str(cell).strip():
             raise UnusableRow(f"label {cell!r} must be a name or a whole number")
         if isinstance(cell, int) and cell < 0:

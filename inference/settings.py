@@ -94,8 +94,8 @@ class Settings(BaseModel):
     max_body_mb: float = Field(
         default=8,
         gt=0,
-        description="Largest request body, in MiB; a larger one is refused with 413 (as is one that could not be "
-        "within the two limits above). A larger value costs memory and event-loop time per request.",
+        description="Largest request body, in MiB; a larger one is refused with 413 (or one that is too "
+        "large for the two limits above). A larger value costs memory and event-loop time per request.",
     )
     max_pending_mb: float = Field(
         default=64,
@@ -135,8 +135,8 @@ class Settings(BaseModel):
         default=1000,
         ge=1,
         description="Most connections at a time; fewer if the process may not open so many files (`ulimit -n`). "
-        "Beyond it, a new one ends the one that has been idle longest; if none has been idle for a second, it is "
-        "refused with 503.",
+        "When all are in use, a new one closes the one that has been idle longest; if none has been idle for a second, "
+        "it is refused with 503.",
     )
     max_connection_age_s: float = Field(
         default=300,

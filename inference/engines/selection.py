@@ -220,6 +220,9 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
 
 
 def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any], hardware: Hardware) -> Engine:
+    if manifest.engine == "native" and native.library_path() is None:
+        remedy = "install a C compiler (apt-get install gcc, xcode-select --install), then install DistriNews again"
+        raise ModelLoadError(folder, "needs our own int8 kernels, which are not compiled here", remedy)
     try:
         return build_engine(manifest.engine, folder, config, manifest.precision, hardware)
     except ImportError as error:

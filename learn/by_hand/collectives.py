@@ -65,7 +65,7 @@ def gather(row: torch.Tensor) -> Held:
 
 
 def all_gather(row: torch.Tensor) -> Held:
-    """All collect one number of each. This is how FSDP puts a block's weights together before their turn."""
+    """All collect one number of each. This is how FSDP puts a block's weights together just before it runs."""
     own, gathered = row[:1], torch.empty_like(row)
     yield own
     dist.all_gather(list(gathered.chunk(len(row))), own)
@@ -73,7 +73,7 @@ def all_gather(row: torch.Tensor) -> Held:
 
 
 def reduce_scatter(row: torch.Tensor) -> Held:
-    """Each gets its place of the sum. This is how FSDP leaves each rank the gradients of its shard."""
+    """Each gets its part of the sum. This is how FSDP leaves each rank the gradients of its shard."""
     own = torch.empty_like(row[:1])
     yield row
     dist.reduce_scatter(own, list(row.chunk(len(row))))
@@ -89,7 +89,7 @@ def all_to_all(row: torch.Tensor) -> Held:
 
 
 def send_and_receive(row: torch.Tensor) -> Held:
-    """Each sends to the next rank: no collective, but two ranks at a time. Pipeline stages communicate like this."""
+    """Each sends to the next rank: not a collective, as two ranks take part. Pipeline stages talk like this."""
     rank, size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(row)
     yield row
     for transfer in (dist.isend(row, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)):

@@ -41,7 +41,7 @@ CSV_LINES = {
         "3 fields, but the header has 2; a text with ',' in it needs quotes",
     ),
     "empty text": (b'" ","a"\n', "the text is empty"),
-    "empty label": (b'"A text",""\n', "label '' must be a name or a whole number"),
+    "empty label": (b'"A text",""\n', "the label is empty"),
     "stray quote": (b'"A "text","a"\n', "not valid CSV"),
     "quote never closed": (b'"A text,a\n', "not valid CSV"),
     "not UTF-8": ('"Un café","a"\n'.encode("latin-1"), "not UTF-8 text"),

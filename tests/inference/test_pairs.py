@@ -231,7 +231,7 @@ def test_a_model_of_single_texts_refuses_pairs(server: httpx.Client, path: str, 
     refused = server.post(path, json=body)
     assert refused.status_code == 422
     assert refused.json()["error"]["code"] == "wrong_kind_of_text"
-    assert refused.json()["error"]["message"].endswith("has a second text; this model reads single texts")
+    assert refused.json()["error"]["message"].endswith("has a second text (text_pair); this model reads single texts")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:
     reads_pairs = served.model.reads_pairs
     wrong = next((place for place, text in enumerate(texts) if isinstance(text, str) is reads_pairs), None)
     if wrong is not None:
-        what = "has no second text (text_pair)" if reads_pairs else "has a second text"
+        what = "has no second text (text_pair)" if reads_pairs else "has a second text (text_pair)"
         kind = "pairs of texts" if reads_pairs else "single texts"
         raise RefusedTextError("wrong_kind_of_text", f"{name.format(wrong)} {what}; this model reads {kind}")
 

@@ -236,7 +236,7 @@ def test_the_sample_is_read_by_name() -> None:
         ("train.csv", '"1","a","b"\n"2"," ",""\n', r"train.csv line 2: the text is empty"),
         ("train.csv", '"1","a","b"\n"2","c"d","e"\n', r"train.csv line 2: not valid CSV"),
         ("train.csv", "text,label\nhello,a\nhello\n", r"train.csv line 3: 1 fields, but the header"),
-        ("train.csv", "text,label\nhello,a\nhello,\n", r"train.csv line 3: label '' must be a name"),
+        ("train.csv", "text,label\nhello,a\nhello,\n", r"train.csv line 3: the label is empty"),
         ("train.csv", "text,label\nhello,a\nworld,a\n", r"all training rows have the label 'a'; two labels are needed"),
         ("train.csv", "text,label\n", r"train.csv: holds no rows"),
         ("train.csv", "", r"train.csv: holds no rows"),

@@ -309,4 +309,7 @@ def _loads_torch_below(pid: int) -> bool:
 
 
 def _loads_torch(pid: int) -> bool:
-    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has just ended
+        return False
