@@ -83,15 +83,16 @@ def main() -> None:
 
 
 def means(entries: Sequence[Entry]) -> str:
-    """The mean accuracy of models that began with the same encoder, a paragraph each."""
-    by_encoder: dict[str, list[float]] = {}
+    """The mean accuracy of models that began with the same encoder and had a teacher or not, a paragraph each."""
+    alike: dict[str, list[float]] = {}
     for entry in entries:
-        by_encoder.setdefault(entry.encoder[0], []).append(entry.test["accuracy"])
+        kind = f"{'students' if '--distill' in entry.command else 'models'} from {entry.encoder[0]}"
+        alike.setdefault(kind, []).append(entry.test["accuracy"])
     text = ""
-    for encoder, found in by_encoder.items():
+    for kind, found in alike.items():
         if len(found) > 1:
             mean, least, most = map(format_percent, (np.mean(found), min(found), max(found)))
-            text += f"\nThe mean of {len(found)} models from {encoder} is {mean} ({least} to {most}).\n"
+            text += f"\nThe mean of {len(found)} {kind} is {mean} ({least} to {most}).\n"
     return text
 
 

@@ -101,7 +101,7 @@ class Settings(BaseModel):
         default=64,
         gt=0,
         description="Bodies held by all requests in progress and the texts read from them, in MiB; beyond it requests "
-        "are refused with 503. It bounds the memory that clients can take.",
+        "are refused with 503. It bounds the memory that clients can take; streams take at most half of it.",
     )
     max_batch_tokens: int = Field(
         default=0,

@@ -246,6 +246,9 @@ def test_the_page_of_accuracy_says_what_trained_a_model_and_the_encoder_that_it_
     entries = [replace(entry, test={"accuracy": share}) for share in (0.9, 0.94)]
     assert accuracy.means(entries) == "\nThe mean of 2 models from adapted is 92.00% (90.00% to 94.00%).\n"
     assert accuracy.means(entries[:1]) == ""
+    student = replace(entry, test={"accuracy": 0.5}, command=f"{entry.command} --distill teacher")
+    assert "0.5" not in accuracy.means([*entries, student])
+    assert "2 students from adapted is 50.00%" in accuracy.means([*entries, student, student])
     assert entry.name == "model: adapted, epoch 2"
     assert entry.command == "training/run_ddp.sh --seed 3"
     assert entry.encoder[0] == "adapted"
