@@ -509,7 +509,7 @@ class Supervisor:
         try:
             self._workers.append(self._fork(place, is_serving=is_serving))
         except OSError as error:
-            self._start_later(place, 0.0, f"a worker cannot be started, as the system starts no more ({error})")
+            self._start_later(place, 0.0, f"a worker cannot be started ({error})")
 
     def _send(self, worker: _Worker, **message: Any) -> None:
         try:
