@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from inference.http.routes.lines import LineBuffer
+from inference.http.server_parts import Parts
+from inference.settings import Settings
 from tests.inference.servers import metric, serving
-from tests.inference.stand_in_model import text_of
+from tests.inference.stand_in_model import stand_in, text_of
 from tests.processes import wait_until
 
 STREAM = {"content-type": "application/x-ndjson"}
@@ -122,16 +124,32 @@ def test_a_body_that_stops_arriving_ends_in_an_error_line(model_folder: Path) ->
         assert b'"index":0,"label"' in received
 
 
-def test_streams_that_wait_for_each_other_s_room_end_and_leave_room_for_single_requests(model_folder: Path) -> None:
+def test_streams_leave_half_of_the_memory_for_bodies_to_single_requests(model_folder: Path) -> None:
+    parts = Parts.of(Settings(model_checkpoint=model_folder, max_pending_mb=2), stand_in(), None)
+    whole, streams = parts.body_budget, parts.stream_budget
+    streams.take(2**20)
+    assert not streams.has_room(1)
+    assert whole.has_room(2**20)
+    whole.take(2**19)  # what single requests hold counts for streams too
+    streams.release(2**19)
+    assert streams.has_room(2**19)
+    whole.take(2**19)
+    assert streams.has_room(2**19)
+    whole.take(1)
+    assert not streams.has_room(2**19)
+
+
+def test_streams_that_wait_for_each_other_s_room_end(model_folder: Path) -> None:
     head = b"POST /predict/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
-    incomplete = b'{"text": "' + b"a" * 450_000  # of four, each waits for the others' room
-    with serving(model_folder, max_pending_mb=1, request_timeout_s=1) as client, ExitStack() as opened:
+    with serving(model_folder, max_pending_mb=1, request_timeout_s=2) as client, ExitStack() as opened:
         address = ("127.0.0.1", client.base_url.port)
         streams = [opened.enter_context(socket.create_connection(address)) for _ in range(4)]
         for stream in streams:
-            stream.sendall(head + b"Content-Length: 999999\r\n\r\n" + incomplete)
-        wait_until(lambda: metric(client, "pending_body_bytes") > 2**19)
-        assert client.post("/predict", json={"text": "oil"}).status_code == 200
+            stream.sendall(head + b'Content-Length: 999999\r\n\r\n{"text": "')
+        for _ in range(45):  # in turns, so that each still wants more when there is no room left
+            for stream in streams:
+                with suppress(OSError):  # it has been ended already
+                    stream.sendall(b"a" * 10_000)
         for stream in streams:
             stream.settimeout(30)
             received = b""
