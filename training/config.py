@@ -163,10 +163,8 @@ class Selection:
 def _is_within(place: str, folder: Path) -> bool:
     """Whether a path is in a folder, as written or by where links lead."""
     path = Path(place.removeprefix("file://")).expanduser()
-    as_written = Path(os.path.normpath(path.absolute()))
-    return as_written.is_relative_to(os.path.normpath(folder.absolute())) or path.resolve().is_relative_to(
-        folder.resolve()
-    )
+    path_as_written, folder_as_written = (Path(os.path.normpath(one.absolute())) for one in (path, folder))
+    return path_as_written.is_relative_to(folder_as_written) or path.resolve().is_relative_to(folder.resolve())
 
 
 class TrainConfig(BaseModel):

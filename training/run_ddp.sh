@@ -68,7 +68,7 @@ if [ -n "$asked" ] && ! compgen -G "$logs/*/" >/dev/null; then
 fi
 if [ "$code" -ne 0 ]; then
   said=$(cat "$logs"/*/exit_code 2>/dev/null)
-  [[ "$said" =~ ^[0-9]+$ ]] || said=${asked:-$code} # a rank that is ended while it writes leaves an empty file
+  [[ "$said" =~ ^[0-9]+$ ]] || said=${asked:-$code} # no rank has said anything
   code=$said
 fi
 exit "$code"

@@ -77,7 +77,7 @@ class Lifecycle:
     def leave(self, server: Any) -> None:
         """Let other processes have what comes from now on, and end once all requests in progress are answered.
 
-        There is no deadline: a stream may go on for hours. SIGTERM sets one, as ever.
+        There is no deadline, since a stream may take hours; SIGTERM sets one.
         """
         if self.is_leaving or self.is_draining:
             return

@@ -120,7 +120,7 @@ class SupervisorLine:
                         take_elsewhere(limiter, client, rate, amount)
                 elif (answer := self._answers.get(message["answer"])) and not answer.done():
                     answer.set_result(message)
-        except Exception:  # it would go on with what it has, whatever the others serve
+        except Exception:  # else it would keep its model when the others get a new one
             logger.exception("the worker cannot follow the supervisor, so it ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
