@@ -391,7 +391,7 @@ def test_a_name_that_the_hub_does_not_have_gives_one_line(
             "http://hub.invalid",
             {"HF_HUB_OFFLINE": "1"},
             2,
-            r"--model tinny: no such folder, .*; did you mean tiny\?; without a network use --model tiny",
+            r"--model tinny: not a folder, .*; did you mean tiny\?; without a network use --model starter",
             marks=pytest.mark.slow,
         ),
     ],
