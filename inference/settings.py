@@ -83,7 +83,7 @@ class Settings(BaseModel):
         default=20_000,
         ge=1,
         description="Longest text, in characters; a longer one is refused with 422. The model reads only the "
-        "beginning of a long text, so a larger value costs tokenising time and gains no accuracy.",
+        "beginning of a long text, so a larger value costs tokenizing time and gains no accuracy.",
     )
     max_batch_texts: int = Field(
         default=256,

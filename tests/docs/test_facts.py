@@ -173,7 +173,7 @@ def test_what_a_save_costs_counts_the_steps_that_it_slows_down() -> None:
     assert blocked < cost < waited
     assert f"{cost:.2f} s in all" in page(QUESTIONS)
     assert f"every {sqrt(2 * cost * hours):.0f} s instead of every {sqrt(2 * waited * hours):.0f}" in page(QUESTIONS)
-    assert f"{cost:.2f} s in all" in page(GUIDE)
+    assert f"{cost:.2f} s in total" in page(GUIDE)
 
 
 def test_two_accuracies_on_cifar10_are_within_what_its_test_images_can_tell_apart() -> None:

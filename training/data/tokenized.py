@@ -272,9 +272,9 @@ def write_tokens(
         damage = find_damage(file)
         if damage is None:
             return
-        say(f"The cached tokens {file} are damaged ({damage}): tokenising again")
+        say(f"The cached tokens {file} are damaged ({damage}): tokenizing again")
     started = time.perf_counter()
-    say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
+    say(f"Tokenizing {sum(map(len, data.splits.values())):,} texts ...")
     arrays: dict[str, np.ndarray | GrowingArray] = {}
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
     about |= {"vocab_size": tokenizer.vocab_size, "cut": {}, "width": {}}
@@ -302,7 +302,7 @@ def write_tokens(
         write_arrays(file, arrays, about)
     except OSError as error:
         raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
-    say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
+    say(f"Tokenized in {time.perf_counter() - started:.1f}s, kept in {file}")
 
 
 def _encoded(
