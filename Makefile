@@ -67,7 +67,8 @@ install-locked: ## Install what the locks name, as a release does, into a new .v
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --require-hashes --no-deps --only-binary :all: --requirement deployment/requirements-uv.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps $(TORCH_CPU) \
-		--requirement deployment/requirements-torch-cpu.txt --requirement deployment/requirements-torch.txt
+		--requirement deployment/requirements-torch-cpu.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps --requirement deployment/requirements-torch.txt
 	$(BIN)/python deployment/compile_kernels.py
 
 demo-begin:

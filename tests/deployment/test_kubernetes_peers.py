@@ -302,7 +302,7 @@ def test_only_ray_s_own_pods_reach_its_ports_and_clients_that_of_the_server() ->
     assert peers[serving] == of_the_server["from"]
 
 
-def test_ray_asks_whoever_connects_for_a_token() -> None:
+def test_ray_asks_everyone_who_connects_for_a_token() -> None:
     cluster = only("ray", "RayService")["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert [*map(int, cluster["rayVersion"].split("."))] >= [2, 52, 0]  # KubeRay refuses it with an older one

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployment.documented import documented
 from tests.training.conftest import TRAINING, Run
 from training.monitoring.events import read_events
 from training.parallelism.distributed import loopback_store
@@ -68,6 +69,21 @@ def test_no_attempt_of_a_run_on_one_machine_listens_where_others_can_reach_it(
 
     assert run.wait() == 0, run.err
     assert list(private.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_documented_command_of_torchrun_listens_on_loopback_alone(start: Callable[..., Run], private: Path) -> None:
+    command = documented("docs/training.md", "no-port").rstrip()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    (place := private / "place").mkdir()
+    (place / "training").symlink_to(TRAINING)
+    command += " --epochs 50 --device cpu --cache_dir cache"
+    run = start(["bash", "-c", command], wait=False, cwd=place, env={"PATH": path, "TMPDIR": str(private)})
+
+    run.wait_until(lambda: _has_trained(place / "checkpoints" / "no_port.run", attempt=0))
+
+    assert _listening(run.descendants) == {"127.0.0.1"}
 
 
 def _has_trained(run_dir: Path, attempt: int) -> bool:
