@@ -404,6 +404,8 @@ class TrainConfig(BaseModel):
             )
         if self.lora_alpha is not None and not self.lora:
             raise ValueError(f"--lora_alpha {self.lora_alpha:g}: does nothing without --lora")
+        if self.metrics_host != type(self).model_fields["metrics_host"].default and not self.metrics_port:
+            raise ValueError(f"--metrics_host {self.metrics_host}: does nothing without --metrics_port")
         if self.lora and (self.strategy in ("tp", "deepspeed") or self.tp > 1):
             other = f"--strategy {self.strategy}" if self.strategy in ("tp", "deepspeed") else f"--tp {self.tp}"
             raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")

@@ -144,8 +144,8 @@ def use_loopback() -> None:
 
     By default it listens on the address of the machine's own name, which a sandbox may not know.
     """
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    for name in sorted(name for _, name in socket.if_nameindex() if name.startswith("lo"))[:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def loopback_store() -> dist.TCPStore:
