@@ -101,8 +101,9 @@ STAND_INS = {
         esac
     """,
     "srun": """
-        output=${2#--output=}
-        shift 2
+        [ "$2" = --export=ALL ] || exec env -i "$0" "$1" --export=ALL "${@:2}" # what it does after sbatch --export=NONE
+        output=${3#--output=}
+        shift 3
         SLURM_GPUS_ON_NODE=4 "$@" >"${output/\\%n/0}"
         SLURM_GPUS_ON_NODE=8 "$@" >"${output/\\%n/1}"
     """,

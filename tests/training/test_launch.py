@@ -90,7 +90,7 @@ def _has_trained(run_dir: Path, attempt: int) -> bool:
     return any(event["kind"] == "step" and event["restart"] == attempt for event in read_events(run_dir))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_launcher_that_is_stopped_while_it_starts_leaves_no_file(
     start: Callable[..., Run], base_flags: tuple[str, ...], tmp_path: Path, private: Path, number: signal.Signals
 ) -> None:
