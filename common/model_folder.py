@@ -7,6 +7,7 @@ model folder, with a manifest that says what it was made from and what was measu
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,10 @@ def read_manifest(folder: Path) -> Manifest:
         values[field.name] = content.get(field.name)
         if not isinstance(values[field.name], kind):
             raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", EXPORT_AGAIN)
+    digest = values["source"].get("weights_sha256")
+    # It becomes a part of tags and Dockerfiles, and a model's author may have written anything here.
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ModelLoadError(path, f"source.weights_sha256 must be 64 hex digits, got {digest!r:.80}", EXPORT_AGAIN)
     return Manifest(**values)
 
 

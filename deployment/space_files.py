@@ -56,7 +56,7 @@ def space_files(model: Path) -> Files:
     except DeploymentError as error:
         raise UserError(str(error), code=error.code) from error
     metrics = json.loads(content_of(files[_METRICS])) if _METRICS in files else {}
-    return {"Dockerfile": _dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
+    return {"Dockerfile": dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
 
 
 def static_files(model: Path) -> Files:
@@ -113,11 +113,13 @@ def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | No
     return None
 
 
-def _dockerfile(arguments: dict[str, str]) -> bytes:
-    # The hub passes no build arguments, so their values become the defaults.
+def dockerfile(arguments: dict[str, str]) -> bytes:
+    """The image's Dockerfile with these arguments as defaults, because the hub passes none."""
     text = DOCKERFILE.read_text(encoding="utf-8")
     for name, value in arguments.items():
-        text = re.sub(rf"(?m)^ARG {name}=.*$", f"ARG {name}={value}", text)
+        if not re.fullmatch(r"[\w.,:/+-]*", value):  # it would end the line, or be more than one word
+            raise UserError(f"Dockerfile: {name}={value!r} is not one plain word", code="model-unusable")
+        text = re.sub(rf"(?m)^ARG {name}=.*$", lambda found, line=f"ARG {name}={value}": line, text)
     return text.encode()
 
 
@@ -134,7 +136,7 @@ def _static_card(metrics: dict[str, str]) -> bytes:
 
 def _card(metrics: dict[str, str]) -> bytes:
     card = SpaceCard((ROOT / "deployment" / _CARD).read_text(encoding="utf-8"))
-    base, dataset = metrics.get("base_model"), metrics.get("dataset")
-    card.data.models = [base] if base and is_on_the_hub(base) else None
-    card.data.datasets = [dataset] if dataset and is_on_the_hub(dataset) else None
+    base, dataset = str(metrics.get("base_model", "")), str(metrics.get("dataset", ""))
+    card.data.models = [base] if is_on_the_hub(base) else None
+    card.data.datasets = [dataset] if is_on_the_hub(dataset) else None
     return str(card).encode()

@@ -277,6 +277,7 @@ class TrainConfig(BaseModel):
     resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
     metrics_port: int = _field(0, "output", "port for Prometheus metrics; each rank adds its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
+    metrics_host: str = _field("127.0.0.1", "output", "address of this machine at which they are served, without a key; 0.0.0.0 = every one, for a Prometheus elsewhere", min_length=1, on_resume="any")
     stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; for schedulers that restart what failed, use a number such as 75", ge=0, le=255, on_resume="any")
 
     checkpoint_dir: str = _field("", "fault tolerance", "where checkpoints are kept: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints", on_resume="any")
@@ -423,6 +424,8 @@ class TrainConfig(BaseModel):
             )
         if self.lora_alpha is not None and not self.lora:
             raise ValueError(f"--lora_alpha {self.lora_alpha:g}: does nothing without --lora")
+        if self.metrics_host != type(self).model_fields["metrics_host"].default and not self.metrics_port:
+            raise ValueError(f"--metrics_host {self.metrics_host}: does nothing without --metrics_port")
         if self.lora and (self.strategy in ("tp", "deepspeed") or self.tp > 1):
             other = f"--strategy {self.strategy}" if self.strategy in ("tp", "deepspeed") else f"--tp {self.tp}"
             raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")

@@ -210,6 +210,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--lora", "8", "--float8"), r"^--lora 8 and --float8: adapters are too narrow"),
         (("--lora", "8", "--freeze", "2"), r"^--lora 8 and --freeze 2: adapters freeze the whole encoder"),
         (("--lora_alpha", "8"), r"^--lora_alpha 8: does nothing without --lora$"),
+        (("--metrics_host", "0.0.0.0"), r"^--metrics_host 0.0.0.0: does nothing without --metrics_port$"),
         (("--compress", "zip"), r"^--compress zip: must be none, fp16, bf16 or powersgd"),
         (("--batch_size", "0", "--epochs", "0"), r"--epochs 0: .*; --batch_size 0: |--batch_size 0: .*; --epochs 0: "),
     ],

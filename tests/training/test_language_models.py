@@ -297,7 +297,7 @@ def test_the_documented_commands_train(
         words = shlex.split(command)
         flags = [*words[words.index("--config") :], "--max_length", "16", "--epochs", "1"]
         tiny = [] if number else ["--model", "tiny"]
-        ended = launch(2 if "torchrun" in command else 1, *flags, *tiny)
+        ended = launch(2 if "run_ddp.sh 2 " in command else 1, *flags, *tiny)
         assert ended.process.returncode == 0, ended.err
     assert len(list((tmp_path / "checkpoints").glob("*/model.safetensors"))) == len(commands)
 

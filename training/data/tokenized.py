@@ -281,7 +281,7 @@ def write_tokens(
     about |= {"window": tokenizer.windows.length if tokenizer.windows else 0, "unlabelled": data.num_unlabelled}
     kind = "uint16" if tokenizer.highest_id < 2**16 else "int32"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # it holds the texts
         for split, rows in data.splits.items():
             ids, texts = GrowingArray(folder, kind), StoredTexts.temporary(folder)
             offsets, about["cut"][split] = GrowingArray(folder, "int64"), 0

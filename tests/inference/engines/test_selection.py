@@ -237,6 +237,7 @@ def test_our_kernels_are_taken_without_a_comparison_where_they_have_won_them_all
 def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path, cache: Path) -> None:
     loaded = load_model(two_artefacts, hardware=COMPARED)
     [file] = cache.iterdir()
+    assert cache.parent.stat().st_mode & 0o777 == 0o700  # training keeps texts in the same folder
     speeds = json.loads(file.read_text())
     assert speeds.keys() == {"native", "onnx"}
     fastest = max(speeds, key=speeds.get)
