@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
+from inference.http.paths import remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
 from inference.http.request_limits import Allowance, Refusal
 from inference.http.request_log import log_failure, log_request
@@ -30,11 +33,12 @@ _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"
 class RequestGate:
     """Admits requests and follows each of them to its end."""
 
-    def __init__(self, app: ASGIApp, parts: Parts, paths: frozenset[str]) -> None:
-        """``paths``: what a refused request may be counted under, since refused requests are not routed."""
+    def __init__(self, app: ASGIApp, parts: Parts, routes: Sequence[Route]) -> None:
         settings = parts.settings
         self.app = app
-        self.paths = paths
+        self._routes = routes
+        # What a refused request may be counted under, since refused requests are not routed.
+        self.paths = frozenset(route.path for route in routes if not route.param_convertors)
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
@@ -47,6 +51,8 @@ class RequestGate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["root_path"]:
+            remove_second_prefix(scope, self._routes)
         await _GatedRequest(self, scope, receive, send).run()
 
     def refusal(self, scope: Scope) -> Refusal | None:
@@ -65,7 +71,7 @@ class RequestGate:
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
             return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
-        return None if scope["path"].startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
+        return None if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
         """Refuse before the body is read if the queue is full: under overload, reading is most of the cost of a
@@ -98,6 +104,7 @@ class _GatedRequest:
         "is_answered",
         "is_gone",
         "is_late",
+        "method",
         "scope",
         "status",
         "task",
@@ -107,10 +114,12 @@ class _GatedRequest:
 
     def __init__(self, gate: RequestGate, scope: Scope, receive: Receive, send: Send) -> None:
         self.gate = gate
-        self.scope = scope
         self.inner_receive = receive
         self.inner_send = send
         self.context = RequestContext.begin(scope)
+        self.method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        # HEAD is answered as GET is, and the server leaves out the body.
+        self.scope = scope if self.method != "HEAD" else {**scope, "method": "GET"}
         self.status = CLIENT_GONE
         self.is_answered = False
         self.is_gone = False
@@ -150,10 +159,9 @@ class _GatedRequest:
             gate.body_budget.release(context.held_bytes)
             gate.metrics.in_progress.dec()
             seconds = time.perf_counter() - context.started
-            method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-            route = self.route()
-            gate.metrics.request_done(route, method, self.status, seconds, context.error_code)
-            log_request(context, method, route, self.status, seconds)
+            route = context.route = self.route()
+            gate.metrics.request_done(route, self.method, self.status, seconds, context.error_code)
+            log_request(context, self.method, route, self.status, seconds)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -249,5 +257,5 @@ class _GatedRequest:
         # From a bounded set: a route's template, never a path that a client made up, or the metrics would grow forever.
         if (route := self.scope.get("route")) is not None:
             return route.path
-        path = self.scope["path"]
+        path = route_path(self.scope)
         return path if path in self.gate.paths else "unmatched"

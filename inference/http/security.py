@@ -6,6 +6,7 @@ import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.types import Scope
 
@@ -25,6 +26,7 @@ SECURITY_HEADERS = [
     (POLICY_HEADER, _POLICY.encode()),
 ]
 
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 MAX_CLIENTS = 10_000
 
 
@@ -71,7 +73,7 @@ def client_name(scope: Scope) -> str:
     client = scope.get("client")
     if client is None:
         return "unknown"
-    host = client[0]
+    host = as_ipv4(client[0])
     if ":" not in host:
         return host
     # One household has a /64 of IPv6 addresses.
@@ -79,3 +81,13 @@ def client_name(scope: Scope) -> str:
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return host
+
+
+def as_ipv4(host: str) -> str:
+    """The IPv4 address that an IPv6 address stands for: mapped (::ffff:1.2.3.4), or translated (64:ff9b::1.2.3.4)."""
+    if ":" in host:
+        with suppress(ValueError):
+            address = ipaddress.IPv6Address(host.partition("%")[0])
+            if address.ipv4_mapped or address in _TRANSLATED:
+                return str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return host

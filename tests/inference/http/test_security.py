@@ -188,6 +188,18 @@ def test_wrong_keys_are_limited_without_a_rate_limit_too(model_folder: Path) -> 
         assert _code(refused) == "rate_limited"
 
 
+def test_each_of_many_keys_in_one_request_is_a_guess_and_no_more_than_two_are_looked_at(model_folder: Path) -> None:
+    right, wrong = ("X-API-Key", "open sesame"), ("Authorization", "Bearer open")
+    with serving(model_folder, api_key="open sesame", rate_limit_per_s=5) as client:
+        for headers in ([right, wrong], [wrong, right]):
+            assert client.post("/predict", json=TEXT, headers=headers).status_code == 200
+        assert client.post("/predict", json=TEXT, headers=[wrong, wrong, right]).status_code == 401
+        assert client.post("/predict", json=TEXT, headers=[wrong] * 100).status_code == 401
+        refused = client.post("/predict", json=TEXT, headers=[right])
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 15  # 103 guesses, of which 10 were free, at 5 per second
+
+
 def test_each_key_has_a_rate_of_its_own(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\ufefffirst\n\n# one for each client\nsecond\nthird 1000\n")  # as Notepad writes it
@@ -254,6 +266,11 @@ def test_the_rate_is_counted_by_address_and_by_household(monkeypatch: pytest.Mon
     assert waits("192.0.2.2") == 0
     assert [waits(f"2001:db8::{i}") for i in range(5)] == [0, 0, 0, 0, 0.5]
     assert waits("2001:db8:0:1::1") == 0
+    # An IPv4 address has one bucket, however it is written; its neighbours have their own.
+    for written in ("::ffff:192.0.2.2", "::FFFF:c000:202", "64:ff9b::192.0.2.2", "::ffff:192.0.2.2%eth0"):
+        assert waits(written) == 0
+    assert waits("::ffff:192.0.2.2") == waits("192.0.2.2") == 0.5
+    assert waits("::ffff:192.0.2.3") == 0
     now += 0.25
     assert waits("192.0.2.1") == 0.25
     now += 0.25
