@@ -86,10 +86,15 @@ class RequestGate:
         return f"the body has more than {self.max_body_bytes} bytes; send shorter texts or fewer of them"
 
 
+_STREAM_TYPES = frozenset(
+    f"application/{name}".encode() for name in ("x-ndjson", "ndjson", "jsonl", "x-jsonl", "jsonlines", "x-jsonlines")
+)
+
+
 def is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
     """Whether a request's body is a stream of JSON lines."""
     content_type = next((value for name, value in headers if name == b"content-type"), b"")
-    return content_type.partition(b";")[0].strip().lower() == b"application/x-ndjson"
+    return content_type.partition(b";")[0].strip().lower() in _STREAM_TYPES
 
 
 class _GatedRequest:

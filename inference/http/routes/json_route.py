@@ -169,6 +169,8 @@ def parse_json(model: type[Model], body: bytes) -> Model:
         if problem["type"] != "json_invalid":
             raise
         refusal, reason = error, problem["ctx"]["error"]
+    if body.startswith(codecs.BOM_UTF8):  # as some clients on Windows begin a body, and editors a file
+        return parse_json(model, body.removeprefix(codecs.BOM_UTF8))
     if reason.startswith("recursion limit"):
         raise HTTPException(400, "the body is nested too deep to be read")
     if reason.startswith("invalid unicode") or not _begins_as_utf8(body):
