@@ -24,7 +24,7 @@ from inference.http.error_responses import add_error_handlers
 from inference.http.lifecycle import server_of_process
 from inference.http.request_gate import RequestGate
 from inference.http.request_log import configure_logging
-from inference.http.routes import documentation, explain, hub, open_inference, operations, pages, predict
+from inference.http.routes import explain, hub, open_inference, operations, pages, predict
 from inference.http.routes.documentation import document_api_key
 from inference.http.routes.json_route import JsonRoute, ShortCut
 from inference.http.server_parts import Parts
@@ -35,7 +35,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, open_inference, operations, documentation, pages)
+_GROUPS = (predict, explain, hub, open_inference, operations, pages)
 
 
 @asynccontextmanager

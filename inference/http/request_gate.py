@@ -19,7 +19,7 @@ from inference.http.paths import remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
 from inference.http.request_limits import Allowance, Refusal
 from inference.http.request_log import log_failure, log_request
-from inference.http.security import POLICY_HEADER, SECURITY_HEADERS
+from inference.http.security import SECURITY_HEADERS
 from inference.http.server_parts import Parts
 
 # What nginx logs if the client disconnected before the answer; never sent.
@@ -193,8 +193,6 @@ class _GatedRequest:
             added.append((b"cache-control", b"no-store"))
         if self.gate.lifecycle.is_draining or self.gate.lifecycle.is_leaving:
             added.append((b"connection", b"close"))
-        if any(name == POLICY_HEADER for name, _ in headers):
-            return [*headers, *SECURITY_HEADERS[:-1], *added]
         return [*headers, *SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:

@@ -13,17 +13,10 @@ from starlette.types import Scope
 # Pages may be embedded in the Space's page only, and load nothing from elsewhere.
 _FRAMES = "frame-ancestors 'self' https://huggingface.co https://*.huggingface.co"
 _POLICY = f"default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; {_FRAMES}"
-# The interactive documentation is FastAPI's page: one inline script, the rest from its usual CDN.
-DOCS_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' https://cdn.jsdelivr.net; "
-    "style-src 'self' 'unsafe-inline' https://cdn.jsdelivr.net; img-src 'self' data: https://fastapi.tiangolo.com; "
-    f"object-src 'none'; base-uri 'none'; {_FRAMES}"
-)
-POLICY_HEADER = b"content-security-policy"
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (POLICY_HEADER, _POLICY.encode()),
+    (b"content-security-policy", _POLICY.encode()),
 ]
 
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")

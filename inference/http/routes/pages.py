@@ -1,4 +1,4 @@
-"""The pages for a browser: the front page and the demo, which contacts no server but this one."""
+"""The pages for a browser: the front page, the demo and the documentation, which contact no server but this one."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ async def show_front_door(accept: _OptionalHeader = "") -> RedirectResponse:
 async def show_demo(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
     """Answer with the demo page."""
     return _answer(_PAGE, accept_encoding, if_none_match)
+
+
+@router.get("/docs")
+async def show_documentation(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
+    """Answer with the interactive page of the API."""
+    return _answer("docs.html", accept_encoding, if_none_match)
 
 
 @router.get("/demo/{name}")
