@@ -64,6 +64,7 @@ def _documented(description: str, **more: Any) -> dict[str, Any]:
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
     401: _documented("Keys are set (API_KEY, API_KEYS_FILE) and the request carries none of them."),
+    403: _documented("A browser sent it for a page of another site, which CORS_ORIGINS does not list."),
     408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
     413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
     415: _documented("The body is compressed (Content-Encoding)."),

@@ -46,6 +46,7 @@ class RequestGate:
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
         self._limits = parts.limits
+        self._origins = frozenset(settings.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +65,16 @@ class RequestGate:
         if scope["method"] != "POST":
             return None
         headers = scope["headers"]
-        announced = next((value for name, value in headers if name == b"content-length"), b"0")
+        given = dict(headers)
+        # A page of another site needs nobody's leave to send text/plain, also to a server on the visitor's own machine.
+        if given.get(b"sec-fetch-site") == b"cross-site" and not self._is_allowed(given.get(b"origin", b"")):
+            return (
+                403,
+                "forbidden",
+                "a page of another site sent this; list its origin in CORS_ORIGINS to allow it",
+                None,
+            )
+        announced = given.get(b"content-length", b"0")
         num_bytes = int(announced) if announced.isdigit() else 0
         # Content-Length is only an announcement, so `receive` counts again; but an honest client hears at once.
         if num_bytes > self.max_body_bytes and not is_stream(headers):
@@ -80,6 +90,9 @@ class RequestGate:
         served = self.served_model.current
         error = served.classifier.full_error() if served else None
         return None if error is None else (503, error.code, str(error), error.retry_after_s)
+
+    def _is_allowed(self, origin: bytes) -> bool:
+        return "*" in self._origins or origin.decode("latin-1") in self._origins
 
     @property
     def too_large(self) -> str:

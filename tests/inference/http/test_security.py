@@ -15,7 +15,7 @@ from inference.http.request_limits import Allowance, RequestLimits
 from inference.http.request_log import JsonLines
 from inference.http.security import MAX_CLIENTS, RateLimiter
 from inference.settings import Settings
-from tests.inference.servers import metric, serving
+from tests.inference.servers import ThreadedServer, metric, serving
 from tests.processes import wait_until
 
 TEXT = {"text": "Oil prices rise"}
@@ -100,6 +100,33 @@ def test_no_foreign_page_may_call_the_server_unless_its_origin_is_listed(model_f
         assert refusal.headers["access-control-allow-origin"] == "https://news.example"
         stranger = client.post("/predict", json=TEXT, headers={"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_a_page_of_another_site_computes_nothing_here_unless_its_origin_is_listed(model_folder: Path) -> None:
+    page = {"Sec-Fetch-Site": "cross-site", "Origin": "https://news.example", "Content-Type": "text/plain"}
+    with serving(model_folder) as client:
+        for path in ("/predict", "/predict/batch", "/hub", "/admin/reload"):
+            refused = client.post(path, json=TEXT, headers=page)
+            assert (refused.status_code, _code(refused)) == (403, "forbidden")
+        for site in ("same-origin", "same-site", "none"):
+            assert client.post("/predict", json=TEXT, headers=page | {"Sec-Fetch-Site": site}).status_code == 200
+        assert client.get("/demo", headers=page).status_code == 200  # a link to it
+    for listed in ("https://news.example", "*"):
+        with serving(model_folder, cors_origins=listed) as client:
+            assert client.post("/predict", json=TEXT, headers=page).status_code == 200
+
+
+def test_what_everybody_may_read_names_no_folder_of_the_machine(model_folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret" / "model"
+    secret.mkdir(parents=True)
+    app = create_app(Settings(model_checkpoint=secret))
+    with ThreadedServer(app).running() as client:
+        answers = [client.get(path) for path in ("/health", "/readyz", "/model", "/v2/models/model")]
+        answers.append(client.post("/predict", json=TEXT))
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "secret" not in answer.text
+    assert answers[0].json()["error"].startswith("model: not a complete model folder")
 
 
 def test_every_answer_carries_the_security_headers(model_folder: Path) -> None:
