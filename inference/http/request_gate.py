@@ -52,7 +52,7 @@ class RequestGate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["root_path"]:
+        if scope.get("root_path"):
             remove_second_prefix(scope, self._routes)
         await _GatedRequest(self, scope, receive, send).run()
 
