@@ -243,6 +243,12 @@ def _checked(saved: SavedModel) -> SavedModel:
     if twice is not None:
         what = f"two classes are named {twice!r}"
         raise ModelLoadError(saved.path, what, "give each class its own name in id2label of config.json")
+    half = next(
+        (label for label in saved.labels if any("\ud800" <= character <= "\udfff" for character in label)), None
+    )
+    if half is not None:
+        what = f"the label {half!r} contains half of a surrogate pair, which no file and no answer can carry"
+        raise ModelLoadError(saved.path, what, "correct id2label in config.json")
     if saved.cleaning not in CLEANINGS:
         what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
         raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")

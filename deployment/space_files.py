@@ -28,6 +28,8 @@ _PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,fc00::/7"
 _CARD, _METRICS = "README.md", "model/metrics.json"
 _WEB = ROOT / "inference" / "web"
 _PAGE, _SERVICE_WORKER = "index.html", "service_worker.js"
+# The documentation of the API, which only a server has.
+_OF_SERVER = ("docs.css", "docs.js")
 # Nothing but what lies beside the page, whatever a text or a model says.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; object-src 'none'; "
@@ -69,7 +71,7 @@ def static_files(model: Path) -> Files:
     files: dict[str, Path | bytes] = {
         f"demo/{path.name}": path
         for path in sorted(_WEB.iterdir())
-        if path.suffix in (".js", ".css", ".svg", ".wasm") and path.name != _SERVICE_WORKER
+        if path.suffix in (".js", ".css", ".svg", ".wasm") and path.name not in (_SERVICE_WORKER, *_OF_SERVER)
     }
     files[_PAGE] = _static_page()
     version = hashlib.sha256(b"".join(content_of(source) for source in files.values())).hexdigest()[:16]

@@ -65,8 +65,9 @@ class Settings(BaseModel):
         "its own, as in its manifest.",
     )
     listen_host: str = Field(
-        default="0.0.0.0",
-        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out.",
+        default="127.0.0.1",
+        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out, "
+        "0.0.0.0 lets all in (as in the images), :: those with IPv6 addresses.",
     )
     port: int = Field(
         default=7860,
