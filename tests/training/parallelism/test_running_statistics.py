@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import TrainingFailure
 from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
 from training.config import TrainConfig
+from training.fault_tolerance.failures import translate_errors
 from training.model.classifier import NewsClassifier
 from training.monitoring.replicas import first_difference
 from training.parallelism.registry import STRATEGIES
@@ -98,3 +100,16 @@ def _drifted() -> str:
 
 def test_a_running_mean_that_drifts_is_named() -> None:
     assert run_on_ranks(2, _drifted) == [f"{MEAN} is not the same on ranks 0 and 1"] * 2
+
+
+def _one_row() -> str:
+    strategy = _strategy()
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(TrainingFailure) as failure, translate_errors(here(), 7):
+        strategy.forward(ids, ids)
+    return str(failure.value)
+
+
+def test_a_micro_batch_of_one_row_is_refused_in_one_line() -> None:
+    message = run_on_ranks(2, _one_row)[1]
+    assert message.startswith("step 7: BatchNorm cannot train on a single row, which is all that rank 1 has")
