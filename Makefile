@@ -130,7 +130,7 @@ format: $(INSTALLED_DEV) ## Put the code into its format
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED) ## Build the documentation as a site, in site/, with a run of the cards that is recorded now
-	$(call install,.[docs$(comma)teach])
+	$(call install,.[docs])
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md

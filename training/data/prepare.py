@@ -386,6 +386,11 @@ def prepare_model(
         if own.network:
             task = TASKS[config.task](tokens.label_names)
             model = NewsClassifier.around(own.network(tokens.vocab_size, len(tokens.label_names)), task)
+            needs_gpu = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+            if needs_gpu and ranks.is_distributed and ranks.device.type == "cpu":
+                raise UserError(
+                    "--network: nn.SyncBatchNorm runs on GPUs only; use BatchNorm, or a single process", code="own-code"
+                )
         else:
             model = load_stored()
         if config.max_length > model.max_positions:

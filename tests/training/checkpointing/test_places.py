@@ -182,3 +182,40 @@ def save_with_room_for(free_pages: int, storage: Storage, ballast: Path) -> list
     assert names_in(storage.location) == ["latest", Path(storage.steps()[2]).name]
     saver.close()
     return said
+
+
+class _AnotherRunBetween:
+    """A storage's own probe, with all of another run's check between its parts."""
+
+    def __init__(self, storage: Storage, meanwhile: Callable[[], None]) -> None:
+        self.storage, self.meanwhile = storage, meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+    def put_probe(self, name: str) -> None:
+        self.storage.put_probe(name)
+        self.meanwhile()
+
+    def sees_probe(self, name: str) -> bool:
+        seen = self.storage.sees_probe(name)
+        self.meanwhile()
+        return seen
+
+
+@pytest.mark.parametrize("address", ["{}/a.run/checkpoints", "memory://{}/shared"])
+def test_runs_that_start_together_in_one_folder_do_not_refuse_each_other(address: str, tmp_path: Path) -> None:
+    one, other = (open_location(address.format(tmp_path)) for _ in range(2))
+
+    check_storage(_AnotherRunBetween(one, lambda: check_storage(other, ALONE)), ALONE)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_run_creates_during_the_check_changes_nothing(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    storage = open_location(str(models / "a.run/checkpoints"))
+
+    check_storage(_AnotherRunBetween(storage, lambda: models.mkdir(exist_ok=True)), ALONE)
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["models"]
