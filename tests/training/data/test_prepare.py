@@ -147,7 +147,7 @@ def test_a_run_validates_on_the_rows_that_the_data_brings(
 
 
 def write_model(folder: Path) -> Path:
-    tokenizer = load_tokenizer("tiny", ["a text"], 16)
+    tokenizer = load_tokenizer("tiny", ["a row 0 1 2 3 4 5 6 7 8 9"], 16)
     tokenizer.save_pretrained(folder)
     size = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 32}
     config = DistilBertConfig(vocab_size=len(tokenizer), **size)
@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_reason(
     config = config_for(tmp_path).model_copy(update={"model": str(model)})
 
     with pytest.raises(UserError) as refusal:
-        prepare_model(config, ALONE, prepare_news(config, ALONE, print), print)
+        prepare_model(config, ALONE, prepare_news(config, ALONE, print), "fp32", print)
 
     assert str(refusal.value) == f"--model {model}: {message}"
 
