@@ -30,7 +30,7 @@ from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
 from training.data.dataset import default_cleaning, load_news
-from training.data.tokenized import load_from
+from training.data.tokenized import check_vocabulary, load_from
 from training.model.layers import keep_blocks
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.model.weights import read_network
@@ -118,6 +118,8 @@ def _shrink(options: Namespace, folder: Path) -> None:
             code="flag-value",
         )
     tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
+    highest = max(tokenizer.get_vocab().values())
+    check_vocabulary(asked, highest, network.get_input_embeddings().num_embeddings)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     counts = count_ids(tokenizer, map(cleaner(cleaning), texts))

@@ -42,7 +42,7 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.data.unlabelled import add_unlabelled
-from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family, why_not_in_half
+from training.model.classifier import PROBE_PADDING, NewsClassifier, try_half_precision, try_unknown_family
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
@@ -457,7 +457,7 @@ def prepare_model(
 
     def settle_precision(model: NewsClassifier, flag: str, ids: torch.Tensor) -> None:
         nonlocal precision
-        if precision != "fp32" and (reason := why_not_in_half(model, ids)):
+        if precision != "fp32" and (reason := try_half_precision(model, ids)):
             what = f"{flag}: cannot be computed in {precision} ({reason})"
             if config.precision != "auto":
                 raise UserError(f"{what}; use --precision fp32", code="precision-unsupported")

@@ -184,12 +184,8 @@ def load_tokenizer(
             raise _no_tokenizer(model)
         rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
         highest = max(tokenizer.get_vocab().values())
-        if not for_own_network and isinstance(rows, int) and (what := vocabulary_misfit(highest, rows)):
-            raise UserError(
-                f"--model {model}: {what}; use the tokenizer that the model was trained with, or fit the model to this "
-                f"one with resize_token_embeddings({highest + 1})",
-                code="tokenizer-unlike",
-            )
+        if not for_own_network and isinstance(rows, int):
+            check_vocabulary(f"--model {model}", highest, rows)
         return tokenizer
 
     tokenizer = load_from(model, ask, say)
@@ -198,6 +194,16 @@ def load_tokenizer(
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def check_vocabulary(asked: str, highest_id: int, num_embeddings: int) -> None:
+    """Refuse a tokenizer that is not that of the model, whose ids would be looked up in vain."""
+    if what := vocabulary_misfit(highest_id, num_embeddings):
+        raise UserError(
+            f"{asked}: {what}; use the tokenizer that the model was trained with, or fit the model to this one with "
+            f"resize_token_embeddings({highest_id + 1})",
+            code="tokenizer-unlike",
+        )
 
 
 def _no_tokenizer(model: str, reason: str = "") -> UserError:

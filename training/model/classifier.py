@@ -34,6 +34,7 @@ from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import keep_blocks
+from training.model.precision import why_not_in_half
 from training.model.weights import read_network, redraw, stored_dtype
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
 
@@ -273,24 +274,16 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
     return list(unused)
 
 
-@torch.no_grad()
-def why_not_in_half(model: NewsClassifier, input_ids: torch.Tensor) -> str:
-    """Why a network of an unknown family cannot be computed in half precision; empty if it can be.
-
-    bf16 stands for fp16 too, for which a CPU lacks many operations.
-    """
+def try_half_precision(model: NewsClassifier, input_ids: torch.Tensor) -> str:
+    """Why a network of an unknown family cannot be computed in half precision; empty if it can be."""
     if model.architecture:
         return ""
     was_training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16):
-            scores = model(input_ids, torch.ones_like(input_ids))
-    except Exception as error:  # the network's own code
-        return first_line(error)
+        return why_not_in_half("cpu", lambda: model(input_ids, torch.ones_like(input_ids)))
     finally:
         model.train(was_training)
-    return "" if bool(torch.isfinite(scores).all()) else "its scores are not finite"
 
 
 def _check_causal(model: NewsClassifier, flag: str, input_ids: torch.Tensor, scores: torch.Tensor) -> None:

@@ -12,10 +12,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, DebertaConfig, DistilBertConfig
 
 from common.errors import UserError
+from common.rows import Columns
 from training.config import TrainConfig
+from training.data.dataset import load_news
 from training.data.prepare import class_weights_of, prepare_model, prepare_news
+from training.data.teacher_vectors import write_vectors
 from training.data.tokenized import load_tokenizer
 from training.parallelism.distributed import Ranks
+from training.tasks import Embedding
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 
@@ -233,6 +237,16 @@ def test_a_model_that_half_precision_breaks_is_trained_in_fp32_or_refused_in_one
     asked = config.model_copy(update={"precision": "bf16"})
     with pytest.raises(UserError, match=r"cannot be computed in bf16 \(.*\); use --precision fp32"):
         prepare_model(asked, ALONE, news, "bf16", print)
+
+
+def test_a_teacher_that_half_precision_breaks_is_asked_in_fp32(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
+    teacher = write_deberta(tmp_path / "teacher", ["row 0 1 2 3 4 5 6 7 8 9"])
+    data = load_news(str(tmp_path), 42, columns=Columns("text", ""), task=Embedding)
+
+    write_vectors(tmp_path / "v.safetensors", str(teacher), data, "none", 16, ALONE.device, "bf16", print)
+
+    assert (tmp_path / "v.safetensors").is_file()
 
 
 def test_a_model_that_half_precision_does_not_break_keeps_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    BertModel,
     GPT2Config,
     ModernBertConfig,
     MPNetConfig,
@@ -107,6 +108,16 @@ def test_the_highest_id_counts_and_not_the_number_of_tokens(tmp_path: Path) -> N
 
     with pytest.raises(UserError, match="the tokenizer has 21 token ids, the model only 20"):
         load_tokenizer(str(folder), [], 16)
+
+
+def test_a_teacher_of_vectors_needs_its_own_tokenizer_too(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", [f"sea {i}" for i in range(20)])
+    folder = save(tmp_path / "teacher", ["sea 0123456789"])
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=9, **small)).save_pretrained(folder)
+
+    with pytest.raises(UserError, match=r"^--distill .*: the tokenizer has \d+ token ids, the model only 9"):
+        prepare_news(config_for(tmp_path, task="embedding", distill=folder), ALONE, print)
 
 
 def test_a_network_of_the_users_own_is_made_for_the_tokenizer_and_not_compared_with_it(tmp_path: Path) -> None:
