@@ -24,7 +24,7 @@ from common.problem_types import (
     THRESHOLDS_KEY,
     ProblemType,
 )
-from common.text import CLEANINGS, PAIR_KEY, TextTokenizer
+from common.text import CLEANINGS, PAIR_KEY, TextTokenizer, vocabulary_misfit
 from common.windows import Windows
 
 WEIGHTS_FILE = "model.safetensors"
@@ -113,9 +113,8 @@ class SavedModel:
             )
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
-        vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
-        if tokenizer.vocab_size > vocab_size:
-            what = f"the tokenizer has {tokenizer.vocab_size} token ids, the model only {vocab_size}"
+        highest = tokenizer.highest_id
+        if what := vocabulary_misfit(highest, self.config.get("vocab_size", highest + 1)):
             raise ModelLoadError(self.path, what, "use the tokenizer and the model of the same training run")
         return tokenizer
 

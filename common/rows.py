@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
+from common.files import is_lfs_pointer
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Label, ProblemType, UnusableRow
 from common.text import Text
 
@@ -362,6 +363,9 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
             code="data-format",
         )
     try:
+        if is_lfs_pointer(path):
+            what = "is only a pointer of Git LFS to the file; run git lfs pull in its folder"
+            raise UserError(f"{reading.flag} {path}: {what}", code="data-unreadable")
         if suffix == PLAIN_TEXT_FORMAT:
             yield from _read_lines(path, reading)
         elif suffix in (".csv", ".tsv"):

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from common.errors import OneLineParser, UserError, invalid_value, near_names
@@ -300,6 +310,12 @@ class TrainConfig(BaseModel):
     profile_ranks: str = _field("0", "monitoring", "ranks to record: all, or their numbers, such as 0,3", on_resume="any")
     # fmt: on
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_path(cls, value: Any) -> Any:
+        """From Python, a path may be given wherever a flag names one."""
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
     @field_validator("warmup")
     @classmethod
     def _check_warmup(cls, value: float) -> float:
@@ -487,6 +503,21 @@ class TrainConfig(BaseModel):
                     "replaces; name another --output_dir"
                 )
         return self
+
+    @model_validator(mode="wrap")  # the last one, so that it sees what the others find
+    @classmethod
+    def _as_user_error(cls, values: Any, validate: Callable[[Any], TrainConfig], info: ValidationInfo) -> TrainConfig:
+        """Report in one line what is wrong. ``info.context``: where each value comes from, if not from Python."""
+        origins = info.context
+        if origins is None and isinstance(values, Mapping):
+            check_fields(values, cls.__name__)
+            origins = dict.fromkeys(values, cls.__name__)
+        try:
+            return validate(values)
+        except ValidationError as error:
+            problems = error.errors()
+            code = "flag-value" if problems[0]["loc"] else "flags-conflict"
+            raise UserError("; ".join(_describe(problem, origins or {}) for problem in problems), code=code) from None
 
     def _check_distillation(self) -> None:
         defaults = type(self).model_fields
@@ -764,12 +795,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def make_config(values: Mapping[str, Any], origins: Mapping[str, str]) -> TrainConfig:
     """The configuration of these values; ``origins`` says of each where it comes from: flag, environment or a file."""
-    try:
-        return TrainConfig.model_validate(values)
-    except ValidationError as error:
-        problems = error.errors()
-        code = "flag-value" if problems[0]["loc"] else "flags-conflict"
-        raise UserError("; ".join(_describe(problem, origins) for problem in problems), code=code) from None
+    return TrainConfig.model_validate(values, context=origins)
 
 
 def _describe(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:

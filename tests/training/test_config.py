@@ -304,3 +304,36 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
     }
 
     assert {name for name in TrainConfig.model_fields if on_resume(name) == "same"} == decisive
+
+
+def test_a_path_may_be_given_from_python_wherever_a_flag_names_one() -> None:
+    given = {
+        "dataset": Path("rows.csv"),
+        "model": Path("a/model"),
+        "output_dir": Path("out"),
+        "distill": Path("teacher"),
+    }
+
+    config = TrainConfig(**given, checkpoint_dir=Path("kept"))  # type: ignore[arg-type]
+
+    assert (config.dataset, config.model, config.distill) == ("rows.csv", "a/model", "teacher")
+    assert config == TrainConfig(**{name: str(path) for name, path in given.items()}, checkpoint_dir="kept")
+    assert yaml.safe_load(config.to_yaml())["model"] == "a/model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"learning_rate": 0}, "TrainConfig: learning_rate 0: must be greater than 0"),
+        ({"output_dir": "."}, "TrainConfig: output_dir .: must name a folder"),
+        ({"epochs": "many"}, "TrainConfig: epochs many: must be a whole number"),
+        ({"lr": 1e-3}, "TrainConfig: no field 'lr'; did you mean 'learning_rate'?"),
+        ({"distill_share": 0.5}, "--distill_share 0.5: does nothing without --distill"),
+    ],
+)
+def test_a_wrong_value_from_python_is_one_line(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        TrainConfig(**fields)  # type: ignore[arg-type]
+
+    assert str(refusal.value) == message
+    assert refusal.value.code

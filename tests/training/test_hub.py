@@ -433,7 +433,7 @@ use_loopback()
 with join_ranks("cpu") as mine:
     config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])
     news = prepare_news(config, mine, print)
-    print(len(news.train_index), prepare_model(config, mine, news, print).network.num_parameters())
+    print(len(news.train_index), prepare_model(config, mine, news, "fp32", print)[0].network.num_parameters())
 """
 
 

@@ -16,7 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from common.errors import HubUnavailable, UserError, first_line, near_names
+from common.errors import ForeseenError, HubUnavailable, UserError, first_line, near_names
 
 if TYPE_CHECKING:
     from training.parallelism.distributed import Ranks
@@ -72,6 +72,8 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
         try:
             with from_cache_only():
                 return ask()
+        except ForeseenError:
+            raise
         except Exception as error:
             raise HubUnavailable(
                 f"{what}: the name of the hub's host, {host}, could not be resolved, and it is not in the cache"

@@ -47,7 +47,7 @@ def test_checkpoints_are_in_the_run_folder_unless_another_location_is_given(tmp_
 
 @pytest.mark.parametrize("inside", ["model", "model/checkpoints"])
 def test_a_place_that_the_finished_model_would_replace_is_refused(tmp_path: Path, inside: str) -> None:
-    with pytest.raises(ValueError, match=r"--checkpoint_dir .*: is in --output_dir .*; name another folder"):
+    with pytest.raises(UserError, match=r"--checkpoint_dir .*: is in --output_dir .*; name another folder"):
         TrainConfig(output_dir=tmp_path / "model", checkpoint_dir=str(tmp_path / inside))
 
 
@@ -56,14 +56,14 @@ def test_what_a_run_reads_is_not_replaced_by_what_it_writes(tmp_path: Path, flag
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "rows.csv").touch()
     values = {"distill": "teacher", "dataset": "elsewhere", flag: str(tmp_path / "model" / "rows.csv")}
-    with pytest.raises(ValueError, match=rf"--{flag} .*: is in --output_dir .*, which the finished model replaces"):
+    with pytest.raises(UserError, match=rf"--{flag} .*: is in --output_dir .*, which the finished model replaces"):
         TrainConfig(output_dir=tmp_path / "model", **values)
 
 
 def test_the_output_is_a_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert TrainConfig(output_dir="~/model").output_dir == Path("/home/somebody/model")
-    with pytest.raises(ValueError, match="must be a folder of this machine"):
+    with pytest.raises(UserError, match="must be a folder of this machine"):
         TrainConfig(output_dir="s3://bucket/model")
 
 
