@@ -50,10 +50,10 @@ def test_ag_news_layout_joins_title_and_description(tmp_path: Path) -> None:
 
     data = load_news(str(folder))
 
-    assert data.label_names == ["World", "Business"]
+    assert data.label_names == ["1", "3"]
     assert data.train.texts == ['Oil, again Prices "soar"\nin Asia', "Talks Ministers meet"]
     assert data.test.texts == ["Cease-fire holds", "Only a description"]
-    assert texts_and_names(data)[0][1] == "Business"
+    assert texts_and_names(data)[0][1] == "3"
 
 
 def test_ag_news_labels_keep_their_order_whatever_comes_first(tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_ag_news_labels_keep_their_order_whatever_comes_first(tmp_path: Path) ->
     assert data.train.labels.tolist() == [3, 2, 1, 0]
     assert data.train.labels.dtype == np.int64
     assert data.test.labels.tolist() == [3]
-    assert data.notes == []
+    [note] = data.notes
+    assert note.startswith("train.csv has no header line (like others), so it was read as class, title and description")
+    assert "named World, Sports, Business, Sci/Tech as in AG News; if that is wrong, give it a header" in note
 
 
 def test_classes_txt_names_the_labels(tmp_path: Path) -> None:
@@ -193,7 +195,9 @@ def test_a_row_of_a_saved_dataset_without_a_label_is_named(tmp_path: Path, label
     splits = {"train": saved_dataset([0, 1], ["a", "b"]), "test": saved_dataset([1, label], ["a", "b"])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
 
-    with pytest.raises(UserError, match=rf"test row 1: label {label}"):
+    with pytest.raises(
+        UserError, match=r"test row 1: label None must be a name .* if these rows have no labels, test on"
+    ):
         load_news(str(tmp_path / "saved"))
 
 
@@ -225,8 +229,6 @@ def test_the_sample_is_read_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.csv", '"1","a","b"\n"5","c","d"\n', r"train.csv line 2: label 5 is out of range 1 to 4"),
-        ("train.csv", '"1","a","b"\n"0","c","d"\n', r"train.csv line 2: label 0 is out of range 1 to 4"),
         (
             "train.csv",
             '"1","a\nb","c"\n"x","c","d"\n',
@@ -244,9 +246,6 @@ def test_the_sample_is_read_by_name() -> None:
         ("train.jsonl", '{"text": "a", "label": 1}\n[1]\n', r"train.jsonl line 2: must be an object with text and"),
         ("train.jsonl", '\n{"text": "a"}\n', r"train.jsonl line 2: no column label among text; name yours"),
         ("train.jsonl", '{"text": 5, "label": 1}\n', r"train.jsonl line 1: the text is not a string"),
-        ("train.jsonl", '{"text": "a", "label": true}\n', r"train.jsonl line 1: label True must be a name or a whole"),
-        ("train.jsonl", '{"text": "a", "label": 1.5}\n', r"train.jsonl line 1: label 1.5 must be a name or a whole"),
-        ("train.jsonl", '{"text": "a", "label": -1}\n', r"train.jsonl line 1: label -1 is out of range"),
         ("train.parquet", "no parquet at all", r"train.parquet: not a readable Parquet file"),
         ("other.csv", "text,label\n", r"the folder holds no train.csv, train.jsonl or train.parquet"),
     ],
@@ -609,7 +608,9 @@ def test_split_rows_keeps_a_row_of_every_label_for_training() -> None:
 @pytest.mark.parametrize(
     ("file", "content", "labels", "cleaning"),
     [
-        ("train.csv", '"3","Oil &amp; gas","prices\\\\rise"\n', ["oil", "gas", "coal"], "news"),
+        ("train.csv", '"3","Oil &amp; gas","prices\\\\rise"\n', ["oil", "gas", "coal"], "none"),
+        ("train.csv", "".join(f'"{i}","a","b"\n' for i in (1, 2, 3, 4)), [], "news"),
+        ("train.csv", '"1","a","b"\n"2","a","b"\n', [], "none"),
         ("train.csv", "text,label\nreturn <b>x</b>,code\n", ["code", "prose"], "none"),
         ("train.jsonl", '{"text": "x", "label": "code"}\n', ["code", "prose"], "none"),
         ("train.parquet", "", ["World", "Sports", "Business", "Sci/Tech"], "news"),
