@@ -139,7 +139,8 @@ class _TextParts(PartReader):
         self._name, self._file, self._wanted, self._part_rows = name, file, wanted, part_rows
         file.seek(0)
         head = file.read(4096)
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        is_utf32 = head.startswith(codecs.BOM_UTF32_LE)  # which begins like UTF-16
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not is_utf32:
             raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
         try:
             head = utf8_bytes(head)

@@ -576,6 +576,7 @@ def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[
         where, label = f"{path} line {line}", None
         try:
             if layout.places:
+                label = _leading_label(fields, layout.places)
                 text, label = _headed_row(layout.cells(fields), layout)
             else:
                 label = fields[0]
@@ -684,6 +685,13 @@ def class_names_beside(file: Path) -> list[str] | None:
             f"{path}: must be UTF-8 text ({first_line(error)}); save it as such", code="data-unreadable"
         ) from error
     return [line.strip() for line in lines if line.strip()]
+
+
+def _leading_label(fields: list[str], places: Places) -> str | None:
+    """The label of a row that may have too many fields, if it is in front of the text that was torn apart."""
+    if len(places) < 2 or len(places[1]) > 1 or places[1][0] > min(places[0]) or places[1][0] >= len(fields):
+        return None
+    return fields[places[1][0]]
 
 
 def _headed_row(cells: list[str], layout: Layout) -> tuple[Any, Any]:
