@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
-from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Label, ProblemType, UnknownLabel, UnusableRow
+from common.problem_types import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    Label,
+    ProblemType,
+    UnknownLabel,
+    UnusableRow,
+    printable,
+)
 from common.text import Text
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
@@ -84,7 +93,7 @@ class Columns:
         missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
         if not missing:
             return ""
-        named = ", ".join(name.strip()[:_LONGEST_NAME] for name in found[:_MOST_COLUMNS_NAMED])
+        named = ", ".join(printable(name.strip()[:_LONGEST_NAME]) for name in found[:_MOST_COLUMNS_NAMED])
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> Places:
@@ -245,6 +254,8 @@ def utf8_bytes(data: bytes) -> bytes:
     if max(head[::2].count(0), head[1::2].count(0)) > len(head) // 4:
         kind = "UTF-32" if head.count(0) > len(head) * 5 // 8 else "UTF-16"
         raise ValueError(f"not UTF-8 text (it looks like {kind}); save it as UTF-8")
+    if 0 in head and "\ufffd" in head[:-3].decode(errors="replace"):
+        raise ValueError("not UTF-8 text, but bytes of another kind; is it a text file?")
     return data.removeprefix(codecs.BOM_UTF8)
 
 

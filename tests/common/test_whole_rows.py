@@ -135,6 +135,7 @@ def test_a_number_that_json_cannot_hold_is_not_turned_into_null(tmp_path: Path, 
         ("text,label\n".encode("utf-32"), "UTF-32 text"),
         ("text,label\n".encode("utf-32-le"), "looks like UTF-32"),
         ("text,label\n".encode("utf-16-be"), "looks like UTF-16"),
+        (bytes(range(256)) * 20, "not UTF-8 text, but bytes of another kind"),
         (b"PAR1....", "a Parquet file; name it .parquet"),
     ],
 )
