@@ -140,7 +140,7 @@ def load_news(
         )
         data = assemble(str(path), {"train": (str(path), rows)}, None, reading)
         if others := other_shards(path):
-            note = f"{path.name} is one of {len(others) + 1} shards; --dataset {path.parent} reads all"
+            note = f"the file {path.name} is one of {len(others) + 1} shards; --dataset {path.parent} reads all"
             data = replace(data, notes=[note, *data.notes])
         return data
     if looks_local(dataset):

@@ -68,7 +68,7 @@ def test_ag_news_labels_keep_their_order_whatever_comes_first(tmp_path: Path) ->
     assert data.train.labels.dtype == np.int64
     assert data.test.labels.tolist() == [3]
     [note] = data.notes
-    assert note.startswith("train.csv has no header line (like others), so it was read as class, title and description")
+    assert note.startswith("the file train.csv has no header line (like others), so it was read as class, title and description")
     assert "named World, Sports, Business, Sci/Tech as in AG News; if that is wrong, give it a header" in note
 
 
@@ -789,7 +789,7 @@ def test_the_shards_of_a_split_are_read_as_one(tmp_path: Path, suffix: str) -> N
     data = load_news(str(tmp_path))
     assert sorted([*data.train.texts, *data.test.texts]) == sorted(TEXTS)
     alone = load_news(str(tmp_path / f"train-00000-of-00002{suffix}"))
-    assert alone.notes[0].startswith(f"train-00000-of-00002{suffix} is one of 2 shards; --dataset")
+    assert alone.notes[0].startswith(f"the file train-00000-of-00002{suffix} is one of 2 shards; --dataset")
     (tmp_path / f"train-00001-of-00002{suffix}").unlink()
     with pytest.raises(UserError, match=r"is not one file, nor all shards in one format"):
         load_news(str(tmp_path))
