@@ -68,7 +68,7 @@ def test_ag_news_labels_keep_their_order_whatever_comes_first(tmp_path: Path) ->
     assert data.train.labels.dtype == np.int64
     assert data.test.labels.tolist() == [3]
     [note] = data.notes
-    assert note.startswith("the file train.csv has no header line (like others), so it was read as class, title and description")
+    assert note.startswith("the file train.csv has no header line (like others), so it was read as class, title and")
     assert "named World, Sports, Business, Sci/Tech as in AG News; if that is wrong, give it a header" in note
 
 
