@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import torch
 
 from common.errors import UserError, first_line
-from common.rows import TEXT_AND_LABEL, Reading, check_utf8, csv_records, text_lines
+from common.rows import TEXT_AND_LABEL, Layout, Reading, check_utf8, csv_records, text_lines
 
 READ_TIMEOUT = 30.0  # seconds
 MAX_BYTES = 20 * 10**6
@@ -116,7 +116,7 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
 def _read_csv(source: str, data: bytes) -> list[Row]:
     reading = Reading(TEXT_AND_LABEL, skip=False, flag="source_url")
     rows = []
-    for line, cells in csv_records(source, text_lines(source, data), 0, ",", reading):
+    for line, cells in csv_records(source, text_lines(source, data), Layout(",", None), reading):
         try:
             check_utf8("".join(cells))
         except ValueError as error:
