@@ -487,8 +487,8 @@ class Reading:
         """
         names = [
             f"the file {files[0]} has no header line{' (like others)' * (len(files) > 1)}, so it was read as class, "
-            f"title and description, and the classes are {named}; if that is wrong, give it a header such as label,text, or a "
-            "classes.txt next to it that names the classes"
+            f"title and description, and the classes are {named}; if that is wrong, give it a header such as "
+            "label,text, or a classes.txt next to it that names the classes"
             for named, files in self.without_header.items()
         ]
         unused = [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
