@@ -138,7 +138,7 @@ SINGLE_LABEL, MULTI_LABEL, REGRESSION, PLAIN_TEXT = SingleLabel(), MultiLabel(),
 PROBLEM_TYPES = {kind.name: kind for kind in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)}
 
 
-_IS_LIST = re.compile(r"""\s*(\[|[({]\s*['"\d)}-]|set\(\)\s*$)""")
+_IS_LIST = re.compile(r"""\s*(frozenset\(|set\()?(\[|[({]\s*['"\d)}-]|(?<=set\()\)\s*$)""")
 
 
 def label_name(cell: Any) -> str:
@@ -189,7 +189,9 @@ def _python_list(text: str) -> list[Any] | tuple[Any, ...]:
             if token.string.strip():
                 parts.append(token.string)
                 last = token.type
-        found = set() if text.strip() == "set()" else ast.literal_eval("".join(parts))
+        # Python prints a set that is empty or frozen with its name.
+        items = re.sub(r"^(?:frozen)?set(\(.*\))$", r"\1", "".join(parts))
+        found = ast.literal_eval(items)
         return sorted(found, key=str) if isinstance(found, set) else found
 
 

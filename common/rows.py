@@ -47,6 +47,7 @@ _SEPARATOR_LINE = re.compile(r'"?sep=([^"\r\n])"?\s*$', re.IGNORECASE)
 # As `datasets` and Spark name the files of one split.
 _SHARD = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 MOST_NAMED = 10
+REPEATED_HEADER = "repeats the header; was another file appended? Delete the line"
 _MOST_COLUMNS_NAMED = 20
 _LONGEST_NAME = 30
 
@@ -157,7 +158,7 @@ class Layout:
         """
         width = len(self.header)
         if tuple(field.strip(' \ufeff"').lower() for field in fields[:width]) == tuple(map(str.lower, self.header)):
-            raise UnusableRow("repeats the header; was another file appended? Delete the line")
+            raise UnusableRow(REPEATED_HEADER)
         quote = f"a text with {self.separator!r} in it needs quotes"
         fewest = width + self.surplus if self.surplus else self.num_named
         if not fewest <= len(fields) <= width + self.surplus:
@@ -216,7 +217,11 @@ def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
                 raise ValueError(f"the header only numbers the columns: {', '.join(fields)}")
             return Layout(separator, None)
     check_utf8(line)
-    raise ValueError(columns.missing(max(rows.values(), key=len)))
+    fields = max(rows.values(), key=len)
+    # Names of columns are no numbers and few words; "no column text among 0.0, a fine lamp" would not say enough.
+    is_row = any(re.fullmatch(r"-?\d+(\.\d*)?", field.strip()) or len(field.split()) > 3 for field in fields)
+    header = " (the first line must be a header such as text,label)" if is_row else ""
+    raise ValueError(columns.missing(fields) + header)
 
 
 # How files begin that are not text, whatever they are called.
@@ -797,6 +802,8 @@ def parse_json(line: str) -> Any:
     _check_encoding(line)
     try:
         found = json.loads(line, object_pairs_hook=_without_repeats)
+        if isinstance(found, dict) and len(found) > 1 and all(name == value for name, value in found.items()):
+            raise UnusableRow(REPEATED_HEADER)
         if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold
             whole = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return json.loads(whole)

@@ -58,6 +58,13 @@ def test_a_row_that_does_not_fit_the_header_is_used_by_nobody(tmp_path: Path, li
         read_labelled_rows(tmp_path / "rows.csv", ["neg", "pos"])
 
 
+def test_a_header_among_json_lines_is_used_by_nobody(tmp_path: Path) -> None:
+    row = '{"text": "fine", "label": "pos"}\n'
+    texts, [problem] = both(tmp_path / "rows.jsonl", row * 3 + '{"text": "text", "label": "label"}\n')
+    assert texts == ["fine"] * 3
+    assert problem.startswith("repeats the header")
+
+
 def test_a_separator_at_the_end_of_every_line_is_no_field(tmp_path: Path) -> None:
     texts, problems = both(tmp_path / "rows.csv", "text,label\nfine,pos,\npoor,neg,\nodd,pos\n")
     assert texts == ["fine", "poor"]

@@ -673,6 +673,13 @@ def test_ids_in_front_of_rows_without_a_header_are_doubted_with_the_remedy(tmp_p
         load_news(str(tmp_path / "rows.csv"))
 
 
+@pytest.mark.parametrize("first", ["-1,poor", "0.0,poor", "neg,a poor lamp indeed"])
+def test_a_first_row_in_place_of_a_header_is_called_one(tmp_path: Path, first: str) -> None:
+    (tmp_path / "rows.csv").write_text(f"{first}\n1,fine\n")
+    with pytest.raises(UserError, match=r"no column text .* \(the first line must be a header such as text,label\)"):
+        load_news(str(tmp_path / "rows.csv"))
+
+
 @pytest.mark.parametrize(
     ("cells", "names"),
     [
@@ -706,6 +713,7 @@ def test_labels_mean_the_same_in_every_format(tmp_path: Path, cells: list[Any], 
         ("('a',)", ["a"]),
         ("{'b', 'a'}", ["a", "b"]),
         ("set()", []),
+        ("frozenset({'a'})", ["a"]),
         ("['a' 'b']", ["a", "b"]),
         ("[1 2]", ["1", "2"]),
         ("a; b", ["a", "b"]),
