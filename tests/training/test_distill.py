@@ -466,7 +466,7 @@ def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
         (("--distill", "TEACHER", "--loss", "torch:mean"), "--loss and --distill"),
         (("--distill", "TEACHER", "--distill_texts", "none.txt", "--dataset", "WEATHER"), "none.txt: no such file"),
         (("--layers", "2"), "--layers 2 and --model tiny"),
-        (("--layers", "9", "--model", "TEACHER"), "has 4 blocks; keep at most that many"),
+        (("--layers", "9", "--model", "TEACHER", "--dataset", "WEATHER"), "has 4 blocks; keep at most that many"),
         (("--layers", "2", "--model", "TEACHER", "--network", "torch:nn"), "--network and --layers 2"),
         (("--export", "--network", "torch:nn"), "--network and --export"),
     ],

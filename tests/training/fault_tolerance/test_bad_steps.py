@@ -72,7 +72,8 @@ class Bench:
             bad_words |= {min(own[row]) for row in chosen}
         network = NewsClassifier(4, "tiny", vocab_size=news.tokens.vocab_size).network
         with torch.no_grad():
-            network.get_input_embeddings().weight[sorted(bad_words)] = torch.nan
+            # Not NaN, with which no training may begin; a sum of so large numbers is infinite.
+            network.get_input_embeddings().weight[sorted(bad_words)] = torch.finfo(torch.float32).max
         network.save_pretrained(folder / "start")
         news.tokenizer.save_pretrained(folder / "start")
 

@@ -78,7 +78,7 @@ USER_ERRORS: dict[str, tuple[Inputs, str]] = {
     ),
     "no such model": (lambda folder: ("--model", folder / "none"), r"--model .*none: no folder of that name"),
     "malformed row": (_malformed_row, r"data/train\.csv line 7: one field"),
-    "one class only": (_one_class, r"--dataset .*data: all training rows have the label 'Sports'"),
+    "one class only": (_one_class, r"--dataset .*data: all training rows have the label '2'"),
     "too few rows": (lambda _: ("--max_train_rows", "1"), r"no label has two rows"),
     "output below a file": (_output_below_a_file, r"--output_dir .*file/model: .* cannot be written"),
     "output in /proc": (lambda _: ("--output_dir", "/proc/model"), r"--output_dir /proc/model: /proc cannot be writ"),
@@ -193,9 +193,10 @@ def poisoned(tmp_path: Path) -> tuple[Path, Path]:
     data = _write_csv(tmp_path / "data", rows)
     (data / "test.csv").write_text('"1","Prices rise","as the season opens"\n')
     tokenizer = load_tokenizer("tiny", load_news(str(data), 42).train.texts, 48)
-    network = NewsClassifier(4, "tiny").network
+    network = NewsClassifier(4, "tiny", vocab_size=len(tokenizer)).network
     with torch.no_grad():
-        network.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("zebra")] = torch.nan
+        # Not NaN, with which no training may begin; a sum of so large numbers is infinite.
+        network.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("zebra")] = torch.finfo(torch.float32).max
     network.save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
     return data, tmp_path / "start"
@@ -223,8 +224,7 @@ def test_nan_loss_names_step_rank_and_row_and_the_checkpoint_stays(
     step, run_dir = int(found[1]), tmp_path / "model.run"
     assert [record["step"] for record in metrics_of(run_dir) if not record["skipped"]] == list(range(1, step))
     weights = checkpoint_state(run_dir, step - 1).model
-    nan_rows = {name: int(weight.isnan().any(dim=-1).sum()) for name, weight in weights.items() if weight.isnan().any()}
-    assert list(nan_rows.values()) == [1]
+    assert all(weight.isfinite().all() for weight in weights.values())
     assert not (run_dir / "checkpoints" / f"step_{step:08d}").exists()
 
 
