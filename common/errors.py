@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.escaping import printable
+
 EXIT_USER_ERROR = 2
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -39,7 +41,7 @@ class ForeseenError(Exception):
 
     @property
     def line(self) -> str:
-        return f"{self} [{self.code}]" if self.code else str(self)
+        return printable(f"{self} [{self.code}]" if self.code else self)
 
     def say(self) -> None:
         if not self.quiet:

@@ -171,11 +171,6 @@ def label_name(cell: Any) -> str:
     return name
 
 
-def printable(name: str) -> str:
-    """A label for a line of text: line breaks and characters that cannot be seen are written as escapes."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
-
-
 def _python_list(text: str) -> list[Any] | tuple[Any, ...]:
     """A list as JSON has it, or a list, tuple, set or NumPy array as Python prints them."""
     try:

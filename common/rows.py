@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
+from common.escaping import printable
 from common.files import is_lfs_pointer
 from common.problem_types import (
     MULTI_LABEL,
@@ -32,7 +33,6 @@ from common.problem_types import (
     ProblemType,
     UnknownLabel,
     UnusableRow,
-    printable,
 )
 from common.text import Text
 
@@ -95,7 +95,7 @@ class Columns:
         missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
         if not missing:
             return ""
-        named = ", ".join(printable(name.strip()[:_LONGEST_NAME]) for name in found[:_MOST_COLUMNS_NAMED])
+        named = ", ".join(printable(name.strip()[:_LONGEST_NAME], keep="") for name in found[:_MOST_COLUMNS_NAMED])
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> Places:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from common.errors import ForeseenError, UserError
+from common.escaping import printable
 
 
 class RefusedTextError(ValueError):
@@ -71,4 +72,4 @@ class ExportRefusedError(ForeseenError):
     def say(self) -> None:
         super().say()
         for line in self.changed:
-            print(f"  {line}", file=sys.stderr)
+            print(f"  {printable(line)}", file=sys.stderr)

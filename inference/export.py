@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import OneLineParser, UserError, first_line, positive, run_command
+from common.escaping import printable
 from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
 from common.rows import SAMPLE_NEWS, TEXT_AND_LABEL, Columns, LabelledRows, find_rows, read_labelled_rows
 from inference.engines import native
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
             supported = " and ".join(PRECISIONS[engine])
             what = f"--precision {options.precision}: the {engine} engine supports {supported} only"
             raise UserError(what, code="export-failed")
-        console.print(f"Exporting {options.model} for the {engine} engine", soft_wrap=True)
+        console.print(printable(f"Exporting {options.model} for the {engine} engine"), soft_wrap=True)
         # Importing PyTorch takes seconds, so it waits until the arguments are known to be good.
         from inference.exporting.build import end_unfinished, export
 
@@ -129,9 +130,9 @@ def _print_result(console: Console, exported: Exported, model: Path) -> None:
     before, after = speed["before_texts_per_second"], speed["after_texts_per_second"]
     table.add_row("texts per second", f"{before:.0f}", f"{after:.0f}", f"{after / before:.1f} times")
     console.print(table)
-    console.print(f"Written to {exported.folder}", soft_wrap=True)
+    console.print(printable(f"Written to {exported.folder}"), soft_wrap=True)
     serve = f"MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port 7860"
-    console.print(f"Next: {serve}", soft_wrap=True)
+    console.print(printable(f"Next: {serve}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ModelLoadError, OneLineParser, UserError, above_zero, run_command
+from common.escaping import printable
 from common.files import replace_folder, sha256_of
 from common.model_folder import (
     DESCRIPTION_FILES,
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
             source = source_at(options.address, deadline, is_pinned=bool(options.manifest_sha256))
             manifests = _find_manifests(source, deadline, options.manifest_sha256)
             if _holds(folder, manifests):
-                print(f"{folder}: is already there, as at {options.address}", flush=True)
+                print(printable(f"{folder}: is already there, as at {options.address}"), flush=True)
                 return
             num_bytes = _fetch(source, manifests, folder, deadline, options.most_gb)
     except OSError as error:
@@ -192,7 +193,7 @@ def _download(source: Source, path: str, target: Path, size: int, deadline: floa
 def _wait_or_raise(error: SourceUnreachable, delay: float | None, deadline: float) -> None:
     if delay is None or time.monotonic() + delay > deadline:
         raise error
-    print(f"{error}; next attempt in {delay:g} s", flush=True)
+    print(printable(f"{error}; next attempt in {delay:g} s"), flush=True)
     time.sleep(delay)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import OneLineParser, UserError, run_command
+from common.escaping import printable
 from common.text import Text, texts_in
 from inference.engines.answering import Answering
 from inference.engines.model_loader import ModelLoader
@@ -87,21 +88,25 @@ def _predict_text(options: argparse.Namespace) -> None:
 
 def _chart(prediction: dict[str, Any], answering: Answering) -> str:
     if "value" in prediction:
-        return f"{answering.labels[0]}  {prediction['value']:.6g}"
-    headline = f"{prediction['label']}  {prediction['confidence']:.1%}" if "label" in prediction else _given(prediction)
+        return f"{printable(answering.labels[0])}  {prediction['value']:.6g}"
+    if "label" in prediction:
+        headline = f"{printable(prediction['label'])}  {prediction['confidence']:.1%}"
+    else:
+        headline = _given(prediction)
     lines = [headline, ""]
-    width = max(map(len, prediction["probabilities"]))
+    shown = {label: printable(label) for label in prediction["probabilities"]}
+    width = max(map(len, shown.values()))
     thresholds = dict(zip(answering.labels, answering.thresholds, strict=True)) if "labels" in prediction else {}
     by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
     for label, probability in by_probability:
         bar = "█" * round(probability * _BAR_WIDTH)
         needed = f"  given if at least {thresholds[label]:.1%}" if thresholds else ""
-        lines.append(f"{label:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
+        lines.append(f"{shown[label]:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
     return "\n".join(lines)
 
 
 def _given(prediction: dict[str, Any]) -> str:
-    return ", ".join(prediction["labels"]) or "no label reaches its threshold"
+    return ", ".join(map(printable, prediction["labels"])) or "no label reaches its threshold"
 
 
 def _predict_file(options: argparse.Namespace) -> None:
@@ -139,7 +144,7 @@ def _print_lines(answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answ
             named = dict(zip(("text", "text_pair"), parts, strict=False))
             print(json.dumps({**named, **prediction}, ensure_ascii=False))
         else:
-            print("\t".join([_line(prediction, answering), *parts]))
+            print("\t".join([_line(prediction, answering), *map(printable, parts)]))
     sys.stdout.flush()
 
 
@@ -147,8 +152,8 @@ def _line(prediction: dict[str, Any], answering: Answering) -> str:
     if "value" in prediction:
         return f"{prediction['value']:.6g}"
     if "labels" in prediction:
-        return answering.joined(prediction["labels"])
-    return f"{prediction['label']}\t{prediction['confidence']:.4f}"
+        return printable(answering.joined(prediction["labels"]))
+    return f"{printable(prediction['label'])}\t{prediction['confidence']:.4f}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import OneLineParser, UserError, positive, run_command
+from common.escaping import printable
 from common.hardware import usable_cpus
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.row_parts import ROWS_PER_PART
@@ -128,7 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not job.finished:
         scoring.run()
         print(scoring.progress.summary(), file=sys.stderr)
-    print(f"{options.out}: {job.record['rows']:,} rows, {job.record['model']['name']} ({model.info['engine']})")
+    done = f"{options.out}: {job.record['rows']:,} rows, {job.record['model']['name']} ({model.info['engine']})"
+    print(printable(done))
 
 
 def _load_model(options: argparse.Namespace, job: Job) -> ModelLoader:

@@ -12,7 +12,7 @@ if not __package__:  # started by path: the imports below need the folder above 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.errors import OneLineParser, run_command
-from common.problem_types import printable
+from common.escaping import printable
 from training.fault_tolerance.interruption import run_rank
 
 
@@ -47,7 +47,7 @@ def _table(metrics: dict[str, Any]) -> str:
     width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
     figures = {"loss": metrics["loss"]} | {one.title: metrics[name] for name, one in metrics_of(metrics).items()}
     lines = [
-        f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows",
+        printable(f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows"),
         "  ".join(f"{title} {value:.4f}" for title, value in figures.items()),
     ]
     if "per_class" in metrics:

@@ -25,6 +25,7 @@ from transformers import AutoModelForSequenceClassification
 
 from common.encoders import FAMILIES
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
+from common.escaping import code_span, printable
 from common.files import replace_folder, sha256_of, write_json, write_whole
 from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
@@ -189,7 +190,11 @@ def _card(options: Namespace, small: Path, model: Path) -> str:
     teacher, data = Path(options.teacher), Path(options.dataset)
     terms = TERMS.get(data.name, "The terms of those texts apply to what was learned from them.")
     files = [data] if data.is_file() else sorted(data.glob("train.*"))
-    hashes = "".join(f"| `{data.name}/{file.name}` | `{sha256_of(file)}` |\n" for file in files)
+    read = {f"{data.name}/{file.name}": sha256_of(file) for file in files}
+    read[f"{teacher.name}/{WEIGHTS_FILE}"] = sha256_of(teacher / WEIGHTS_FILE)
+    # In a table a bar ends the cell even within code, unless it is escaped.
+    cells = [(code_span(name).replace("|", r"\|"), sha) for name, sha in read.items()]
+    hashes = "\n".join(f"| {name} | `{sha}` |" for name, sha in cells)
     metrics = model / "metrics.json"
     learned = ""
     if metrics.is_file() and "cosine" in (test := json.loads(metrics.read_text(encoding="utf-8"))["test"]):
@@ -205,12 +210,12 @@ tags: [distrinews, text-classification]
 
 A small DistilBERT to fine-tune: {options.layers} blocks of width {options.width}, {options.vocabulary:,} word pieces,
 {about["parameters"]:,} parameters, stored in float16. It is not a classifier yet;
-`--model {options.output_dir}` trains a head on your rows.
+{code_span(f"--model {options.output_dir}")} trains a head on your rows.
 
 ## How it was made
 
-It began as a part of `{teacher.name}`, learned to fill in hidden words in {about["texts"]:,} texts, and then learned
-the vectors that `{teacher.name}` gives those texts.{learned} No label was read.
+It began as a part of {code_span(teacher.name)}, learned to fill in hidden words in {about["texts"]:,} texts, and then
+learned the vectors that {code_span(teacher.name)} gives those texts.{learned} No label was read.
 
 ```bash
 {_command(options)}
@@ -218,18 +223,18 @@ the vectors that `{teacher.name}` gives those texts.{learned} No label was read.
 
 | file | SHA-256 |
 | --- | --- |
-{hashes}| `{teacher.name}/{WEIGHTS_FILE}` | `{sha256_of(teacher / WEIGHTS_FILE)}` |
+{hashes}
 
 ## Terms
 
-The texts are those of `{data.name}`. {terms}
+The texts are those of {code_span(data.name)}. {terms}
 """
 
 
 def _command(options: Namespace) -> str:
     defaults = vars(_parser().parse_args(["--dataset", "-", "--teacher", "-"]))
     given = {name: value for name, value in vars(options).items() if value != defaults[name]}
-    return "python -m training.starter " + " ".join(f"--{name} {value}" for name, value in given.items())
+    return printable("python -m training.starter " + " ".join(f"--{name} {value}" for name, value in given.items()))
 
 
 def _parser() -> OneLineParser:

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import OneLineParser, run_command
+from common.escaping import printable
 from training.monitoring.records import format_percent, format_time
 from training.monitoring.run_folder import RunFolder, RunSnapshot
 from training.monitoring.status import LOST, RankStatus
@@ -123,7 +124,7 @@ def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
         for rank in snapshot.statuses
         if rank.slow_now
     ]
-    parts += [Text(remark, "red") for remark in remarks[:MOST_REMARKS]]
+    parts += [Text(printable(remark), "red") for remark in remarks[:MOST_REMARKS]]
     if snapshot.statuses:
         hidden = len(snapshot.statuses) - most_ranks
         legend = f"and {hidden} more ranks; " if hidden > 0 else ""
@@ -148,13 +149,13 @@ def sparkline(values: Sequence[float], cells: int = SPARKLINE_CELLS) -> str:
 
 def _title(snapshot: RunSnapshot) -> Text:
     config, state = snapshot.config, snapshot.state
-    facts = [str(config[name]) for name in ("model", "dataset", "strategy") if name in config]
+    facts = [printable(config[name]) for name in ("model", "dataset", "strategy") if name in config]
     if snapshot.statuses:
         size = snapshot.statuses[0].world_size
         facts.append(f"{size} rank{'s' * (size > 1)}")
     if snapshot.starts > 1:
         facts.append(f"{snapshot.starts - 1} restart{'s' * (snapshot.starts > 2)}")
-    parts = ((snapshot.name, "bold"), "  ", (state, STATES.get(state, "")), "  ", (", ".join(facts), "dim"))
+    parts = ((printable(snapshot.name), "bold"), "  ", (state, STATES.get(state, "")), "  ", (", ".join(facts), "dim"))
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
@@ -227,7 +228,7 @@ def _ranks(snapshot: RunSnapshot, most: int) -> Table:
         elif rank.slow_now:
             state = Text("slow", "bold yellow")
         phase = f"{rank.phase} {_short(rank.phase_seconds)}" if rank.state == "running" else ""
-        process = [str(rank.rank), rank.host[:10], str(rank.pid)]
+        process = [str(rank.rank), printable(rank.host[:10]), str(rank.pid)]
         table.add_row(*process, state, phase, f"{rank.step:,}", _phase_bar(rank.phases), _bytes(rank.memory_bytes))
     return table
 
@@ -257,7 +258,9 @@ def _event(event: dict[str, Any]) -> Text:
     who = f"rank {event.get('rank', '?')}, step {event.get('step', '?')}"
     style = {"failed": "red", "hang": "red", "checkpoint_failed": "red", "straggler": "yellow"}.get(event["kind"], "")
     what = f"{event['kind'].replace('_', ' ')}  {', '.join(fields)}".rstrip()
-    return Text.assemble((f"{clock}  {who:18} ", "dim"), (what, style), no_wrap=True, overflow="ellipsis")
+    return Text.assemble(
+        (printable(f"{clock}  {who:18} "), "dim"), (printable(what), style), no_wrap=True, overflow="ellipsis"
+    )
 
 
 def _short(seconds: float) -> str:

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from common.problem_types import THRESHOLDS_KEY
 from inference.engines.model_loader import ModelLoader
+from inference.predict import main
+from tests.inference.conftest import THRESHOLDS, TINY, MakeFolder
 from tests.processes import REPOSITORY, PythonProcess, run_python
 
 
@@ -117,3 +121,32 @@ def test_a_bad_setting_is_one_line_and_exit_code_2() -> None:
 @pytest.mark.parametrize("arguments", [[], ["News", "--file", "-"], ["News", "--colour"]])
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments: list[str]) -> None:
     _assert_refused(_run(*arguments), "--help")
+
+
+HOSTILE = "Sports\x1b[2J\r\n\u202eb"
+
+
+@pytest.mark.parametrize("thresholds", [None, THRESHOLDS])
+def test_labels_and_texts_cannot_command_the_terminal_and_json_keeps_them(
+    make_folder: MakeFolder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    texts: list[str],
+    thresholds: list[float] | None,
+) -> None:
+    labels = ["World", HOSTILE, "Business", "Sci/Tech"]
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(f"{text} \x1b[2J \u202e می\u200cخواهم" for text in texts), encoding="utf-8")
+    answers = {"problem_type": "multi_label_classification", THRESHOLDS_KEY: thresholds} if thresholds else {}
+    model = ("--model", str(make_folder("DistilBert", labels=labels, **TINY, **answers)))
+
+    main([texts[0], *model])
+    main(["--file", str(file), *model])
+    printed = capsys.readouterr().out
+    main([texts[0], "--json", *model])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert re.sub("[\n\t\u200c]", "", printed).isprintable()
+    assert r"Sports\x1b[2J\r\n\u202eb" in printed
+    assert r" \x1b[2J \u202e می" + "\u200cخواهم\n" in printed
+    assert HOSTILE in answer["probabilities"]

@@ -563,3 +563,23 @@ def test_copies_that_measured_different_engines_at_the_same_moment_agree_on_one(
     score(news, out, exported_folder)
 
     assert json.loads(out.with_name("answers.csv.job.json").read_text())["model"]["runtime"] == "torch"
+
+
+def test_names_cannot_command_the_terminal(
+    news: Path, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = shutil.copytree(model_folder, tmp_path / "a\n\x1b[2J"), tmp_path / "\x1b[2Jb\r.csv"
+    main([str(news), str(out), "--model", str(model), "--part_rows", "16"])
+    line = "".join(capsys.readouterr().out)
+    assert line.removesuffix("\n").isprintable()
+    assert r"\x1b[2Jb\r.csv: 61 rows, a\n\x1b[2J" in line
+
+
+def test_cells_that_a_spreadsheet_takes_for_formulas_are_written_as_they_are(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    texts = ["=1+1", "+a", "-a", "@a", "\ta", "\ra"]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.csv"
+    source.write_text("".join(json.dumps({"text": f"{text} oil prices"}) + "\n" for text in texts))
+    score(source, out, model_folder)
+    assert [row["text"] for row in rows_of(out)] == [f"{text} oil prices" for text in texts]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -260,6 +263,28 @@ def test_the_model_card_names_what_the_hub_has_and_no_path_of_this_machine(
     assert "`encoder` fine-tuned on `ag_news`" in local.text
     assert str(tmp_path) not in str(local)
     assert "../news" not in str(local)
+
+
+def test_the_model_card_shows_names_as_they_are_and_obeys_none(written: tuple[Path, NewsClassifier]) -> None:
+    name, shown = '<img src=x>|![a](b)"\n\n# b` *c*', r'<img src=x>|![a](b)"\n\n# b` *c*'
+    metrics = json.loads((written[0] / "metrics.json").read_text())
+    test = metrics["test"]
+    test["labels"] = [name, *test["labels"][1:]]
+    test["per_class"] = dict(zip(test["labels"], test["per_class"].values(), strict=True))
+    metrics |= {"base_model": name, "dataset": name, "version": name, "distilled_from": name, "unlabelled_rows": 0}
+
+    text = ModelCard(model_card(metrics, name, "none")).text
+    blocks = MarkdownIt("commonmark").enable("table").parse(text)
+    (program,) = (block.content for block in blocks if block.type == "fence")
+    pieces = [piece for block in blocks for piece in block.children or ()]
+    cells = [cell.content for before, cell in pairwise(blocks) if before.type == "td_open"]
+
+    assert {piece.type for piece in pieces} <= {"text", "text_special", "code_inline", "softbreak"}
+    assert [block.tag for block in blocks if block.type == "heading_open"] == ["h1", "h2", "h2"]
+    assert len(cells) == 5 * len(test["labels"])
+    assert "".join(piece.content for piece in pieces if piece.type == "code_inline").count(shown) == 3
+    assert "".join(piece.content for piece in pieces if piece.type != "code_inline").count(shown) == 4
+    assert ast.parse(program).body[1].value.keywords[0].value.value == name
 
 
 def test_a_model_is_written_without_a_copy_of_it_in_memory(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -291,3 +291,17 @@ def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value() -> None:
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
     assert sparkline([1.0, 3.0, 1.0, 3.0], cells=2) == "▁▁"
     assert sparkline([]) == ""
+
+
+def test_names_in_the_files_of_a_run_cannot_command_the_terminal(finished: Path) -> None:
+    name, snapshot = "a\x1b[2J\n\x07", RunFolder(finished).refresh()
+    snapshot.name, snapshot.config["dataset"] = name, name
+    snapshot.statuses[0] = replace(snapshot.statuses[0], host=name, state="failed", message=name)
+    snapshot.events.append({"kind": name, "time": 0, "rank": name, "step": 1, "reason": name})
+    console = Console(file=io.StringIO(), width=200, markup=False, highlight=False, emoji=False)
+
+    console.print(draw(snapshot))
+
+    frame = console.file.getvalue()
+    assert frame.replace("\n", "").isprintable()
+    assert frame.count(r"a\x1b[2J") == 7

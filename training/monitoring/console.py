@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from common.escaping import printable
 from training.monitoring.events import Event, Rescheduled, StepsAgreed, Subscriber
 from training.monitoring.records import (
     EpochMetrics,
@@ -51,8 +52,8 @@ class Console:
         )
 
     def say(self, text: str | Text) -> None:
-        """Print one line, never wrapped, so that a path in it can be copied."""
-        self._rich.print(text, soft_wrap=True)
+        """Print one line, never wrapped, so that a path in it can be copied; a ``Text`` is printable already."""
+        self._rich.print(printable(text) if isinstance(text, str) else text, soft_wrap=True)
 
     def banner(self, facts: Mapping[str, str]) -> None:
         self._facts("DistriNews training", facts)
@@ -100,7 +101,7 @@ class Console:
         table = self._table(headings)
         table.columns[0].justify = "left"
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(printable, row))
         self.say(Text(title, "bold"))
         self._rich.print(table)
 
@@ -151,7 +152,7 @@ class Console:
         self.say("")
         self.say(Text(title, "bold"))
         for name, value in facts.items():
-            self.say(Text.assemble("  ", (name.ljust(width), "cyan"), "  ", value))
+            self.say(Text.assemble("  ", (name.ljust(width), "cyan"), "  ", printable(value)))
         self.say("")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from common.escaping import code_span, in_markdown, printable
 from training.monitoring.records import metrics_of
 
 # By this tag a repository of the hub is known to come from here.
@@ -49,19 +51,19 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
         tested = f"after the best epoch ({metrics['best_epoch']}) was chosen on a validation split"
     else:
         tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
-    version = f"Version {metrics['version']}. " if metrics.get("version") else ""
+    version = f"Version {in_markdown(metrics['version'])}. " if metrics.get("version") else ""
     figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
     kind = _KINDS[metrics.get("task", "classification")]
-    reads = f"Labels: {', '.join(test['labels'])}. Texts are cut at {metrics['max_length']} tokens."
+    reads = f"Labels: {', '.join(map(in_markdown, test['labels']))}. Texts are cut at {metrics['max_length']} tokens."
     if not test["labels"]:
         reads = f"It was trained on blocks of {metrics['max_length']} tokens."
     return f"""---
 {_front_matter(metrics, name).to_yaml()}
 ---
 
-# {name}
+# {in_markdown(name)}
 
-{kind}: `{base}` fine-tuned on `{dataset}` with DistriNews{_teacher(metrics)}.
+{kind}: {code_span(base)} fine-tuned on {code_span(dataset)} with DistriNews{_teacher(metrics)}.
 
 {version}{reads}
 
@@ -82,7 +84,7 @@ def _teacher(metrics: dict[str, Any]) -> str:
     if "distilled_from" not in metrics:
         return ""
     more = f", and to {count:,} texts without a label" if (count := metrics["unlabelled_rows"]) else ""
-    *others, last = (f"`{public_name(name)}`" for name in metrics["distilled_from"].split(","))
+    *others, last = (code_span(public_name(name)) for name in metrics["distilled_from"].split(","))
     names = f"{', '.join(others)} and {last}" if others else last
     return f", which learned from the answers of {names} to its rows{more}"
 
@@ -91,7 +93,8 @@ def _classes(test: dict[str, Any]) -> str:
     if "per_class" not in test:
         return ""
     lines = [
-        f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
+        f"| {in_markdown(label)} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} "
+        f"| {scores['rows']} |"
         for label, scores in test["per_class"].items()
     ]
     return "\n".join(["", "| class | precision | recall | F1 | rows |", "| --- | --- | --- | --- | --- |", *lines, ""])
@@ -102,12 +105,13 @@ def _hub_task(metrics: dict[str, Any]) -> str:
 
 
 def _use(name: str, cleaning: str, task: str) -> str:
+    quoted = printable(json.dumps(name, ensure_ascii=False))
     if task != _TASK:
         return f"""```python
 from transformers import pipeline
-pipeline("{task}", model="{name}")
+pipeline("{task}", model={quoted})
 ```"""
-    load = f'classify = pipeline("text-classification", model="{name}")'
+    load = f'classify = pipeline("text-classification", model={quoted})'
     text = '"Oil prices climb to a record as refineries close"'
     if cleaning == "none":
         return f"""Texts are read as they are (`--clean none`).

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from common.errors import EXIT_USER_ERROR, TrainingFailure, UserError, first_line
+from common.escaping import printable
 from common.files import lock_run_folder, write_whole
 from training.config import TrainConfig
 from training.fault_tolerance.interruption import Interruption
@@ -250,7 +251,7 @@ class Search:
         figure = "" if trial.value is None else f" {self.space.metric} {trial.value:.4f} in epoch {trial.epoch}"
         what = f"{trial.state}{': ' if trial.error else ''}{trial.error}{figure}"
         so_far = f"; best so far: trial {best.number}, {best.value:.4f}" if best.state == "finished" else ""
-        print(f"trial {number} {what} ({_listed(trial.values)}){so_far}", flush=True)
+        print(printable(f"trial {number} {what} ({_listed(trial.values)}){so_far}"), flush=True)
 
     def results(self) -> list[SearchedTrial]:
         """The trials that have ended, the best first, then the pruned and the failed."""

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from common.problem_types import SINGLE_LABEL, Label, printable
+from common.escaping import printable
+from common.problem_types import SINGLE_LABEL, Label
 from common.rows import AG_NEWS_LABELS
 from training.tasks.task import RowAnswer, Task
 
@@ -115,7 +116,7 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
     examples = ", ".join(sorted(labels)[:3])
     if alike := _spelt_alike(labels):
         more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
-        shown = "; ".join(", ".join(f"'{printable(name)}'" for name in names) for names in alike[:3])
+        shown = "; ".join(", ".join(f"'{printable(name, keep='')}'" for name in names) for names in alike[:3])
         notes.append(f"labels that only differ in spelling are trained as classes of their own: {shown}{more}")
     if missing := [name for name in labels if name.strip().lower() in _MISSING]:
         count = sum(labels[name] for name in missing)

@@ -196,3 +196,16 @@ def _run_in_terminal(program: str) -> str:
     os.close(ours)
     assert process.wait() == 0, output
     return re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
+
+
+def test_labels_and_paths_cannot_command_the_terminal(
+    capsys: pytest.CaptureFixture[str], evaluation: Callable[..., dict[str, Any]]
+) -> None:
+    console, name = Console(), "a\x1b]0;b\x07\r\n\x9bc"
+    console.say(name)
+    console.banner({"Data": name})
+    console.table("Operators", ["name"], [[name]])
+    _finish(console, evaluation(), Path(name))
+    output = capsys.readouterr().out
+    assert output.count(r"a\x1b]0;b\x07\r\n\x9bc") >= 4
+    assert output.replace("\n", "").isprintable()

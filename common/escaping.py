@@ -1,0 +1,29 @@
+"""Names and texts that come from elsewhere, written so that no terminal and no Markdown renderer obeys them.
+
+This is for what a person reads. Files for programs (JSON, CSV, Parquet) hold names and texts exactly as they are.
+"""
+
+from __future__ import annotations
+
+import re
+
+# They join letters and emoji. Ordinary texts contain them, and they cannot hide anything but themselves.
+JOINERS = "\u200c\u200d"
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>|!&~$]")
+
+
+def printable(text: object, keep: str = JOINERS) -> str:
+    """For one line in a terminal: line breaks and characters that cannot be seen, except ``keep``, become escapes."""
+    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in str(text))
+
+
+def in_markdown(text: object) -> str:
+    """For a paragraph or a table cell, which shows it as it is: no HTML, link, image, emphasis or further cell."""
+    return _MARKDOWN.sub(r"\\\g<0>", printable(text))
+
+
+def code_span(text: object) -> str:
+    """As code in Markdown, between more backticks than follow each other in the text."""
+    shown = printable(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    return f"{fence} {shown} {fence}" if "`" in shown else f"{fence}{shown}{fence}"

@@ -1,0 +1,43 @@
+import pytest
+
+from common.errors import OneLineParser, UserError, run_command
+from common.escaping import code_span, in_markdown, printable
+
+HOSTILE = "a\x1b[31m\r\nb\x9b2J\u2028c\u202ed\x07"
+
+
+def test_a_name_cannot_end_its_line_nor_command_the_terminal() -> None:
+    assert printable(HOSTILE) == r"a\x1b[31m\r\nb\x9b2J\u2028c\u202ed\x07"
+
+
+@pytest.mark.parametrize("text", ["Sci/Tech", "Grüße", "می\u200cخواهم", "👩\u200d💻", "体育", r"C:\news"])
+def test_ordinary_names_in_any_script_are_printed_as_they_are(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_markdown_shows_a_name_as_it_is() -> None:
+    name = "<img src=x>|![a](http://b)`c`\n# *d* &lt; \\"
+    assert in_markdown(name) == r"\<img src=x\>\|\!\[a\](http://b)\`c\`\\n# \*d\* \&lt; \\"
+    assert in_markdown("Sci/Tech (new), C#") == "Sci/Tech (new), C#"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("news", "`news`"), ("a`b", "`` a`b ``"), ("``", "``` `` ```"), ("a\n\nb", r"`a\n\nb`")]
+)
+def test_a_name_cannot_end_the_code_that_it_stands_in(name: str, expected: str) -> None:
+    assert code_span(name) == expected
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_an_error_is_one_line_whatever_name_is_in_it(capsys: pytest.CaptureFixture[str], is_argument: bool) -> None:
+    def main() -> None:
+        if is_argument:
+            OneLineParser().parse_args([f"--{HOSTILE}"])
+        raise UserError(f"{HOSTILE}: is not a model", code="model-unusable")
+
+    with pytest.raises(SystemExit):
+        run_command(main)
+
+    line = capsys.readouterr().err
+    assert line.removesuffix("\n").isprintable()
+    assert r"a\x1b[31m\r\nb" in line
