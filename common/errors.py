@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.shown import printable, without_secrets
+
 EXIT_USER_ERROR = 2
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -37,11 +39,11 @@ class ForeseenError(Exception):
 
     @property
     def line(self) -> str:
-        return f"{self} [{self.code}]" if self.code else str(self)
+        return without_secrets(f"{self} [{self.code}]" if self.code else str(self))
 
     def say(self) -> None:
         if not self.quiet:
-            print(f"error: {self.line}", file=sys.stderr, flush=True)
+            print(printable(f"error: {self.line}"), file=sys.stderr, flush=True)
         self.quiet = True
 
 
@@ -117,7 +119,8 @@ def rank0_only_output() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error message; the error's type if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = without_secrets(str(error)).splitlines()
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -132,7 +135,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 def in_one_line(error: BaseException) -> str:
     """The whole message in one line; NCCL names the cause in the last of several lines."""
-    return " ".join(str(error).split())
+    return " ".join(without_secrets(str(error)).split())
 
 
 def reason_to_record(error: BaseException) -> str:
