@@ -7,6 +7,7 @@ model folder, with a manifest that says what it was made from and what was measu
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from common.problem_types import (
     THRESHOLDS_KEY,
     ProblemType,
 )
-from common.text import CLEANINGS, PAIR_KEY, TextTokenizer
+from common.text import CLEANINGS, PAIR_KEY, TextTokenizer, vocabulary_misfit
 from common.windows import Windows
 
 WEIGHTS_FILE = "model.safetensors"
@@ -112,9 +113,8 @@ class SavedModel:
             )
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
-        vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
-        if tokenizer.vocab_size > vocab_size:
-            what = f"the tokenizer has {tokenizer.vocab_size} token ids, the model only {vocab_size}"
+        highest = tokenizer.highest_id
+        if what := vocabulary_misfit(highest, self.config.get("vocab_size", highest + 1)):
             raise ModelLoadError(self.path, what, "use the tokenizer and the model of the same training run")
         return tokenizer
 
@@ -242,6 +242,12 @@ def _checked(saved: SavedModel) -> SavedModel:
     if twice is not None:
         what = f"two classes are named {twice!r}"
         raise ModelLoadError(saved.path, what, "give each class its own name in id2label of config.json")
+    half = next(
+        (label for label in saved.labels if any("\ud800" <= character <= "\udfff" for character in label)), None
+    )
+    if half is not None:
+        what = f"the label {half!r} contains half of a surrogate pair, which no file and no answer can carry"
+        raise ModelLoadError(saved.path, what, "correct id2label in config.json")
     if saved.cleaning not in CLEANINGS:
         what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
         raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
@@ -379,6 +385,10 @@ def read_manifest(folder: Path) -> Manifest:
         values[field.name] = content.get(field.name)
         if not isinstance(values[field.name], kind):
             raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", EXPORT_AGAIN)
+    digest = values["source"].get("weights_sha256")
+    # It becomes a part of tags and Dockerfiles, and a model's author may have written anything here.
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ModelLoadError(path, f"source.weights_sha256 must be 64 hex digits, got {digest!r:.80}", EXPORT_AGAIN)
     return Manifest(**values)
 
 
