@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import HfApi, SpaceRuntime
 from huggingface_hub.errors import HTTPError
 
+from common.errors import first_line
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from training.publishing.hub_upload import PublishFailure
 
