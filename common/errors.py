@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.escaping import printable
+from common.escaping import printable, without_secrets
 
 EXIT_USER_ERROR = 2
 SECONDS_FOR_RANK_0 = 10.0
@@ -41,7 +41,7 @@ class ForeseenError(Exception):
 
     @property
     def line(self) -> str:
-        return printable(f"{self} [{self.code}]" if self.code else self)
+        return printable(without_secrets(f"{self} [{self.code}]" if self.code else str(self)))
 
     def say(self) -> None:
         if not self.quiet:
@@ -121,7 +121,8 @@ def rank0_only_output() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error message; the error's type if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = without_secrets(str(error)).splitlines()
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
@@ -144,7 +145,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 def in_one_line(error: BaseException) -> str:
     """The whole message in one line; NCCL names the cause in the last of several lines."""
-    return " ".join(str(error).split())
+    return " ".join(without_secrets(str(error)).split())
 
 
 def reason_to_record(error: BaseException) -> str:

@@ -1,14 +1,18 @@
-"""Names and texts that come from elsewhere, written so that no terminal and no Markdown renderer obeys them.
+"""Names and texts that come from elsewhere, written so that no terminal and no Markdown renderer obeys them,
+and messages without secrets.
 
 This is for what a person reads. Files for programs (JSON, CSV, Parquet) hold names and texts exactly as they are.
 """
 
 from __future__ import annotations
 
+import os
 import re
 
 # They join letters and emoji. Ordinary texts contain them, and they cannot hide anything but themselves.
 JOINERS = "\u200c\u200d"
+_SECRET_NAME = re.compile("(TOKEN|KEY|SECRET|PASSWORD)S?$")
+_SHORTEST_SECRET = 8
 _MARKDOWN = re.compile(r"[\\`*_\[\]<>|!&~$]")
 
 
@@ -27,3 +31,12 @@ def code_span(text: object) -> str:
     shown = printable(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if "`" in shown else f"{fence}{shown}{fence}"
+
+
+def without_secrets(text: str) -> str:
+    """A message without the values of environment variables such as HF_TOKEN, which libraries quote in theirs."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(secret := value.strip()) >= _SHORTEST_SECRET:
+            for spelled in (secret, repr(secret)[1:-1]):  # http.client and others quote with repr
+                text = text.replace(spelled, f"${name}")
+    return text

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import platform
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from common.errors import UserError
 
@@ -95,6 +97,34 @@ def replace_folder(aside: Path, target: Path) -> None:
     _remove(old)
 
 
+@contextmanager
+def writing_folder(target: Path) -> Iterator[Path]:
+    """Like :func:`writing_whole`, for a folder: yields an empty one, which replaces ``target`` if the block succeeds.
+
+    Its name cannot be guessed, so in a folder that others can write to, nobody can put a link in its place.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        yield aside
+        aside.chmod(0o755)  # a temporary folder is private, but servers often run as another user
+        replace_folder(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_unfinished(target: Path) -> None:
+    """Remove what killed processes left of :func:`writing_folder`; call it only while no other one can be writing."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.tmp"):
+        if left.is_dir() and left.lstat().st_uid == os.geteuid():  # another user's may hold anything
+            _remove(left)
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """Open a file to be locked, and make it if necessary; what a symbolic link leads to is not touched."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+
+
 def _remove(folder: Path) -> None:
     """Remove a folder if it is there; of a link to one only the link, so that nobody writes through it later."""
     if folder.is_symlink():
@@ -137,7 +167,7 @@ def lock_run_folder(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
         UserError: another process has locked it, it cannot be written, or its file system has no locks.
     """
     try:
-        file = (folder / ".lock").open("w")
+        file = open_lock(folder / ".lock")
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); use another {flag}", code="not-writable"

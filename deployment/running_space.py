@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import HfApi, SpaceRuntime
 from huggingface_hub.errors import HTTPError
 
+from common.errors import first_line
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from training.publishing.hub_upload import PublishFailure
 
@@ -131,7 +132,7 @@ def wait_until_shown(address: str, token: str | None, name: str, content: bytes)
                     return
             reason = "another file"
         except OSError as error:
-            reason = str(error)
+            reason = first_line(error)
         time.sleep(0.5)
     raise PublishFailure(
         f"{address}/{name}: not what was sent after {START_SECONDS} s ({reason}); look at the Space's page",
@@ -172,7 +173,7 @@ def _wait_until_healthy(url: str, token: str | None) -> None:
             _get(_request(url, token))
             return
         except (OSError, ValueError) as error:
-            reason = str(error)
+            reason = first_line(error)
         time.sleep(0.5)
     raise PublishFailure(
         f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log", code="space-not-up"

@@ -9,14 +9,16 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.credentials import without_password
 from common.errors import ModelLoadError, OneLineParser, UserError, above_zero, run_command
 from common.escaping import printable
-from common.files import replace_folder, sha256_of
+from common.files import open_lock, remove_unfinished, sha256_of, writing_folder
 from common.model_folder import (
     DESCRIPTION_FILES,
     MANIFEST_FILE,
@@ -32,6 +34,7 @@ from inference.model_sources import Source, SourceUnreachable, source_at
 # A large one has hundreds of probes and weighs 100 kB.
 _MOST_MANIFEST_BYTES = 4 << 20
 _DELAYS = (1.0, 4.0)
+_LONGEST_TIMER = 1e8  # three years; the system takes no number
 _FETCH_AGAIN = "export the model again, and upload all of it before its manifest.json"
 _DESCRIPTION = """Fetch an exported model into FOLDER, and check every file against the SHA-256 in its manifest.json.
 
@@ -76,11 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
     deadline = began + options.timeout_s
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, deadline):
+        with _within(options.timeout_s, options.address), _locked(folder):
             if options.manifest_sha256 and _has_manifest(folder, options.manifest_sha256):
                 print(f"{folder}: is already there, with the manifest that --manifest_sha256 names", flush=True)
                 return
-            source = source_at(options.address, deadline, is_pinned=bool(options.manifest_sha256))
+            source = source_at(options.address, is_pinned=bool(options.manifest_sha256))
             manifests = _find_manifests(source, deadline, options.manifest_sha256)
             if _holds(folder, manifests):
                 print(printable(f"{folder}: is already there, as at {options.address}"), flush=True)
@@ -90,6 +93,21 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(_in_one_line(folder, error), code="not-writable") from error
     engines = ", ".join(engine or "one artefact" for engine in manifests)
     print(f"{folder}: {engines}, {num_bytes / 1e6:,.1f} MB in {time.monotonic() - began:.1f} s", flush=True)
+
+
+@contextmanager
+def _within(seconds: float, address: str) -> Iterator[None]:
+    """Give up after this time, whatever is being waited for then: name resolution, a header, a bucket's driver."""
+
+    def give_up(*_: object) -> None:
+        raise SourceUnreachable(f"{without_password(address)}: not complete within --timeout_s {seconds:g}")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, _LONGEST_TIMER))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[str, bytes]:
@@ -140,12 +158,11 @@ def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: 
         raise UserError(
             f"{folder}: holds something other than a fetched model; name another FOLDER", code="not-writable"
         )
-    aside = folder.with_name(f".{folder.name}.fetching")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    remove_unfinished(folder)
     num_bytes = 0
-    try:
+    with writing_folder(folder) as aside:
         for engine, data in manifests.items():
-            (aside / engine).mkdir(parents=True, exist_ok=True)
+            (aside / engine).mkdir(exist_ok=True)
             (aside / engine / MANIFEST_FILE).write_bytes(data)
             with _naming(source, aside):
                 manifest = read_manifest(aside / engine)
@@ -159,9 +176,7 @@ def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: 
             with _naming(source, aside):
                 verify_files(aside / engine, manifest)
         _complete(source, aside, list(manifests))
-        replace_folder(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # all is here: the time must not end between two renames
     return num_bytes
 
 
@@ -211,7 +226,7 @@ def _complete(source: Source, folder: Path, engines: list[str]) -> None:
     """Give a folder of artefacts what a model folder has besides its weights; each artefact has a copy."""
     if engines == [""]:
         return
-    weights = {read_manifest(folder / engine).source["weights_sha256"] for engine in engines}
+    weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
     if len(weights) > 1:
         what = f"{' and '.join(engines)} were made from different weights"
         raise ModelLoadError(source.address, what, f"{_FETCH_AGAIN}, or give the address of one: /{engines[0]}")
@@ -247,18 +262,10 @@ def _is_model(folder: Path) -> bool:
 
 
 @contextmanager
-def _locked(folder: Path, deadline: float) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process fetches into this folder; the lock ends with the process, even if that is killed."""
-    with folder.with_name(f".{folder.name}.lock").open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise SourceUnreachable(f"{folder}: another process is still fetching it") from None
-                time.sleep(0.1)
-            else:
-                break
+    with open_lock(folder.with_name(f".{folder.name}.lock")) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage
-from typing import IO, Protocol
+from ipaddress import ip_address
+from typing import Protocol
 from urllib.error import HTTPError
 from urllib.parse import SplitResult, quote, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import Request, build_opener
 
+from common.credentials import header_token, without_password
 from common.errors import ForeseenError, UserError, first_line
 from inference.bulk.storage import LocalStorage, RemoteStorage, is_remote
+from inference.redirects import RedirectRefused, Redirects
 
 _HUB = "https://huggingface.co"
 # A revision with a slash, such as refs/pr/1, is written with %2F, as in the hub's own addresses.
@@ -49,17 +50,16 @@ class Source(Protocol):
         """
 
 
-def source_at(address: str, deadline: float, *, is_pinned: bool) -> Source:
+def source_at(address: str, *, is_pinned: bool) -> Source:
     """What reads the files below an address.
 
     Args:
         address: of a folder: https://..., hf://owner/name[@revision][/folder], s3://bucket/folder, or a path.
-        deadline: on the monotonic clock, for all files together.
         is_pinned: the manifest's hash is known, so that it does not matter who could change what arrives.
     """
     address = address.rstrip("/")
     if address.startswith("hf://"):
-        return HubSource(address, deadline)
+        return HubSource(address)
     if address.startswith(("https://", "http://")):
         url = _checked(address)
         if url.scheme == "http" and not _is_loopback(url) and not is_pinned:
@@ -67,7 +67,7 @@ def source_at(address: str, deadline: float, *, is_pinned: bool) -> Source:
                 "anyone on the network path could change what arrives over http; use https, or give --manifest_sha256"
             )
             raise UserError(f"{address}: {message}", code="fetch-address")
-        return HttpSource(address, address, os.environ.get("FETCH_TOKEN"), deadline)
+        return HttpSource(address, address, header_token("FETCH_TOKEN", os.environ.get("FETCH_TOKEN")))
     return StoredSource(address)
 
 
@@ -78,7 +78,6 @@ class HttpSource:
     address: str
     base: str
     token: str | None
-    deadline: float
 
     def read(self, path: str) -> Iterator[bytes]:
         request = Request(f"{self.base}/{quote(path)}", headers={"Accept-Encoding": "identity"})
@@ -87,25 +86,26 @@ class HttpSource:
                 raise UserError(f"{self.address}: a token is sent over https only", code="fetch-address")
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         try:
-            redirects = _Redirects()
+            redirects = Redirects()
             with build_opener(redirects).open(request, timeout=_SECONDS_OF_SILENCE) as response:
                 for headers in (*redirects.headers, response.headers):
                     self.answered(headers)
                 expected, received = response.headers.get("Content-Length"), 0
-                # read1 returns what has arrived, so that a server that trickles does not outlast the deadline.
                 while piece := response.read1(_PIECE_BYTES):
                     received += len(piece)
                     yield piece
-                    if time.monotonic() > self.deadline:
-                        raise SourceUnreachable(f"{self.address}/{path}: not complete within --timeout_s")
                 if expected is not None and received != int(expected):
                     what = f"{self.address}/{path}: the connection ended after {received:,} of {int(expected):,} bytes"
                     raise SourceUnreachable(what)
         except HTTPError as error:
             raise self._why(path, error) from error
-        # No address in these lines but the one that was given: that of a redirect may hold a signature.
+        except RedirectRefused as error:
+            raise UserError(f"{self.address}/{path}: {error}", code="fetch-address") from error
+        # No address in these lines but the one that was given: that of a redirect may hold a signature. Nor the text
+        # of a ValueError, which quotes what it rejects: a header, a length.
         except (OSError, HTTPException, ValueError) as error:
-            reason = first_line(getattr(error, "reason", None) or error)
+            quotes = isinstance(error, ValueError) and not isinstance(error, OSError)
+            reason = type(error).__name__ if quotes else first_line(getattr(error, "reason", None) or error)
             raise SourceUnreachable(f"{self.address}/{path}: no answer ({reason})") from error
 
     def answered(self, headers: HTTPMessage) -> None:
@@ -125,15 +125,15 @@ class HttpSource:
 class HubSource(HttpSource):
     """Files of a model repository, by the hub's plain addresses: the serving image has no library of the hub."""
 
-    def __init__(self, address: str, deadline: float) -> None:
+    def __init__(self, address: str) -> None:
         match = _HUB_ADDRESS.fullmatch(address)
         if match is None:
             what = "not an address of the hub; write hf://owner/name[@revision][/folder]"
-            raise UserError(f"{address}: {what}", code="fetch-address")
+            raise UserError(f"{without_password(address)}: {what}", code="fetch-address")
         self._repository = f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/{match['name']}/resolve"
         self._folder = match["folder"]
         _checked(self._repository)
-        super().__init__(address, "", _hub_token(), deadline)
+        super().__init__(address, "", _hub_token())
         self._at(match["revision"] or "main")
 
     def _at(self, revision: str) -> None:
@@ -171,27 +171,6 @@ class StoredSource:
             raise SourceUnreachable(f"{place}: cannot be read ({first_line(error)})") from error
 
 
-class _Redirects(HTTPRedirectHandler):
-    """Follows redirects, with the token only to where it was sent first, and never from https to anything else."""
-
-    def __init__(self) -> None:
-        self.headers: list[HTTPMessage] = []
-
-    def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
-    ) -> Request | None:
-        self.headers.append(headers)
-        old, new = urlsplit(req.full_url), urlsplit(newurl)
-        if new.scheme not in ("https", old.scheme):
-            raise OSError(f"redirected from {old.scheme} to {new.scheme}, which is not followed")
-        request = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if request is not None and _origin(old) == _origin(new):
-            for name, value in req.unredirected_hdrs.items():
-                if name == "Authorization":
-                    request.add_unredirected_header(name, value)
-        return request
-
-
 def _checked(address: str) -> SplitResult:
     """An HTTP address that can be the base of others, and has nothing in it that logs should not show."""
     try:
@@ -200,20 +179,17 @@ def _checked(address: str) -> SplitResult:
     except ValueError:
         is_usable = False
     if not is_usable:
-        raise UserError(f"{address}: not an address; write https://host/folder", code="fetch-address")
+        what = "not an address; write https://host/folder"
+        raise UserError(f"{without_password(address)}: {what}", code="fetch-address")
     if url.username is not None or url.query or url.fragment:
         what = "the address of a folder has no user, query or fragment; a token comes from FETCH_TOKEN"
         raise UserError(f"{url.scheme}://{url.hostname}: {what}", code="fetch-address")
     return url
 
 
-def _origin(url: SplitResult) -> tuple[str, str | None, int]:
-    return url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)
-
-
 def _is_loopback(url: SplitResult) -> bool:
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(url.hostname or "").is_loopback
+        return ip_address(url.hostname or "").is_loopback
     return url.hostname == "localhost"
 
 
@@ -221,5 +197,5 @@ def _hub_token() -> str | None:
     try:
         from huggingface_hub import get_token
     except ImportError:
-        return os.environ.get("HF_TOKEN")
-    return get_token()  # that of `hf auth login`, too
+        return header_token("HF_TOKEN", os.environ.get("HF_TOKEN"))
+    return header_token("HF_TOKEN", get_token())  # that of `hf auth login`, too

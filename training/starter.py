@@ -26,7 +26,7 @@ from transformers import AutoModelForSequenceClassification
 from common.encoders import FAMILIES
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from common.escaping import code_span, printable
-from common.files import replace_folder, sha256_of, write_json, write_whole
+from common.files import sha256_of, write_json, write_whole, writing_folder
 from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
@@ -128,20 +128,17 @@ def _shrink(options: Namespace, folder: Path) -> None:
     torch.manual_seed(SEED)  # for the head
     keep_blocks(network, options.layers, options.teacher)
     small = shrink(network, family, ids, counts, options.width)
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    small.save_pretrained(aside)
-    write_whole(aside / "tokenizer.json", smaller_tokenizer(tokenizer, ids).encode())
-    write_json(aside / "tokenizer_config.json", _tokenizer_config(teacher))
     about = {"texts": len(texts), "parameters": small.distilbert.num_parameters()}
     about["flags"] = {name: getattr(options, name) for name in SHRINKING}
     known = sum(counts[id_] for id_ in ids) / counts.total()
     print(
         f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} word pieces cover {known:.1%} of those in the texts"
     )
-    write_json(aside / ABOUT, about)
-    replace_folder(aside, folder)
+    with writing_folder(folder) as aside:
+        small.save_pretrained(aside)
+        write_whole(aside / "tokenizer.json", smaller_tokenizer(tokenizer, ids).encode())
+        write_json(aside / "tokenizer_config.json", _tokenizer_config(teacher))
+        write_json(aside / ABOUT, about)
 
 
 def _tokenizer_config(teacher: Path) -> dict[str, Any]:
@@ -167,19 +164,16 @@ def _train(options: Namespace, task: str, model: Path, output: Path, epochs: int
 
 def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None:
     """Write the starter, its weights in half precision, and its card."""
-    aside = options.output_dir.with_name(f".{options.output_dir.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     weights = {
         name: tensor.half().contiguous()
         for name, tensor in load_file(model / WEIGHTS_FILE).items()
         if name.startswith(("distilbert.", "pre_classifier."))
     }
-    save_file(weights, aside / WEIGHTS_FILE, {"format": "pt"})
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model / name, aside / name)
-    (aside / "README.md").write_text(_card(options, small, model), encoding="utf-8")
-    replace_folder(aside, options.output_dir)
+    with writing_folder(options.output_dir) as aside:
+        save_file(weights, aside / WEIGHTS_FILE, {"format": "pt"})
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(model / name, aside / name)
+        (aside / "README.md").write_text(_card(options, small, model), encoding="utf-8")
     size = sum(file.stat().st_size for file in options.output_dir.iterdir())
     print(f"\nWritten: {options.output_dir}, {size / 1e6:.1f} MB, after {seconds / 60:.0f} minutes")
     print(f"Next: training/run_ddp.sh --model {options.output_dir} --dataset YOUR_ROWS.csv")

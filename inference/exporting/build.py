@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from torch import Tensor
 
 from common.errors import ModelLoadError, UserError
-from common.files import replace_folder, write_json
+from common.files import write_json, writing_folder
 from common.hardware import cpu_name, usable_cpus
 from common.model_folder import (
     CLEANING_KEY,
@@ -201,15 +200,12 @@ def replaced_whole(target: Path) -> Iterator[Path]:
     """
     if target.exists() and not is_artefact(target):
         raise UserError(f"{target}: is in the way and is not an artefact; move it elsewhere", code="export-failed")
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    _unfinished.add(aside)
-    try:
-        yield aside
-        aside.chmod(0o755)  # a temporary folder is private, but servers often run as another user
-        replace_folder(aside, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        _unfinished.discard(aside)
+    with writing_folder(target) as aside:
+        _unfinished.add(aside)
+        try:
+            yield aside
+        finally:
+            _unfinished.discard(aside)
 
 
 def end_unfinished(*_: object) -> None:

@@ -42,13 +42,15 @@ class JsonHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def served(
+    handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> Iterator[str]:
     """Answer with a handler on a free port of this machine; gives its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer((host, 0), handler) as server:
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
-        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
+        yield f"{'https' if tls else 'http'}://{host}:{server.server_port}"
         server.shutdown()
         thread.join()

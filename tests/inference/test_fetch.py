@@ -7,18 +7,21 @@ import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from common.errors import UserError
 from common.model_folder import verified_manifest
+from inference.model_sources import source_at
 from tests.deployment.hub_contents import Hub, Repository
 from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.small_model import write_small_model
@@ -45,7 +48,7 @@ class FileServer:
 
 
 @contextmanager
-def file_server(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[FileServer]:
+def file_server(folder: Path, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> Iterator[FileServer]:
     files = FileServer(folder)
 
     class Handler(JsonHandler):
@@ -56,7 +59,7 @@ def file_server(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[Fil
             path = files.folder / self.path.lstrip("/")
             self.send(200, path.read_bytes()) if path.is_file() else self.send(404, b"")
 
-    with served(Handler, tls) as files.address:
+    with served(Handler, tls, host) as files.address:
         yield files
 
 
@@ -95,7 +98,7 @@ def refusal(done: subprocess.CompletedProcess[str], target: Path, code: int = 2)
     assert done.returncode == code, done.stdout + done.stderr
     assert done.stderr.count("\n") == 1
     assert not target.exists()
-    assert not list(target.parent.glob(f".{target.name}.fetching"))
+    assert not list(target.parent.glob(f".{target.name}.*.tmp"))
     return done.stderr
 
 
@@ -310,7 +313,7 @@ def test_https_needs_a_known_certificate_and_never_falls_back_to_http(
 
         shutil.rmtree(target)
         secure.answer = lambda request: request.send(302, b"", {"Location": files.address + request.path}) is None
-        line = refusal(fetch(f"{secure.address}/news", target, "--timeout_s", "0.5", **known), target, code=1)
+        line = refusal(fetch(f"{secure.address}/news", target, **known), target)
         assert "redirected from https to http" in line
         assert files.asked == []
 
@@ -386,13 +389,13 @@ def test_what_a_killed_process_left_is_cleared_by_the_next(files: FileServer, ta
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not target.exists()
-    assert (target.parent / ".model.fetching").exists()
+    assert list(target.parent.glob(".model.*.tmp"))
 
     files.answer = lambda request: False
     done = fetch(f"{files.address}/news", target)
 
     assert done.returncode == 0, done.stderr
-    assert not (target.parent / ".model.fetching").exists()
+    assert not list(target.parent.glob(".model.*.tmp"))
 
 
 def test_of_two_processes_one_fetches_and_the_other_finds_it_there(files: FileServer, target: Path) -> None:
@@ -470,3 +473,157 @@ def test_a_model_is_fetched_from_a_bucket(target: Path, monkeypatch: pytest.Monk
     assert done.returncode == 0, done.stderr
     verified_manifest(target, None)
     assert "has no manifest.json" in refusal(gone, target.with_name("other"))
+
+
+def test_a_token_with_a_line_break_around_it_is_sent_without(files: FileServer, target: Path) -> None:
+    done = fetch(f"{files.address}/news", target, FETCH_TOKEN=f" {SECRET}\n")
+
+    assert done.returncode == 0, done.stderr
+    assert {token for _, token in files.asked} == {f"Bearer {SECRET}"}
+
+
+@pytest.mark.parametrize("inside", ["\n", "\r", "\r\n x: ", "\x01", "\x1b[2J", "\u2026"])
+@pytest.mark.parametrize(
+    ("variable", "address"), [("FETCH_TOKEN", "https://host.invalid/news"), ("HF_TOKEN", "hf://alice/news")]
+)
+def test_a_token_that_no_header_can_carry_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, address: str, inside: str
+) -> None:
+    monkeypatch.setenv(variable, f"secret{inside}token")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # which the serving image does not have
+
+    with pytest.raises(UserError) as refused:
+        source_at(address, is_pinned=False)
+
+    assert refused.value.line.startswith(f"{variable}: ")
+    assert "secret" not in refused.value.line.removesuffix("[secret-unusable]")
+
+
+def test_an_answer_that_http_does_not_allow_is_not_quoted(files: FileServer, target: Path) -> None:
+    def answer(request: JsonHandler) -> bool:
+        return request.send(200, b"{}", {"Content-Length": "signature"}) is None
+
+    files.answer = answer
+
+    line = refusal(fetch(f"{files.address}/news", target, "--timeout_s", "0.9"), target, code=1)
+
+    assert "signature" not in line
+
+
+@pytest.mark.parametrize("answers", ["nothing", "a header without end", "many empty files"])
+def test_the_time_is_a_bound_for_the_whole_fetch(files: FileServer, target: Path, answers: str) -> None:
+    gone = threading.Event()
+
+    def answer(request: JsonHandler) -> bool:
+        if answers == "a header without end":
+            with suppress(OSError):
+                while not gone.wait(0.05):
+                    request.wfile.write(b"X")
+        elif answers == "nothing":
+            gone.wait()
+        elif request.path.endswith("manifest.json"):
+            return False
+        else:
+            gone.wait(0.4)
+            return request.send(200, b"") is None
+        request.close_connection = True
+        return True
+
+    if answers == "many empty files":
+        manifest = files.folder / "news" / "manifest.json"
+        content = json.loads(manifest.read_text())
+        content["files"] |= {f"file_{number}": {"bytes": 0, "sha256": "0" * 64} for number in range(100)}
+        manifest.write_text(json.dumps(content))
+    files.answer = answer
+    try:
+        line = refusal(fetch(f"{files.address}/news", target, "--timeout_s", "2"), target, code=1)
+    finally:
+        gone.set()
+
+    assert line == f"error: {files.address}/news: not complete within --timeout_s 2 [fetch-unreachable]\n"
+
+
+@pytest.mark.parametrize("number", ["1e300", "1e9"])
+def test_a_time_longer_than_the_system_can_count_is_none(target: Path, number: str) -> None:
+    assert fetch(NEWS, target, "--timeout_s", number).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "kind"),
+    [
+        ("169.254.169.254", "link-local"),
+        ("2852039166", "link-local"),
+        ("0251.0376.0251.0376", "link-local"),
+        ("0xa9fea9fe", "link-local"),
+        ("169.16689662", "link-local"),
+        ("[::ffff:169.254.169.254]", "link-local"),
+        ("[64:ff9b::a9fe:a9fe]", "link-local"),
+        ("[2002:a9fe:a9fe::]", "link-local"),
+        ("[fe80::1]", "link-local"),
+        ("127.1", "loopback"),
+        ("0.0.0.0", "loopback"),
+        ("[::1]", "loopback"),
+        ("10.0.0.1", "private"),
+        ("100.100.100.200", "private"),
+        ("[fd00:ec2::254]", "private"),
+    ],
+)
+def test_a_public_source_cannot_redirect_to_an_internal_address(
+    files: FileServer, target: Path, host: str, kind: str
+) -> None:
+    # The stand-in is the proxy that everything is asked through, and so the public source, too.
+    files.answer = lambda request: request.send(302, b"", {"Location": f"http://{host}/latest"}) is None
+    pin = ("--manifest_sha256", "0" * 64)
+
+    done = fetch("http://models.example.org/news", target, *pin, http_proxy=files.address, NO_PROXY="")
+
+    line = refusal(done, target)
+    assert f", a {kind} address, which is not followed from a public one" in line
+    assert files.paths() == ["http://models.example.org/news/manifest.json"]
+
+
+def test_a_name_that_leads_to_an_internal_address_is_not_asked_either(source: Path, target: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but finds the address of this machine
+        own = probe.getsockname()[0]
+    if own.startswith("127."):
+        pytest.skip("this machine has no address but the loopback")
+    with file_server(source.parent, host=own) as outer, file_server(source.parent) as inner:
+        where = inner.address.replace("127.0.0.1", "localhost")
+        outer.answer = lambda request: request.send(302, b"", {"Location": where + request.path}) is None
+
+        line = refusal(fetch(f"{outer.address}/news", target, "--manifest_sha256", "0" * 64, NO_PROXY="*"), target)
+
+        assert "redirected to 127.0.0.1, a loopback address" in line
+        assert inner.asked == []
+
+
+def test_what_others_put_in_the_way_is_not_written_to(files: FileServer, target: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text("mine")
+    target.parent.mkdir(parents=True)
+    for name in (".model.fetching", ".model.old", ".model.tmp", ".model.abcd1234.tmp"):
+        (target.parent / name).symlink_to(elsewhere)
+
+    done = fetch(f"{files.address}/news", target)
+
+    assert done.returncode == 0, done.stderr
+    assert target.is_dir()
+    assert not target.is_symlink()
+    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"config.json": "mine"}
+
+
+def test_a_lock_that_is_a_link_is_refused(target: Path, tmp_path: Path) -> None:
+    target.parent.mkdir(parents=True)
+    (target.parent / ".model.lock").symlink_to(tmp_path / "new")
+
+    assert "[not-writable]" in refusal(fetch(NEWS, target), target)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "address", ["https://alice:secret@host:port/news", "hf://alice:secret@host/..", "https://host:port/x?secret"]
+)
+def test_an_address_that_is_no_address_is_shown_without_its_password(address: str, target: Path) -> None:
+    assert "secret" not in refusal(fetch(address, target), target)

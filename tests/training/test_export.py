@@ -224,7 +224,7 @@ def test_a_replaced_folder_leaves_nothing_of_the_old_one(tmp_path: Path) -> None
 
 
 def test_leftovers_of_an_export_cut_short_do_no_harm(tmp_path: Path) -> None:
-    for name in (".model.tmp", ".model.old"):
+    for name in (".model.abcd1234.tmp", ".model.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half.bin").write_bytes(b"half")
 

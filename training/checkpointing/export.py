@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import UserError, first_line
-from common.files import nearest_folder, replace_folder, write_json, writing_whole
+from common.files import nearest_folder, remove_unfinished, write_json, writing_folder, writing_whole
 from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE
 from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
@@ -66,7 +65,7 @@ def check_output(model_folder: Path) -> None:
     # The folder may not exist yet, so try to write where it would be created.
     nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
     try:
-        NamedTemporaryFile(prefix=".distrinews-", dir=nearest).close()  # no other run's name
+        NamedTemporaryFile(prefix=".distrinews-", dir=nearest).close()
     except OSError as error:
         raise UserError(
             f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})", code="not-writable"
@@ -95,15 +94,6 @@ def _check_seen(probe: Path, model_folder: Path) -> None:
         )
 
 
-def _aside(model_folder: Path) -> Path:
-    return model_folder.with_name(f".{model_folder.name}.tmp")
-
-
-def discard_unfinished(model_folder: Path) -> None:
-    """Free the space of a model that could not be written."""
-    shutil.rmtree(_aside(model_folder), ignore_errors=True)
-
-
 def write_model(
     architecture: PreTrainedConfig,
     weights: dict[str, torch.Tensor],
@@ -123,54 +113,52 @@ def write_model(
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    discard_unfinished(model_folder)
-    aside = _aside(model_folder)
-    aside.mkdir(parents=True)
-    whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
-    with _system_errors():
-        if hasattr(architecture, "own_network"):
-            architecture.update(settings)
-            architecture.save_pretrained(aside)
-            save_file(whole, aside / WEIGHTS_FILE)
-        else:
-            # The network is only needed for its names and its configuration; on the meta device it takes no memory.
-            with torch.device("meta"):  # the trained one may lie in parts on many ranks
-                network = getattr(transformers, task.auto_class).from_config(architecture)
-            network.config.update(settings)
-            if not task.keeps_head:
-                network.config.num_labels = DEFAULT_LABELS
-            network.save_pretrained(aside, state_dict=whole)
-            if not task.keeps_head:  # an encoder, which nobody should take for a classifier
-                about = json.loads((aside / "config.json").read_text(encoding="utf-8"))
-                about["architectures"] = [type(network.base_model).__name__]
-                write_json(aside / "config.json", about)
-        tokenizer.save_pretrained(aside)
-    write_json(aside / "metrics.json", metrics)
-    (aside / "README.md").write_text(model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8")
-    if not task.has_labels:
-        replace_folder(aside, model_folder)
-        return
-    labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
-    # The .pt file is complete in itself: architecture and tokenizer are inside, as JSON.
-    one_file = {
-        "epoch": metrics["best_epoch"],
-        "model_state_dict": weights,
-        "loss": metrics["test"]["loss"],
-        "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
-        "config": {
-            "model_name": metrics["base_model"],
-            "num_labels": len(labels),
-            "max_length": metrics["max_length"],
-            "labels": labels,
-            "encoder_config": json.loads((aside / "config.json").read_text(encoding="utf-8")),
-            "tokenizer_json": (aside / "tokenizer.json").read_text(encoding="utf-8"),
-            "metrics": metrics,
-        },
-    }
-    with writing_whole(checkpoint_file) as file, _system_errors():
-        torch.save(one_file, file)
-    # Last, and by renaming: a reader sees the old model or the new one.
-    replace_folder(aside, model_folder)
+    remove_unfinished(model_folder)
+    with writing_folder(model_folder) as aside:  # renamed last: a reader sees the old model or the new one
+        whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
+        with _system_errors():
+            if hasattr(architecture, "own_network"):
+                architecture.update(settings)
+                architecture.save_pretrained(aside)
+                save_file(whole, aside / WEIGHTS_FILE)
+            else:
+                # The network is only needed for its names and its configuration; on the meta device it takes no memory.
+                with torch.device("meta"):  # the trained one may lie in parts on many ranks
+                    network = getattr(transformers, task.auto_class).from_config(architecture)
+                network.config.update(settings)
+                if not task.keeps_head:
+                    network.config.num_labels = DEFAULT_LABELS
+                network.save_pretrained(aside, state_dict=whole)
+                if not task.keeps_head:  # an encoder, which nobody should take for a classifier
+                    about = json.loads((aside / "config.json").read_text(encoding="utf-8"))
+                    about["architectures"] = [type(network.base_model).__name__]
+                    write_json(aside / "config.json", about)
+            tokenizer.save_pretrained(aside)
+        write_json(aside / "metrics.json", metrics)
+        (aside / "README.md").write_text(
+            model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8"
+        )
+        if not task.has_labels:
+            return
+        labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
+        # The .pt file is complete in itself: architecture and tokenizer are inside, as JSON.
+        one_file = {
+            "epoch": metrics["best_epoch"],
+            "model_state_dict": weights,
+            "loss": metrics["test"]["loss"],
+            "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
+            "config": {
+                "model_name": metrics["base_model"],
+                "num_labels": len(labels),
+                "max_length": metrics["max_length"],
+                "labels": labels,
+                "encoder_config": json.loads((aside / "config.json").read_text(encoding="utf-8")),
+                "tokenizer_json": (aside / "tokenizer.json").read_text(encoding="utf-8"),
+                "metrics": metrics,
+            },
+        }
+        with writing_whole(checkpoint_file) as file, _system_errors():
+            torch.save(one_file, file)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.hf_api import ModelInfo, SpaceInfo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
+from common.credentials import header_token
 from common.errors import ForeseenError, OneLineParser, UserError
-from common.files import replace_folder
+from common.files import writing_folder
 from training.publishing.model_card import TAG
 
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
@@ -83,7 +84,7 @@ def sign_in() -> tuple[HfApi, str]:
     """
     if not sys.stderr.isatty():  # a bar that nobody watches fills the log
         disable_progress_bars()
-    token = get_token()
+    token = header_token("HF_TOKEN", get_token())
     if token is None:
         raise UserError(
             f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})", code="hub-token"
@@ -118,19 +119,16 @@ def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
         raise UserError(f"{folder}: is not empty; name a new or empty folder", code="output-not-empty")
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        for name, source in files.items():
-            place = aside / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(source, Path):
-                shutil.copyfile(source, place)
-            else:
-                place.write_bytes(source)
-        replace_folder(aside, folder)
+        with writing_folder(folder) as aside:
+            for name, source in files.items():
+                place = aside / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(source, Path):
+                    shutil.copyfile(source, place)
+                else:
+                    place.write_bytes(source)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise UserError(f"{folder}: cannot be written ({error.strerror})", code="not-writable") from error
 
 

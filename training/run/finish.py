@@ -20,7 +20,6 @@ from common.files import writing_whole
 from common.model_folder import CLEANING_KEY
 from common.text import in_one_line
 from training.checkpointing import write_model
-from training.checkpointing.export import discard_unfinished
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
 from training.evaluation.evaluator import evaluate
@@ -119,7 +118,6 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
                 _write_suspects(context, doubted)
             report = write_report(config.run_dir, _report_data(context, test, answers, doubted))
         except OSError as error:
-            discard_unfinished(config.output_dir)
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
                 f"are complete: free some space, then {config.how_to_resume}",

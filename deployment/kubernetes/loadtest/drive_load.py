@@ -40,7 +40,7 @@ class Client(Thread):
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._connection = kind(parts.netloc, timeout=ANSWER_SECONDS)
         self._headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("API_KEY"):
+        if key := os.environ.get("API_KEY", "").strip():
             self._headers["Authorization"] = f"Bearer {key}"
 
     def run(self) -> None:
