@@ -18,7 +18,11 @@ PREVIEW_ROWS = 10
 
 
 class LoadDatasetConfig(CardConfig):
-    source_url: str = Field("iris", min_length=1, description="iris, a CSV file, or the http(s) or file address of one")
+    source_url: str = Field(
+        "iris",
+        min_length=1,
+        description="iris, a CSV file, or, in a pipeline's file, the http(s) or file address of one",
+    )
     target_column: str = Field("species", description="the column to predict, by its name or its number from 0")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
+import re
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,17 +16,20 @@ from typing import Annotated, Any
 import uvicorn
 import yaml
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import UserError, first_line
-from learn.cards.data import MAX_RANKS
+from learn.cards.base import CardConfig
+from learn.cards.data import MAX_RANKS, LoadDatasetConfig
 from learn.cards.picture import card_facts, pipeline_picture
-from learn.cards.pipeline import Node, Pipeline, check_document
+from learn.cards.pipeline import Node, Pipeline, WiringError, check_document
 from learn.cards.report import render_page
 from learn.cards.session import Refused, Session
+from learn.cards.strategy import SetupProcessGroupConfig
+from learn.cards.tables import is_address
 
 HOST = "127.0.0.1"
 # A run has thousands of events per second; the page needs no more updates than this.
@@ -36,6 +42,52 @@ def get_session(request: Request) -> Session:
     return request.app.state.session
 
 
+class PageReach:
+    """What a page's settings may have read or called: less than what the pipeline's file may, which is the owner's.
+
+    Args:
+        pipeline: as the command line gave it; what it names stays usable.
+        folder: whose files the page may have read.
+    """
+
+    def __init__(self, pipeline: Pipeline, folder: Path) -> None:
+        self.folder = Path(os.path.realpath(folder))
+        self._given = {setting for node in pipeline.nodes for setting in _outward(node.config).items()}
+
+    def refusals(self, config: CardConfig) -> dict[str, str]:
+        """The fields that name something out of reach, each with a line."""
+        lines = {
+            "source_url": f"the page may read only iris and files below {self.folder}, where the server was started",
+            "init_method": "the page takes only env://",
+        }
+        return {
+            field: f"{value!r}: {lines[field]}; for another one, name it in the pipeline's file"
+            for field, value in _outward(config).items()
+            if value not in ("iris", "env://") and (field, value) not in self._given
+            if field != "source_url" or not self._is_inside(value)
+        }
+
+    def _is_inside(self, source: str) -> bool:
+        try:
+            return not is_address(source) and Path(os.path.realpath(source)).is_relative_to(self.folder)
+        except ValueError:  # no path has a null character
+            return False
+
+
+def _outward(config: CardConfig) -> dict[str, str]:
+    """The settings that name a file or a machine."""
+    if isinstance(config, LoadDatasetConfig):
+        return {"source_url": config.source_url}
+    if isinstance(config, SetupProcessGroupConfig):
+        return {"init_method": config.init_method}
+    return {}
+
+
+def get_reach(request: Request) -> PageReach:
+    return request.app.state.reach
+
+
+Reach = Annotated[PageReach, Depends(get_reach)]
 InSession = Annotated[Session, Depends(get_session)]
 
 
@@ -83,10 +135,13 @@ class Reset(BaseModel):
 
 
 @router.get("/")
-def show_page() -> HTMLResponse:
+def show_page(request: Request) -> HTMLResponse:
     # Not in a frame of another page, which could trick users into clicking here.
     headers = {"Cache-Control": "no-cache", "Content-Security-Policy": "frame-ancestors 'none'"}
-    return HTMLResponse(render_page(), headers=headers)
+    page = HTMLResponse(render_page(), headers=headers)
+    # With it the page's scripts ask.
+    page.set_cookie(cookie_name(request), request.app.state.token, httponly=True, samesite="strict")
+    return page
 
 
 @router.get("/api/pipeline")
@@ -102,12 +157,14 @@ def show_node(node: ThisNode, session: InSession) -> list[dict[str, Any]]:
 
 
 @router.put("/api/nodes/{node_id}/config")
-def configure(node: ThisNode, values: dict[str, Any], session: InSession) -> JSONResponse:
+def configure(node: ThisNode, values: dict[str, Any], session: InSession, reach: Reach) -> JSONResponse:
     """Set a card and start over; each field that it does not take is answered with a line."""
     try:
-        node.card.config_schema.model_validate(node.config.model_dump() | values)
+        config = node.card.config_schema.model_validate(node.config.model_dump() | values)
     except ValidationError as error:
         lines = {".".join(map(str, wrong["loc"])): wrong["msg"] for wrong in error.errors()}
+        return JSONResponse({"fields": lines}, 422)
+    if lines := reach.refusals(config):
         return JSONResponse({"fields": lines}, 422)
     session.configure(node.id, values)
     return JSONResponse(session.state())
@@ -120,16 +177,16 @@ def show_cards(session: InSession) -> list[dict[str, Any]]:
 
 
 @router.post("/api/wiring/check")
-def check_wiring(wiring: Wiring, session: InSession) -> dict[str, Any]:
+def check_wiring(wiring: Wiring, session: InSession, reach: Reach) -> dict[str, Any]:
     """Answer with the mistakes of a wiring, or, if it has none, with its picture."""
-    pipeline, mistakes = _checked(wiring, session)
+    pipeline, mistakes = _checked(wiring, session, reach)
     return {"mistakes": mistakes, "pipeline": pipeline and pipeline_picture(pipeline)}
 
 
 @router.put("/api/wiring")
-def rewire(wiring: Wiring, session: InSession) -> JSONResponse:
+def rewire(wiring: Wiring, session: InSession, reach: Reach) -> JSONResponse:
     """Take another wiring, and start over."""
-    pipeline, mistakes = _checked(wiring, session)
+    pipeline, mistakes = _checked(wiring, session, reach)
     if pipeline is None:
         return JSONResponse({"mistakes": mistakes}, 422)
     session.rewire(lambda _: pipeline)
@@ -137,10 +194,10 @@ def rewire(wiring: Wiring, session: InSession) -> JSONResponse:
 
 
 @router.post("/api/wiring/yaml")
-def write_yaml(wiring: Wiring, session: InSession) -> dict[str, str]:
+def write_yaml(wiring: Wiring, session: InSession, reach: Reach) -> dict[str, str]:
     """Answer with the file of a wiring, which need not be right yet."""
     document = wiring.model_dump()
-    pipeline, _ = _checked(wiring, session)
+    pipeline, _ = _checked(wiring, session, reach)
     for entry in document["nodes"]:
         if pipeline:  # numbers as numbers; a form has only text
             entry["config"] = pipeline.node(entry["id"]).config.model_dump(mode="json", exclude_defaults=True)
@@ -166,11 +223,15 @@ def read_yaml(upload: Upload) -> JSONResponse:
         return JSONResponse({"detail": f"not valid YAML: {first_line(error)}"}, 422)
 
 
-def _checked(wiring: Wiring, session: Session) -> tuple[Pipeline | None, list[dict[str, str]]]:
+def _checked(wiring: Wiring, session: Session, reach: PageReach) -> tuple[Pipeline | None, list[dict[str, str]]]:
     now = session.pipeline
     # With the cards of the file that the command line names: a page cannot have another one imported.
     pipeline, mistakes = check_document(wiring.model_dump(), now.path, now.cards)
-    return pipeline, [{"node": one.node, "place": one.place, "message": one.detail} for one in mistakes]
+    for node in pipeline.nodes if pipeline else ():
+        for field, line in reach.refusals(node.config).items():
+            mistakes.append(WiringError(now.path, f"config {field}: {line}", node.id, f"config.{field}"))
+    answers = [{"node": one.node, "place": one.place, "message": one.detail} for one in mistakes]
+    return None if mistakes else pipeline, answers
 
 
 @router.post("/api/step")
@@ -205,18 +266,46 @@ async def follow(session: InSession) -> AsyncIterator[dict[str, Any]]:
             await changed.wait()
 
 
-def refuse_other_origins(request: Request) -> None:
-    """Refuse requests from other origins' pages, because requests start processes here.
+_HOST_HEADER = re.compile(rf"(?:{re.escape(HOST)}|localhost)(?::([0-9]{{1,5}}))?")
+
+
+def cookie_name(request: Request) -> str:
+    """With the port, because a browser sends a host's cookies to all of its ports."""
+    return f"cards-{_HOST_HEADER.fullmatch(request.headers['host'])[1]}"
+
+
+def refusal(request: Request, token: str) -> str | None:
+    """Why a request is refused: only the page of the user who started the server may ask, as that starts processes.
 
     The Host header names this machine unless a foreign name was made to lead here (DNS rebinding); the Origin header
-    comes with whatever a browser sends for a page.
+    comes with whatever a browser sends for a page. Neither tells this machine's users apart, so there is a token, which
+    only its owner has seen.
     """
     host = request.headers.get("host", "")
-    if host.partition(":")[0] not in (HOST, "localhost"):
-        raise HTTPException(403, f"Host {host}: only {HOST} and localhost are answered")
+    if not _HOST_HEADER.fullmatch(host):
+        return f"Host {host}: only {HOST} and localhost are answered"
     origin = request.headers.get("origin", f"http://{host}")
     if origin != f"http://{host}":
-        raise HTTPException(403, f"Origin {origin}: only this server's own page may ask")
+        return f"Origin {origin}: only this server's own page may ask"
+    shown = request.query_params.get("token") or request.cookies.get(cookie_name(request), "")
+    if not hmac.compare_digest(shown.encode(), token.encode()):
+        return "open the address that the server printed when it started, which ends in ?token=..."
+    return None
+
+
+class OwnersOnly:
+    """Refuses a request that is not of the owner's page before anything else looks at it."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not (line := refusal(Request(scope), self.token)):
+            await self.app(scope, receive, send)
+        elif scope["path"].startswith("/api/"):
+            await JSONResponse({"detail": line}, 403)(scope, receive, send)
+        else:
+            await PlainTextResponse(f"{line}\n", 403)(scope, receive, send)
 
 
 class BoundedBody:
@@ -235,11 +324,14 @@ class BoundedBody:
             await self.app(scope, receive, send)
 
 
-def create_app(session: Session) -> FastAPI:
-    app = FastAPI(dependencies=[Depends(refuse_other_origins)], docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.session = session
+def create_app(session: Session, token: str, folder: Path) -> FastAPI:
+    """The page's server for whoever knows the ``token``; the page may have files below ``folder`` read."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.session, app.state.token = session, token
+    app.state.reach = PageReach(session.pipeline, folder)
     app.include_router(router)
     app.add_middleware(BoundedBody)
+    app.add_middleware(OwnersOnly, token=token)  # the last one added is the first one asked
 
     @app.exception_handler(Refused)
     @app.exception_handler(UserError)
@@ -252,8 +344,8 @@ def create_app(session: Session) -> FastAPI:
 class _Server(uvicorn.Server):
     """Ends the event streams on shutdown instead of waiting for them."""
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(uvicorn.Config(create_app(session), log_level="warning"))
+    def __init__(self, session: Session, token: str) -> None:
+        super().__init__(uvicorn.Config(create_app(session, token, Path.cwd()), log_level="warning"))
         self.session = session
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -269,5 +361,7 @@ def serve_page(pipeline: Pipeline, folder: Path, port: int, cluster: str | None 
         reason = os.strerror(error.errno) if isinstance(error, OSError) else "a port is 0 to 65535"
         raise UserError(f"--port {port}: cannot listen there ({reason}); choose another", code="port-in-use") from error
     with listener, Session(pipeline, folder, cluster) as session:
-        print(f"The cards of {pipeline.path}: http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
-        _Server(session).run(sockets=[listener])
+        token = secrets.token_urlsafe()
+        address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
+        print(f"The cards of {pipeline.path}: {address} (Ctrl-C ends it)", flush=True)
+        _Server(session, token).run(sockets=[listener])

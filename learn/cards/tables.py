@@ -83,13 +83,17 @@ def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_
     return Table(source, [name.strip() for name in header], rows)
 
 
+def is_address(source: str) -> bool:
+    """Whether it is an address and not a path."""
+    return source.startswith(("http://", "https://", "file://"))
+
+
 def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
     reading: Future[bytes] = Future()
 
     def read() -> None:
         try:
-            is_address = source.startswith(("http://", "https://", "file://"))
-            with urlopen(source, timeout=seconds) if is_address else Path(source).open("rb") as file:
+            with urlopen(source, timeout=seconds) if is_address(source) else Path(source).open("rb") as file:
                 reading.set_result(file.read(max_bytes + 1))
         except Exception as error:
             reading.set_exception(error)

@@ -32,10 +32,10 @@ class Page {
     byId("workers").addEventListener("change", () => this.nameReset());
     // One after the other: a new run's wiring is asked for before its states are shown.
     const onState = (state) => (this.queue = this.queue.then(() => this.show(state)).catch((error) => this.complain(error)));
-    this.source.follow(onState, () => {
+    this.source.follow(onState, (error) => {
       this.run = null; // when it answers again, it may be another server
       this.enable([]);
-      this.complain(new Error("the server does not answer"));
+      this.complain(error);
     });
   }
 

@@ -20,6 +20,7 @@ from learn.cards.serve import create_app
 from learn.cards.session import Session
 
 WAIT_SECONDS = 120
+TOKEN = "the-token"
 
 
 def small_pipeline(folder: Path, workers: int = 2, batch_size: int = 120, epochs: int = 1, **strategy: Any) -> Pipeline:
@@ -82,16 +83,17 @@ def with_own_card(folder: Path, pipeline: Pipeline, code: str = OWN_CARD, **conf
 
 @contextmanager
 def served(folder: Path, pipeline: Pipeline | None = None, **options: Any) -> Iterator[tuple[Session, httpx.Client]]:
-    """A server of a session of a pipeline, a small one when not given, and a client of it."""
+    """A server of a session of a pipeline, a small one when not given, and a client that has opened its page."""
     with (
         Session(pipeline or small_pipeline(folder, **options), folder / "runs") as session,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
-        server = uvicorn.Server(uvicorn.Config(create_app(session), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(create_app(session, TOKEN, folder), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=60) as client:
+                client.get("/", params={"token": TOKEN}).raise_for_status()
                 yield session, client
         finally:
             server.should_exit = True

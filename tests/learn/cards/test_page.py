@@ -17,7 +17,7 @@ from learn.cards.pipeline import read_pipeline
 from learn.cards.report import write_report
 from learn.cards.session import Session
 from tests.inference.demo_browser import chromium, contrasts, until, visits
-from tests.learn.cards.small_runs import served, small_pipeline, with_own_card
+from tests.learn.cards.small_runs import TOKEN, served, small_pipeline, with_own_card
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -43,7 +43,7 @@ def open_cards(browser: Browser, tmp_path: Path) -> Iterator[OpenCards]:
 
         def open_(options: dict[str, Any] | None = None, **run: Any) -> tuple[Page, Session]:
             session, client = stack.enter_context(served(tmp_path, **run))
-            open_page = stack.enter_context(visits(browser, str(client.base_url), READY))
+            open_page = stack.enter_context(visits(browser, f"{client.base_url}/?token={TOKEN}", READY))
             return open_page(refusals=True, **(options or {})), session
 
         yield open_
@@ -115,6 +115,22 @@ def test_a_wrong_value_is_said_beside_its_field(open_cards: OpenCards) -> None:
     page.click("#apply")
     until(page, "document.getElementById('field-batch_size').defaultValue === '24'")
     assert (session.number, session.pipeline.node("prepare").config.batch_size) == (2, 24)
+
+
+def test_a_page_without_its_token_says_to_open_the_printed_address(open_cards: OpenCards) -> None:
+    page, session = open_cards()
+    page.reload()
+    page.wait_for_selector(READY)
+    page.goto(page.url.partition("?")[0])  # the cookie is enough
+    page.wait_for_selector(READY)
+    assert page.evaluate("document.cookie") == ""
+    page.context.clear_cookies()
+    page.click("#step")
+    until(page, "document.getElementById('status').textContent.startsWith('open the address that')")
+    page.goto(page.url, wait_until="commit")
+
+    assert page.inner_text("body").startswith("open the address that")
+    assert session.runner.next_node.id == "load"
 
 
 def test_another_number_of_workers_starts_over_with_as_many(open_cards: OpenCards) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.learn.cards.small_runs import is_idle, served, state_when, step, step_to
+from tests.learn.cards.small_runs import TOKEN, is_idle, served, small_pipeline, state_when, step, step_to
 
 CARDS = [sys.executable, "-m", "learn.cards"]
 
@@ -99,14 +99,14 @@ def test_what_cannot_be_done_while_a_card_runs_is_refused(client: httpx.Client, 
     assert state_when(client, is_idle)["cards"]["load"]["state"] == "done"
 
 
-def test_a_card_that_fails_says_why_and_only_a_reset_goes_on(client: httpx.Client) -> None:
-    client.put("/api/nodes/load/config", json={"source_url": "nowhere.csv"}).raise_for_status()
+def test_a_card_that_fails_says_why_and_only_a_reset_goes_on(client: httpx.Client, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.csv"
+    client.put("/api/nodes/load/config", json={"source_url": str(missing)}).raise_for_status()
     state = step(client)
 
     assert state["cards"]["load"]["state"] == "failed"
     assert (
-        state["failure"]
-        == "source_url nowhere.csv: cannot be read ([Errno 2] No such file or directory: 'nowhere.csv')"
+        state["failure"] == f"source_url {missing}: cannot be read ([Errno 2] No such file or directory: '{missing}')"
     )
     answer = client.post("/api/step")
     assert (answer.status_code, answer.json()["detail"]) == (409, "a card has failed; reset to start over")
@@ -119,13 +119,114 @@ def test_a_card_that_fails_says_why_and_only_a_reset_goes_on(client: httpx.Clien
         ({}, 200),
         ({"Host": "localhost:8420", "Origin": "http://localhost:8420"}, 200),
         ({"Host": "evil.example:8420"}, 403),
+        ({"Host": "localhost:8420; x=1"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
     ],
 )
 def test_only_the_servers_own_page_may_ask(client: httpx.Client, headers: dict[str, str], status: int) -> None:
-    assert client.post("/api/reset", json={}, headers=headers).status_code == status
-    assert client.get("/", headers=headers).status_code == status
+    query = {"token": TOKEN}
+    assert client.post("/api/reset", params=query, json={}, headers=headers).status_code == status
+    assert client.get("/", params=query, headers=headers).status_code == status
+
+
+REQUESTS = [
+    *(
+        ("GET", path)
+        for path in ("/", "/api/pipeline", "/api/nodes/load", "/api/cards", "/api/events", "/no/such/page")
+    ),
+    *(("POST", f"/api/{name}") for name in ("step", "run", "reset", "wiring/check", "wiring/yaml", "wiring/load")),
+    *(("PUT", path) for path in ("/api/wiring", "/api/nodes/load/config")),
+    *(("HEAD", "/"), ("OPTIONS", "/api/step")),
+]
+
+
+@pytest.mark.parametrize("presented", ["nothing", "a wrong token", "a wrong cookie", "another port's cookie"])
+def test_every_request_without_the_token_is_refused_with_a_line(client: httpx.Client, presented: str) -> None:
+    [(name, _)] = client.cookies.items()
+    cookies = {"a wrong cookie": {name: "wrong"}, "another port's cookie": {f"{name}0": TOKEN}}.get(presented, {})
+    query = {"token": f"{TOKEN}\u00e9"} if presented == "a wrong token" else {}
+    with httpx.Client(base_url=client.base_url, cookies=cookies, params=query) as stranger:
+        answers = [stranger.request(method, path, content=b"{") for method, path in REQUESTS]
+
+    assert {answer.status_code for answer in answers} == {403}
+    line = "open the address that the server printed when it started, which ends in ?token=..."
+    assert (answers[0].text, answers[1].json()) == (f"{line}\n", {"detail": line})
+    assert not any("set-cookie" in answer.headers for answer in answers)
+    assert client.get("/api/pipeline").json()["state"]["run"] == 1
+
+
+def test_the_cookie_of_the_page_is_of_its_port_and_no_script_or_other_site_has_it(client: httpx.Client) -> None:
+    cookie = client.get("/").headers["set-cookie"]
+
+    assert cookie.startswith(f"cards-{client.base_url.port}={TOKEN};")
+    assert {"HttpOnly", "SameSite=strict"} <= set(cookie.split("; "))
+
+
+def sources_outside(folder: Path) -> list[str]:
+    """Names of a file that is outside a folder."""
+    (folder.parent / f"{folder.name}-private.csv").write_text("size,kind\n1,secret\n2,b\n")
+    private = folder.parent / f"{folder.name}-private.csv"
+    (folder / "link.csv").symlink_to(private)
+    (folder / "up").symlink_to(folder.parent)
+    inside = [folder / "link.csv", folder / "up" / private.name, folder / ".." / private.name]
+    addresses = [private.as_uri(), (folder / "rows.csv").as_uri(), "http://127.0.0.1:1/x", "https://127.0.0.1:1/x"]
+    return [str(private), *map(str, inside), *addresses, "/dev/stdin", "../x.csv", "a\0b"]
+
+
+def test_the_page_reads_no_file_outside_the_servers_folder_and_no_address(
+    client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    says = f"the page may read only iris and files below {tmp_path}"
+    for source in sources_outside(tmp_path):
+        nodes = wiring_of(client)
+        nodes[0]["config"]["source_url"] = source
+        field = client.put("/api/nodes/load/config", json={"source_url": source})
+        wiring = client.put("/api/wiring", json={"nodes": nodes})
+        [mistake] = client.post("/api/wiring/check", json={"nodes": nodes}).json()["mistakes"]
+
+        assert (field.status_code, wiring.status_code) == (422, 422), source
+        assert says in field.json()["fields"]["source_url"]
+        assert wiring.json()["mistakes"] == [mistake]
+        assert (mistake["node"], mistake["place"]) == ("load", "config.source_url")
+        assert says in mistake["message"]
+    assert client.get("/api/pipeline").json()["state"]["run"] == 1
+
+
+@pytest.mark.parametrize("source", ["iris", "mine.csv", "sub/mine.csv", "sub/../mine.csv", "inner.csv"])
+def test_the_page_reads_iris_and_files_below_the_servers_folder(
+    client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("mine.csv", "sub/mine.csv"):
+        (tmp_path / name).write_text("size,species\n1,a\n2,b\n")
+    (tmp_path / "inner.csv").symlink_to("sub/mine.csv")
+    client.put("/api/nodes/load/config", json={"source_url": source, "target_column": "species"}).raise_for_status()
+
+    assert step(client)["cards"]["load"]["state"] == "done"
+
+
+def test_what_the_pipelines_file_names_stays_usable_on_the_page(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    pipeline = small_pipeline(tmp_path).configured("group", init_method="tcp://127.0.0.1:29555")
+    with served(folder, pipeline=pipeline) as (_, client):
+        source = wiring_of(client)[0]["config"]["source_url"]
+        for value in ("iris", source):  # away from it, and back
+            client.put("/api/nodes/load/config", json={"source_url": value}).raise_for_status()
+        client.put("/api/wiring", json={"nodes": wiring_of(client)}).raise_for_status()
+        client.put("/api/nodes/prepare/config", json={"batch_size": 30}).raise_for_status()
+
+        assert step(client)["cards"]["load"]["state"] == "done"
+
+
+def test_the_page_cannot_have_the_ranks_call_another_machine(client: httpx.Client) -> None:
+    answer = client.put("/api/nodes/group/config", json={"init_method": "tcp://192.0.2.1:80"})
+
+    assert answer.status_code == 422
+    assert "only env://" in answer.json()["fields"]["init_method"]
 
 
 @pytest.mark.slow
@@ -172,9 +273,10 @@ def test_events_tell_every_loss_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_serve_says_where_and_ends_with_ctrl_c(start: Callable[..., Any], tmp_path: Path) -> None:
     run = start([*CARDS, "serve", "--port", "0", "--output", tmp_path], wait=False)
-    run.wait_until(lambda: "http://127.0.0.1:" in run.out)
+    run.wait_until(lambda: "Ctrl-C" in run.out)
     address = run.out.split("http://")[1].split()[0]
-    with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
+    address, _, token = address.partition("/?token=")
+    with httpx.Client(base_url=f"http://{address}", params={"token": token}, timeout=60) as client:
         step_to(client, "forward")
         with client.stream("GET", "/api/events") as events:
             next(events.iter_lines())
