@@ -32,7 +32,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev demo serve demo-elastic test test-all test-locked gpu-check lint format docs bench bench-serving image image-torch lock base sbom clean
+.PHONY: help demo-begin install install-dev install-locked demo serve demo-elastic test test-all test-locked gpu-check lint format docs bench bench-serving image image-torch lock base sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -61,6 +61,15 @@ $(INSTALLED_DEV): $(INSTALLED)
 	@echo "Install: what only the tests need, about 120 packages"
 	$(call install,.[dev])
 	@touch $@
+
+# Each file is checked before any of its code runs. On Linux on x86-64, as the locks of PyTorch.
+install-locked: ## Install what the locks name, as a release does, into a new .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --require-hashes --no-deps --only-binary :all: --requirement deployment/requirements-uv.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps $(TORCH_CPU) \
+		--requirement deployment/requirements-torch-cpu.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps --requirement deployment/requirements-torch.txt
+	$(BIN)/python deployment/compile_kernels.py
 
 demo-begin:
 	@echo "Installs into .venv if need be, then trains, evaluates, exports and serves a small news classifier on this machine's CPU."
@@ -121,7 +130,7 @@ format: $(INSTALLED_DEV) ## Put the code into its format
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED) ## Build the documentation as a site, in site/, with a run of the cards that is recorded now
-	$(call install,.[docs$(comma)teach])
+	$(call install,.[docs])
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
@@ -152,6 +161,7 @@ lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/re
 	$(LOCK) build/lock/torch.in --constraints build/lock/all.txt $(FOR_X86) --output-file deployment/requirements-torch-cuda.txt
 	$(LOCK) build/lock/torch.in --constraints build/lock/all.txt $(FOR_X86) $(TORCH_CPU) \
 		--output-file deployment/requirements-torch-cpu.txt
+	echo "uv>=0.10" | $(LOCK) - --universal --output-file deployment/requirements-uv.txt
 	set -e; for extra in $(EXTRAS); do $(LOCK) build/lock/$$extra.in --constraints build/lock/all.txt --universal \
 		--output-file deployment/requirements-with-$$extra.txt; done
 

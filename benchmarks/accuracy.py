@@ -74,7 +74,7 @@ def main() -> None:
             raise UserError(message, code="benchmark-input")
     entries = [fit_baseline(data, options), *entries]
     facts = harness.measurement_facts(MODULE, (*harness.PACKAGES, "scikit-learn"))
-    facts |= {"Data": f"{Path(data.name).name}; {len(data.test):,} test rows"}
+    facts |= {"Data": harness.rows_of(Path(data.name).name, len(data.train), len(data.test))}
     facts |= {f"Encoder {name}": f"`{command}`" for name, command in (entry.encoder for entry in entries) if command}
     facts |= {f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command}
     text = harness.introduction(MODULE, "Accuracy", INTRODUCTION)

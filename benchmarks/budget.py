@@ -17,6 +17,7 @@ from benchmarks import harness
 from benchmarks.training_run import train_as_a_user
 from common.hardware import usable_cpus
 from training.config import TrainConfig
+from training.data.dataset import load_news
 
 MODULE = "benchmarks.budget"
 # What a budget chooses, and config.yaml says.
@@ -38,6 +39,8 @@ def main() -> None:
         for flags in ("", *variants):
             cases[f"{model} ; {budget} ; {flags}"] = ("--model", model, "--budget", budget, *flags.split())
     run: dict[str, Any] = {"facts": harness.measurement_facts(MODULE), "name": Path(options.dataset).name, "rounds": []}
+    data = load_news(options.dataset)
+    run["facts"]["Data"] = harness.rows_of(run["name"], len(data.train), len(data.test))
     with tempfile.TemporaryDirectory(prefix="budget-") as name:
         # Tokens are prepared beforehand, as on every run but the first of somebody's data.
         for model in {flags[1] for flags in cases.values()}:

@@ -58,6 +58,7 @@ def main() -> None:
         "bytes": {},
         "rows_per_second": {},
     }
+    run["facts"]["Data"] = harness.rows_of(run["name"], len(data.train), len(data.test))
     teacher = str(options.teacher)
     students = {
         "three of its blocks, distilled": ("--model", teacher, *THREE_BLOCKS, "--distill", teacher),

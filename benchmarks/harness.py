@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NONE = "–"  # a cell without a figure
 PACKAGES = ("torch", "transformers")
+AG_NEWS_ROWS = 120_000  # for training
 Case = TypeVar("Case")
 Result = TypeVar("Result")
 
@@ -147,6 +148,12 @@ def measurement_facts(module: str, packages: Sequence[str] = PACKAGES) -> dict[s
         "Machine": f"{cpu}; {' + '.join(gpus) or 'no GPU'}",
         "Versions": ", ".join(versions),
     }
+
+
+def rows_of(name: str, num_training: int, num_test: int) -> str:
+    """The fact that says how many rows there were; not every copy of AG News has all of its training rows."""
+    part = f" of {AG_NEWS_ROWS:,}" if name == "ag_news" and num_training < AG_NEWS_ROWS else ""
+    return f"{name}; {num_training:,}{part} training rows, {num_test:,} test rows"
 
 
 def fact_list(facts: Mapping[str, str]) -> str:

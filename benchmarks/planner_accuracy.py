@@ -71,7 +71,7 @@ def measure() -> dict[str, Any]:
 def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
     # A single process has no process group, and DDP no buckets.
     ranks = layout.ranks
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = ["training/launch.py", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "benchmarks.real_step", what]
     command.append(json.dumps({"shape": asdict(shape), "layout": asdict(layout)}))
     try:

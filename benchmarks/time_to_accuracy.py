@@ -41,7 +41,9 @@ with a model on, `ours` finds the tokens of the rows in its cache, which spares 
 def main() -> None:
     options = _parse()
     run: dict[str, Any] = {"facts": harness.measurement_facts(MODULE, PACKAGES), "rounds": []}
-    run |= {"name": Path(options.dataset).name, "tests": len(load_news(options.dataset).test)}
+    data = load_news(options.dataset)
+    run |= {"name": Path(options.dataset).name, "tests": len(data.test)}
+    run["facts"]["Data"] = harness.rows_of(run["name"], len(data.train), len(data.test))
     cases: dict[str, Sequence[str]] = {f"linear, {rows} rows": ("linear", rows) for rows in options.linear}
     for budget in options.budgets:
         model, _, time_ = budget.rpartition(":")

@@ -44,7 +44,7 @@ number of tokens in blocks of {MAX_LENGTH}. The head over {VOCABULARY:,} tokens 
 INTRODUCTION = f"""
 The rounds are in the JSON file next to this page. Every variant trains on the same rows from the same random weights of
 the same DistilBERT (dropout 0.1), with a global batch of {GLOBAL_BATCH}, in fp32 unless its name says bf16, with fused
-AdamW, a peak learning rate of 2e-5 and gradients clipped to a norm of 1. Texts are tokenised before the clock starts
+AdamW, a peak learning rate of 2e-5 and gradients clipped to a norm of 1. Texts are tokenized before the clock starts
 and cut at {MAX_LENGTH} tokens. A round times one whole epoch of every variant, from before its first batch is assembled
 to the end of its last step, after a few steps on other rows with a throwaway copy of the model; nothing is evaluated,
 logged to files or saved. Each process has its own cores.
@@ -57,7 +57,7 @@ logged to files or saved. Each process has its own cores.
   computed, with padding and without what ours leaves out. In brackets is the share of this machine's matrix rate in
   that precision, which is the best `torch.mm` of 2048 × 2048 matrices, in all processes at once, measured in the same
   run. If the nominal share is above the other one, this is because work is saved, not because the machine is faster.
-  Embeddings, head, normalisation, dropout and the optimizer count as no work, but take time.
+  Embeddings, head, normalization, dropout and the optimizer count as no work, but take time.
 - `transformers.Trainer` runs at its defaults except for what is named here; its progress bar and log are off, and
   `average_tokens_across_devices=False` is set, because otherwise it multiplies a classifier's gradients by the number
   of ranks.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -126,6 +128,14 @@ def rank0_only_output() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error message; the error's type if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """At most two known names that ``name`` abbreviates or misspells. Any that differ more would mislead."""
+    name, known = name.lower(), list(known)
+    longer = [one for one in known if re.match(rf"{re.escape(name)}[^a-z0-9]", one)]
+    swapped = [one for one in known if sorted(one) == sorted(name)]  # two letters, which weighs much in a short name
+    return (longer or swapped or difflib.get_close_matches(name, known, cutoff=0.81))[:2]
 
 
 class HelpFormatter(argparse.HelpFormatter):

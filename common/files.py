@@ -19,6 +19,7 @@ from common.errors import UserError
 
 # From linux/fcntl.h and linux/fs.h; Python has no function for it.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 def nearest_folder(path: Path) -> Path:
@@ -109,6 +110,12 @@ def move_aside(folder: Path) -> Path:
         number += 1
     folder.rename(target)
     return target
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git has left a few lines of text in place of a large file."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def sha256_of(path: Path) -> str:

@@ -25,7 +25,7 @@ from common.problem_types import (
     THRESHOLDS_KEY,
     ProblemType,
 )
-from common.text import CLEANINGS, PAIR_KEY, TextTokenizer
+from common.text import CLEANINGS, PAIR_KEY, TextTokenizer, vocabulary_misfit
 from common.tokenizer_files import OPTIONAL_FILES, SETTINGS_FILE, TOKENIZER_FILE, combined
 from common.windows import Windows
 
@@ -135,9 +135,7 @@ class SavedModel:
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         highest = tokenizer.highest_id
-        vocab_size = self.config.get("vocab_size", highest + 1)
-        if highest >= vocab_size:  # a vocabulary may have holes, so it is not the number of tokens that counts
-            what = f"the tokenizer has token ids up to {highest}, the model only up to {vocab_size - 1}"
+        if what := vocabulary_misfit(highest, self.config.get("vocab_size", highest + 1)):
             raise ModelLoadError(self.path, what, "use the tokenizer and the model of the same training run")
         return tokenizer
 
@@ -349,6 +347,12 @@ def _checked(saved: SavedModel) -> SavedModel:
     if twice is not None:
         what = f"two classes are named {twice!r}"
         raise ModelLoadError(saved.path, what, "give each class its own name in id2label of config.json")
+    half = next(
+        (label for label in saved.labels if any("\ud800" <= character <= "\udfff" for character in label)), None
+    )
+    if half is not None:
+        what = f"the label {half!r} contains half of a surrogate pair, which no file and no answer can carry"
+        raise ModelLoadError(saved.path, what, "correct id2label in config.json")
     if saved.cleaning not in CLEANINGS:
         what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
         raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
@@ -486,6 +490,10 @@ def read_manifest(folder: Path) -> Manifest:
         values[field.name] = content.get(field.name)
         if not isinstance(values[field.name], kind):
             raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", EXPORT_AGAIN)
+    digest = values["source"].get("weights_sha256")
+    # It becomes a part of tags and Dockerfiles, and a model's author may have written anything here.
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ModelLoadError(path, f"source.weights_sha256 must be 64 hex digits, got {digest!r:.80}", EXPORT_AGAIN)
     return Manifest(**values)
 
 

@@ -6,10 +6,14 @@ Training and serving must agree on both, so both take them from here. The names 
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import math
 import re
+import tokenize
 from collections.abc import Collection
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,9 +27,14 @@ Label = str | tuple[str, ...] | float
 THRESHOLDS_KEY = "label_thresholds"
 DEFAULT_THRESHOLD = 0.5
 _MOST_NAMED = 10
+# Training computes in fp32, and squares of the largest numbers still have to fit.
+_LARGEST_NUMBER = 1e18
 
 
 class UnusableRow(ValueError): ...
+
+
+class UnknownLabel(UnusableRow): ...
 
 
 class ProblemType:
@@ -55,13 +64,9 @@ class SingleLabel(ProblemType):
     name = "single_label_classification"
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> str:
-        if cell == "":
-            raise UnusableRow("the label is empty")
-        if isinstance(cell, bool | float) or not isinstance(cell, str | int) or not str(cell).strip():
-            raise UnusableRow(f"label {cell!r} must be a name or a whole number")
-        if isinstance(cell, int) and cell < 0:
-            raise UnusableRow(f"label {cell} is out of range (unlabelled rows cannot be trained on)")
-        return _one_of(known, str(cell).strip())
+        if isinstance(cell, str) and cell.strip() in known:
+            return cell.strip()
+        return _one_of(known, label_name(cell))
 
     def answers(self, scores: NDArray[np.float32]) -> NDArray[np.float64]:
         import numpy as np  # not at the top: whoever only reads flags need not wait for it
@@ -78,13 +83,16 @@ class MultiLabel(ProblemType):
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> tuple[str, ...]:
         """A list of names, or text with the names separated by commas, semicolons or vertical bars."""
-        if isinstance(cell, str) and cell.lstrip().startswith("["):
+        if isinstance(cell, str) and _IS_LIST.match(cell):
             try:
-                cell = json.loads(cell)
-            except json.JSONDecodeError as error:
-                raise UnusableRow(f"labels {cell!r}: not a valid JSON list") from error
+                cell = _python_list(cell)
+            except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+                raise UnusableRow(f"labels {cell!r}: not a valid list, such as ['a', 'b']") from error
         elif isinstance(cell, str):
             cell = [name for name in re.split(r"[,;|]", cell) if name.strip()]
+            # A list in a spelling that is not read here, or a name that has a separator in it.
+            if torn := next((n for n in cell if any(n.count(a) != n.count(b) for a, b in ("()", "[]", "{}"))), ""):
+                raise UnusableRow(f"label {torn.strip()!r} has a bracket without its partner; write a list of names")
         if not isinstance(cell, list | tuple):
             raise UnusableRow(f"labels {cell!r} must be a list of names, or names separated by , ; or |")
         single = SingleLabel()
@@ -109,6 +117,8 @@ class Regression(ProblemType):
             number = math.nan
         if not math.isfinite(number):
             raise UnusableRow(f"label {cell!r} must be a number")
+        if abs(number) > _LARGEST_NUMBER:
+            raise UnusableRow(f"label {cell!r} is out of range: must be between -1e18 and 1e18")
         return number
 
     def answers(self, scores: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -128,7 +138,64 @@ SINGLE_LABEL, MULTI_LABEL, REGRESSION, PLAIN_TEXT = SingleLabel(), MultiLabel(),
 PROBLEM_TYPES = {kind.name: kind for kind in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)}
 
 
+_IS_LIST = re.compile(r"""\s*(frozenset\(|set\()?(\[|[({]\s*['"\d)}-]|(?<=set\()\)\s*$)""")
+
+
+def label_name(cell: Any) -> str:
+    """The one rule for what a cell with a label means, in every format.
+
+    A name is what stands there without the space around it. Numbers without a fraction are written as whole numbers,
+    so 1 and 1.0 are one label, as are the spellings of true and false. A format that has numbers and booleans of its
+    own, such as JSON and Parquet, thus means the same as CSV, which only has text.
+
+    Raises:
+        UnusableRow: it is no label.
+    """
+    if isinstance(cell, Decimal):
+        cell = int(cell) if cell.is_finite() and cell == cell.to_integral_value() else float(cell)
+    if isinstance(cell, float) and math.isfinite(cell):
+        cell = str(int(cell) if cell.is_integer() and abs(cell) < 2**53 else cell)
+    if isinstance(cell, bool | int):
+        cell = str(cell)
+    if not isinstance(cell, str):
+        missing = "; a row without a label cannot be used" if cell is None or isinstance(cell, float) else ""
+        raise UnusableRow(f"label {cell!r} must be a name or a number{missing}")
+    name = cell.strip()
+    if not name:
+        raise UnusableRow("the label is empty")
+    if name.lower() in ("true", "false"):
+        return name.capitalize()
+    if re.fullmatch(r"[+-]?[0-9]+\.0*", name):
+        name = name.partition(".")[0]
+        return "0" if name == "-0" else name
+    return name
+
+
+def printable(name: str) -> str:
+    """A label for a line of text: line breaks and characters that cannot be seen are written as escapes."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
+
+
+def _python_list(text: str) -> list[Any] | tuple[Any, ...]:
+    """A list as JSON has it, or a list, tuple, set or NumPy array as Python prints them."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        parts, last = [], tokenize.ENCODING
+        for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline):
+            # NumPy puts no commas between the items, and Python would join two texts that follow each other.
+            if token.type == last == tokenize.STRING or token.type == last == tokenize.NUMBER:
+                parts.append(",")
+            if token.string.strip():
+                parts.append(token.string)
+                last = token.type
+        # Python prints a set that is empty or frozen with its name.
+        items = re.sub(r"^(?:frozen)?set(\(.*\))$", r"\1", "".join(parts))
+        found = ast.literal_eval(items)
+        return sorted(found, key=str) if isinstance(found, set) else found
+
+
 def _one_of(known: Collection[str], name: str) -> str:
     if known and name not in known:
-        raise UnusableRow(f"label {name!r} is not one of the training labels {', '.join(list(known)[:_MOST_NAMED])}")
+        raise UnknownLabel(f"label {name!r} is not one of the training labels {', '.join(list(known)[:_MOST_NAMED])}")
     return name

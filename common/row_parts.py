@@ -8,8 +8,10 @@ wherever it was resumed, it has the same rows.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -27,8 +29,6 @@ from common.rows import (
     find_layout,
     joined,
     parse_json,
-    quotes_are_text,
-    separators,
     utf8_bytes,
 )
 from common.text import Text
@@ -102,9 +102,20 @@ def open_parts(
     return readers.get(suffix, JsonLinesParts)(name, file, Columns(text_column, "", pair_column), part_rows)
 
 
-def _no_column(name: str, columns: Columns, found: Sequence[str]) -> NoReturn:
+def _no_column(name: str, columns: Columns, error: ValueError) -> NoReturn:
     flags = "--text_column and --pair_column" if columns.pair else "--text_column"
-    raise UserError(f"{name}: {columns.missing(found)}; name yours with {flags}", code="data-columns")
+    remedy = "" if "rename" in str(error) else f"; name yours with {flags}"
+    raise UserError(f"{name}: {error}{remedy}", code="data-columns") from error
+
+
+def refuse_repeats(where: str, names: Sequence[str]) -> None:
+    """Each row would lose what one of two columns of one name holds.
+
+    Raises:
+        UserError: two columns have one name.
+    """
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise UserError(f"{where}: two columns are called {twice}; rename one", code="data-columns")
 
 
 class _Collecting(Reading):
@@ -128,7 +139,8 @@ class _TextParts(PartReader):
         self._name, self._file, self._wanted, self._part_rows = name, file, wanted, part_rows
         file.seek(0)
         head = file.read(4096)
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        is_utf32 = head.startswith(codecs.BOM_UTF32_LE)  # which begins like UTF-16
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not is_utf32:
             raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
         try:
             head = utf8_bytes(head)
@@ -188,63 +200,52 @@ class CsvParts(_TextParts):
     """CSV and TSV with a header, or in AG News' layout without one."""
 
     _layout: Layout
-    _separators = separators(".csv")
+    _suffix = ".csv"
 
     def _find_columns(self) -> None:
-        lines, self._header_lines, line = Lines(self._name, self._file, Place()), 0, ""
+        lines = Lines(self._name, self._file, Place())
         try:
-            while not line.strip():
-                line = lines[self._header_lines]
-                self._header_lines += 1
-        except IndexError:
-            raise UserError(f"{self._name}: holds no rows", code="data-empty") from None
-        try:
-            self._layout = find_layout(line, self._wanted, self._separators)
-        except ValueError:
-            self._layout = self._without_text_column(line)
-        is_tsv, first = self._layout.separator == "\t", self._header_lines - 1
-        self._quotes = not is_tsv or not quotes_are_text(lines, first, has_header=bool(self._layout.places))
-        if self._layout.places:
-            header = next(csv.reader([line], delimiter=self._layout.separator))
-            self.columns = [name.strip() or f"column_{i + 1}" for i, name in enumerate(header)]
-            if len(set(self.columns)) < len(self.columns):
-                twice = next(name for name in self.columns if self.columns.count(name) > 1)
-                raise UserError(
-                    f"{self._name} line {self._header_lines}: two columns are called {twice}; rename one",
-                    code="data-columns",
-                )
+            layout = find_layout(lines, self._wanted, self._suffix)
+        except ValueError as error:
+            layout = self._without_text_column(error)
+        if layout is None:
+            raise UserError(f"{self._name}: holds no rows", code="data-empty")
+        self._layout = layout
+        if layout.places:
+            self.columns = [name or f"column_{i + 1}" for i, name in enumerate(layout.header)]
+            refuse_repeats(f"{self._name} line {layout.first + 1}", self.columns)
         else:
-            self._header_lines = 0
-            width = len(next(csv.reader([line], delimiter=self._layout.separator)))
+            width = len(next(csv.reader([lines[layout.first]], delimiter=layout.separator)))
             self.columns = [*AG_NEWS_COLUMNS, *(f"column_{i + 1}" for i in range(3, width))][:width]
 
-    def _without_text_column(self, line: str) -> Layout:
-        """The layout of AG News, if this is one of its rows."""
-        try:
-            check_utf8(line)
-            layout = find_layout(line, Columns(), self._separators)
-            if self._wanted == Columns(label="") and not layout.places:
+    def _without_text_column(self, error: ValueError) -> Layout | None:
+        """The layout of AG News, if this file has it."""
+        if "UTF-8" in str(error):
+            raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
+        with contextlib.suppress(ValueError):
+            layout = find_layout(Lines(self._name, self._file, Place()), Columns(), self._suffix)
+            if self._wanted == Columns(label="") and layout and not layout.places:
                 return layout
-        except ValueError as error:
-            if "UTF-8" in str(error):
-                raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
-        rows = (next(csv.reader([line], delimiter=separator), []) for separator in self._separators)
-        _no_column(f"{self._name} line {self._header_lines}", self._wanted, max(rows, key=len))
+        lines = Lines(self._name, self._file, Place())
+        first = next(i for i, line in enumerate(lines) if line.strip())
+        _no_column(f"{self._name} line {first + 1}", self._wanted, error)
 
     def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
-        skipped = max(start, self._header_lines)
-        collecting = _Collecting(self._wanted, part)
-        width, places = len(self.columns), self._layout.places
+        collecting, layout = _Collecting(self._wanted, part), self._layout
+        width, places = len(self.columns), layout.places
         # A rejected line adds its row to the part on its own, before the next record is yielded.
-        records = csv_records(self._name, lines, skipped, self._layout.separator, collecting, quotes=self._quotes)
+        records = csv_records(self._name, lines, layout, collecting, start)
         for line, fields in records:
             if fields:
                 problem, line_text = "", "".join(fields)
                 if not line_text.isascii() and not _is_utf8(line_text):
                     problem = 'not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")'
                     fields = [part.encode(errors="surrogateescape").decode(errors="replace") for part in fields]
-                if places and len(fields) != width:
-                    problem = problem or f"{len(fields)} fields, but the header has {width}"
+                if places:
+                    try:
+                        layout.cells(fields)
+                    except UnusableRow as error:
+                        problem = problem or str(error)
                 padded = [*fields[:width], *[""] * (width - len(fields))]
                 texts = [" ".join(field for field in fields[1:] if field)]
                 if places:
@@ -256,7 +257,7 @@ class CsvParts(_TextParts):
 class TsvParts(CsvParts):
     """The same, where a single column is not split at commas."""
 
-    _separators = separators(".tsv")
+    _suffix = ".tsv"
 
 
 def _is_utf8(text: str) -> bool:
@@ -280,8 +281,8 @@ class JsonLinesParts(_TextParts):
         assert isinstance(first.rows, list)
         self.first_rows = [row for row in first.rows if row]
         self.columns = list(dict.fromkeys(name for row in self.first_rows for name in row))
-        if self.columns and self._wanted.missing(self.columns):
-            _no_column(self._name, self._wanted, self.columns)
+        if self.columns and (missing := self._wanted.missing(self.columns)):
+            _no_column(self._name, self._wanted, ValueError(missing))
         if not self.columns and first.problems:
             raise UserError(first.problems[min(first.problems)], code="data-unreadable")
 
@@ -303,10 +304,12 @@ class JsonLinesParts(_TextParts):
     def _look_for_columns(self, names: list[str]) -> str:
         """Find the keys of a row's texts; returns what is missing. Most rows have the names of the one before."""
         if names != self._names:
-            if missing := self._wanted.missing(names):
-                return missing
+            try:
+                places = self._wanted.among(names)
+            except ValueError as error:
+                return str(error)
             self._names = names
-            self._keys = [[names[i] for i in text] for text in self._wanted.among(names)]
+            self._keys = [[names[i] for i in text] for text in places]
         return ""
 
 
@@ -317,7 +320,15 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
         return {}, str(error)
     if not isinstance(row, dict):
         return {}, "must be an object"
+    if _has_non_finite_number(row):
+        return {}, "has a number that JSON cannot hold (NaN, Infinity or above 1.8e308); write null, or quote it"
     return row, ""
+
+
+def _has_non_finite_number(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_non_finite_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class ParquetParts(PartReader):
@@ -341,9 +352,11 @@ class ParquetParts(PartReader):
             message = f"{name}: not a readable Parquet file ({first_line(error)}); copy it again"
             raise UserError(message, code="data-unreadable") from error
         self.columns = self.schema.names
-        if wanted.missing(self.columns):
-            _no_column(name, wanted, self.columns)
-        self._texts = wanted.among(self.columns)
+        refuse_repeats(name, self.columns)
+        try:
+            self._texts = wanted.among(self.columns)
+        except ValueError as error:
+            _no_column(name, wanted, error)
         for place in itertools.chain(*self._texts):
             kind = self.schema.types[place]
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind

@@ -10,17 +10,30 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import glob
 import io
 import itertools
 import json
+import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
-from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Label, ProblemType, UnusableRow
+from common.files import is_lfs_pointer
+from common.problem_types import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    Label,
+    ProblemType,
+    UnknownLabel,
+    UnusableRow,
+    printable,
+)
 from common.text import Text
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
@@ -29,7 +42,12 @@ FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 # Each line of such a file is a text; it has no labels.
 PLAIN_TEXT_FORMAT = ".txt"
 _SEPARATORS = ",;\t"
+# The first line that Excel reads, and writes, to name the separator.
+_SEPARATOR_LINE = re.compile(r'"?sep=([^"\r\n])"?\s*$', re.IGNORECASE)
+# As `datasets` and Spark name the files of one split.
+_SHARD = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 MOST_NAMED = 10
+REPEATED_HEADER = "repeats the header; was another file appended? Delete the line"
 _MOST_COLUMNS_NAMED = 20
 _LONGEST_NAME = 30
 
@@ -77,18 +95,21 @@ class Columns:
         missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
         if not missing:
             return ""
-        named = ", ".join(name.strip()[:_LONGEST_NAME] for name in found[:_MOST_COLUMNS_NAMED])
+        named = ", ".join(printable(name.strip()[:_LONGEST_NAME]) for name in found[:_MOST_COLUMNS_NAMED])
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> Places:
         """Their positions among the names found, ignoring case: text, label and, of pairs, the second text.
 
         Raises:
-            ValueError: one is missing.
+            ValueError: one is missing, or is there twice.
         """
         if missing := self.missing(found):
             raise ValueError(missing)
         names = [name.strip().lower() for name in found]
+        for name in itertools.chain(*self._parts(found)):
+            if (count := names.count(name.lower())) > 1:
+                raise ValueError(f"{count} columns are named {name}; rename one")
         return tuple(tuple(names.index(name.lower()) for name in parts) for parts in self._parts(found))
 
 
@@ -100,13 +121,52 @@ class Layout:
     """How a delimited text file is laid out.
 
     ``places``: the positions of text, label and second text in a row, or None for AG News' layout (class, title,
-    description), which has no header. ``unused``: the names of the other columns.
+    description), which has no header. ``first``: the line of the header, or of the first row if there is none.
+    ``surplus``: how many empty fields each row has behind those of the header, because its lines end with a separator.
+    ``spaced``: a space follows each separator.
     """
 
     separator: str
     places: Places | None
-    unused: tuple[str, ...] = ()
-    width: int = 0  # of the header
+    header: tuple[str, ...] = ()
+    first: int = 0
+    surplus: int = 0
+    spaced: bool = False
+    quotes: bool = True
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The names of the columns that are not read."""
+        used = set(itertools.chain(*(self.places or ())))
+        return tuple(name for i, name in enumerate(self.header) if i not in used and name)
+
+    @property
+    def num_named(self) -> int:
+        """How many columns there are up to the last one that has a name."""
+        return max(i + 1 for i, name in enumerate(self.header) if name)
+
+    @property
+    def start(self) -> int:
+        """The line at which the rows begin."""
+        return self.first + bool(self.places)
+
+    def cells(self, fields: list[str]) -> list[str]:
+        """What a row has under the header: all of it, or it cannot be used.
+
+        Raises:
+            UnusableRow: a field too many or too few, text in a column without a name, or the header once more.
+        """
+        width = len(self.header)
+        if tuple(field.strip(' \ufeff"').lower() for field in fields[:width]) == tuple(map(str.lower, self.header)):
+            raise UnusableRow(REPEATED_HEADER)
+        quote = f"a text with {self.separator!r} in it needs quotes"
+        fewest = width + self.surplus if self.surplus else self.num_named
+        if not fewest <= len(fields) <= width + self.surplus:
+            expected = f"the header has {width}" + f" and the first row {width + self.surplus}" * bool(self.surplus)
+            raise UnusableRow(f"{len(fields)} fields, but {expected}; {quote}")
+        if any(field.strip() for field in fields[self.num_named :]):
+            raise UnusableRow(f"text in a column that has no name in the header; {quote}")
+        return [*fields[:width], *[""] * (width - len(fields))]
 
 
 def separators(suffix: str) -> str:
@@ -114,39 +174,94 @@ def separators(suffix: str) -> str:
     return "\t,;" if suffix == ".tsv" else _SEPARATORS
 
 
-def find_layout(first_line: str, columns: Columns, candidates: str) -> Layout:
-    """Find the separator, one of the ``candidates``, and the columns from a file's first line.
+def find_layout(lines: Lines, columns: Columns, suffix: str) -> Layout | None:
+    """Find the separator and the columns from a file's first lines; None if it is empty.
 
     Raises:
-        ValueError: it has no such columns, and is not a row in AG News' layout.
+        ValueError: it has no such columns, and does not begin with a row in AG News' layout.
     """
-    rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in candidates}
+    filled = (i for i, line in enumerate(lines) if line.strip())
+    first, candidates = next(filled, None), separators(suffix)
+    if first is not None and (hint := _SEPARATOR_LINE.match(lines[first])):
+        first, candidates = next(filled, None), hint[1]
+    if first is None:
+        return None
+    layout = replace(_layout_of(lines[first], columns, candidates), first=first)
+    is_tsv = layout.separator == "\t"
+    layout = replace(layout, quotes=not is_tsv or not quotes_are_text(lines, first, has_header=bool(layout.places)))
+    # What the first row shows: a quote behind a space only opens a field if such spaces are not part of the fields.
+    begin = lines[first] + next(iter(_lines_from(lines, first + 1)), "")
+    spaced = layout.quotes and bool(re.search(rf'{re.escape(layout.separator)} +"', begin))
+    spaced = spaced or (bool(layout.places) and bool(re.search(rf"{re.escape(layout.separator)} +\S", lines[first])))
+    layout = replace(layout, spaced=spaced)
+    if not layout.places:
+        return layout
+    records = csv_records("", lines, layout, Reading(columns, skip=True))
+    row = next((fields for _, fields in records if fields), [])
+    surplus = row[len(layout.header) :]
+    return layout if any(field.strip() for field in surplus) else replace(layout, surplus=len(surplus))
+
+
+def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
+    """The separator and the columns that a first line names."""
+    rows = {
+        separator: next(csv.reader([line], delimiter=separator, skipinitialspace=separator != "\t"), [])
+        for separator in candidates
+    }
     for separator, fields in rows.items():
         if not columns.missing(fields):
-            places = columns.among(fields)
-            used = set(itertools.chain(*places))
-            unused = tuple(field.strip() for i, field in enumerate(fields) if i not in used)
-            return Layout(separator, places, unused, len(fields))
+            return Layout(separator, columns.among(fields), tuple(field.strip() for field in fields))
     for separator, fields in rows.items():
         if columns in (Columns(), Columns(label="")) and len(fields) > 1 and fields[0].strip().isdecimal():
+            if fields == [str(i) for i in range(len(fields))]:
+                raise ValueError(f"the header only numbers the columns: {', '.join(fields)}")
             return Layout(separator, None)
-    check_utf8(first_line)
-    raise ValueError(columns.missing(max(rows.values(), key=len)))
+    check_utf8(line)
+    fields = max(rows.values(), key=len)
+    # Names of columns are no numbers and few words; "no column text among 0.0, a fine lamp" would not say enough.
+    is_row = any(re.fullmatch(r"-?\d+(\.\d*)?", field.strip()) or len(field.split()) > 3 for field in fields)
+    header = " (the first line must be a header such as text,label)" if is_row else ""
+    raise ValueError(columns.missing(fields) + header)
+
+
+# How files begin that are not text, whatever they are called.
+_OTHER_FILES = {
+    b"\x1f\x8b": "a gzip archive; unpack it",
+    b"PK\x03\x04": 'a zip archive or a spreadsheet; unpack it, or save it as "CSV UTF-8"',
+    b"\xd0\xcf\x11\xe0": 'an old Excel file; save it as "CSV UTF-8"',
+    b"BZh": "a bzip2 archive; unpack it",
+    b"\xfd7zXZ\0": "an xz archive; unpack it",
+    b"\x28\xb5\x2f\xfd": "a zstd archive; unpack it",
+    b"7z\xbc\xaf": "a 7z archive; unpack it",
+    b"PAR1": "a Parquet file; name it .parquet",
+    b"%PDF": "a PDF file",
+    b"SQLite format 3\0": "a SQLite database; export its table as CSV",
+    codecs.BOM_UTF32_LE: "UTF-32 text; save it as UTF-8",
+    b"\0\0\xfe\xff": "UTF-32 text; save it as UTF-8",
+}
 
 
 def utf8_bytes(data: bytes) -> bytes:
     """A file's text in UTF-8 without a byte order mark; UTF-16 is recognized by its mark.
 
     Raises:
-        ValueError: it is UTF-16 without a mark, or truncated UTF-16.
+        ValueError: it is another kind of file, UTF-16 without a mark, or truncated UTF-16.
     """
+    for begin, what in _OTHER_FILES.items():
+        if data.startswith(begin):
+            raise ValueError(f"not text but {what}")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         try:
             data = data.decode("utf-16").encode()
         except UnicodeDecodeError as error:
             raise ValueError(f"UTF-16 text that is damaged at byte {error.start}; save it as UTF-8") from error
-    if b"\0" in data[:1000]:
-        raise ValueError("not UTF-8 text (it looks like UTF-16); save it as UTF-8")
+    # A NUL here and there is a character like others, but of most letters UTF-16 makes a byte and a NUL.
+    head = data[:1000]
+    if max(head[::2].count(0), head[1::2].count(0)) > len(head) // 4:
+        kind = "UTF-32" if head.count(0) > len(head) * 5 // 8 else "UTF-16"
+        raise ValueError(f"not UTF-8 text (it looks like {kind}); save it as UTF-8")
+    if 0 in head and "\ufffd" in head[:-3].decode(errors="replace"):
+        raise ValueError("not UTF-8 text, but bytes of another kind; is it a text file?")
     return data.removeprefix(codecs.BOM_UTF8)
 
 
@@ -256,16 +371,24 @@ class Reading:
         self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
+        self.lost: Counter[Label] = Counter()  # how many rows of each label were left out
+        self.declared: list[str] | None = None  # the classes that the first file to declare any declares
+        self.without_header: dict[str, list[str]] = {}  # how their classes are named, and files
+        self.hint = ""  # what else to do if a file has no labels
 
-    def reject(self, where: str, why: str, rows: int = 1) -> None:
+    def reject(self, where: str, why: str, rows: int = 1, *, label: Any = None) -> None:
+        """Stop at a row, or leave it out; ``label``: what its cell says, where it could be read."""
         if not self.skip:
             raise UserError(f"{where}: {why}", code="row-unusable")
         self.count += rows
+        with contextlib.suppress(UnusableRow):
+            found = self.problem_type.read_label(self.label_of(label))
+            self.lost.update([found] if isinstance(found, str) else found if isinstance(found, tuple) else [])
         if len(self.named) < MOST_NAMED:
             self.named.append(f"{where}: {why}")
 
     def usable(
-        self, what: str, rows: Iterable[FoundRow], labels: Collection[str] = ()
+        self, what: str, rows: Iterable[FoundRow], labels: Collection[str] = (), hint: str = ""
     ) -> tuple[Sequence[Text], Sequence[Label]]:
         """The texts and the labels of the usable rows.
 
@@ -273,10 +396,12 @@ class Reading:
             what: the file or split they are from.
             rows: as they are read; the format's reader has already rejected what is not a row.
             labels: the allowed labels; empty to allow any.
+            hint: what to do if the rows have no labels.
 
         Raises:
-            UserError: there are none, or more were left out than remain.
+            UserError: there are none, or more were left out than remain, in all or of one label.
         """
+        self.hint, self.lost = f"; {hint}" if hint else "", Counter()
         before, usable = self.count, self.new_texts()
         found: Any = array("d") if self.problem_type is REGRESSION else []
         names: dict[Label, Label] = {}
@@ -287,7 +412,13 @@ class Reading:
                         raise UnusableRow(f"the text is {'empty' if isinstance(each, str) else 'not a string'}")
                 read = self.problem_type.read_label(self.label_of(label), labels)
             except UnusableRow as error:
-                self.reject(where, str(error))
+                about_text = str(error).startswith("the text")
+                # A label that training does not have is no class that could be lost.
+                self.reject(
+                    where,
+                    str(error) + ("" if about_text else self.hint),
+                    label=None if isinstance(error, UnknownLabel) else label,
+                )
             else:
                 usable.append(text)
                 # One object for all rows that have the label.
@@ -301,7 +432,21 @@ class Reading:
             )
         if not usable:
             raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
+        self._check_lost(what, found, labels)
         return usable, found
+
+    def _check_lost(self, what: str, found: Sequence[Label], labels: Collection[str]) -> None:
+        """Leaving rows out must not change which classes there are."""
+        if not self.lost:
+            return
+        kept = Counter(itertools.chain.from_iterable([one] if isinstance(one, str) else one for one in found))
+        for label, count in self.lost.items():
+            if count > kept[label] and (label in labels or not labels):
+                raise UserError(
+                    f"{self.flag} {what}: {count:,} of the {count + kept[label]:,} rows with the label {label!r} "
+                    f"cannot be used, and leaving them out would take most of that class away; {self.named[0]}",
+                    code="rows-mostly-unusable",
+                )
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -330,18 +475,31 @@ class Reading:
         try:
             places = self.columns.among(found)
         except ValueError as error:
-            raise UserError(f"{where}: {error}; {self.remedy}", code="data-columns") from error
+            raise self.no_columns(where, error) from error
         used = set(itertools.chain(*places))
         self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in used)
         return [[found[place] for place in parts] for parts in places]
 
+    def no_columns(self, where: str, error: ValueError) -> UserError:
+        hint = self.hint if "no column " + self.columns.label in str(error) else ""
+        remedy = "" if "rename" in str(error) else f"; {self.remedy}"
+        return UserError(f"{where}: {error}{remedy}{hint}", code="data-columns")
+
     @property
     def notes(self) -> list[str]:
-        """Which columns were not read; the last note says how many rows were left out, and names the first."""
+        """What was read without a header, and which columns were not read; the last note says how many rows were left
+        out, and names the first.
+        """
+        names = [
+            f"the file {files[0]} has no header line{' (like others)' * (len(files) > 1)}, so it was read as class, "
+            f"title and description, and the classes are {named}; if that is wrong, give it a header such as "
+            "label,text, or a classes.txt next to it that names the classes"
+            for named, files in self.without_header.items()
+        ]
         unused = [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         more = "" if self.count <= len(self.named) else " ..."
         left_out = f"{self.count:,} rows that cannot be used were left out: {'; '.join(self.named)}{more}"
-        return [*unused, *([left_out] if self.count else [])]
+        return [*names, *unused, *([left_out] if self.count else [])]
 
 
 def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = None) -> Iterator[FoundRow]:
@@ -350,7 +508,7 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
     Args:
         path: ends in one of :attr:`Reading.formats`.
         reading: which columns are read, and what happens to unusable rows.
-        label_names: what the class numbers of AG News' layout mean.
+        label_names: what the class numbers of a file without a header mean; without them each is a name.
 
     Raises:
         UserError: the file cannot be read.
@@ -362,10 +520,13 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
             code="data-format",
         )
     try:
+        if is_lfs_pointer(path):
+            what = "is only a pointer of Git LFS to the file; run git lfs pull in its folder"
+            raise UserError(f"{reading.flag} {path}: {what}", code="data-unreadable")
         if suffix == PLAIN_TEXT_FORMAT:
             yield from _read_lines(path, reading)
         elif suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, reading, label_names or AG_NEWS_LABELS)
+            yield from _read_csv(path, reading, label_names)
         else:
             yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
     except OSError as error:
@@ -407,37 +568,42 @@ def _check_encoding(text: str) -> None:
         raise UnusableRow(str(error)) from error
 
 
-def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Iterator[FoundRow]:
+def _read_csv(path: Path, reading: Reading, label_names: Sequence[str] | None) -> Iterator[FoundRow]:
     with _open_lines(path) as lines:
         yield from _csv_rows(path, lines, reading, label_names)
 
 
-def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[str]) -> Iterator[FoundRow]:
-    first = next((i for i, line in enumerate(lines) if line.strip()), None)
-    if first is None:
+def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[str] | None) -> Iterator[FoundRow]:
+    try:
+        layout = find_layout(lines, reading.columns, path.suffix.lower())
+    except ValueError as error:
+        first = next(i for i, line in enumerate(lines) if line.strip())
+        raise reading.no_columns(f"{path} line {first + 1}", error) from error
+    if layout is None:
         return
     try:
-        layout = find_layout(lines[first], reading.columns, separators(path.suffix.lower()))
+        check_utf8(lines[layout.first] if layout.places else "")
     except ValueError as error:
-        raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}", code="data-columns") from error
-    try:
-        check_utf8(lines[first] if layout.places else "")
-    except ValueError as error:
-        raise UserError(f"{path} line {first + 1}: {error}", code="data-unreadable") from error
+        raise UserError(f"{path} line {layout.first + 1}: {error}", code="data-unreadable") from error
     reading.unused |= dict.fromkeys(layout.unused)
-    quotes = layout.separator != "\t" or not quotes_are_text(lines, first, has_header=bool(layout.places))
-    if layout.places:
-        first += 1
-    for line, fields in csv_records(path, lines, first, layout.separator, reading, quotes=quotes):
+    if not layout.places and not path.with_name("classes.txt").is_file():
+        named = f"named {', '.join(label_names)} as in AG News" if label_names else "called by their numbers"
+        reading.without_header.setdefault(named, []).append(path.name)
+    for line, fields in csv_records(path, lines, layout, reading):
         lines.place_after(line)
         if not fields:
             continue
-        where = f"{path} line {line}"
+        where, label = f"{path} line {line}", None
         try:
+            if layout.places:
+                label = _leading_label(fields, layout.places)
+                text, label = _headed_row(layout.cells(fields), layout)
+            else:
+                label = fields[0]
+                text, label = _ag_row(fields, label_names)
             _check_encoding("".join(fields))
-            text, label = _headed_row(fields, layout) if layout.places else _ag_row(fields, label_names)
         except UnusableRow as error:
-            reading.reject(where, str(error))
+            reading.reject(where, str(error), label=label)
         else:
             yield where, text, label
 
@@ -460,7 +626,8 @@ def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
     def misfit(*, quotes: bool) -> tuple[int, int]:
         reading, malformed, records = Reading(TEXT_AND_LABEL, skip=True), 0, 0
         with lines.from_start() as again:
-            for line, fields in csv_records("", again, first + has_header, "\t", reading, quotes=quotes):
+            layout = Layout("\t", ((0,),) if has_header else None, first=first, quotes=quotes)
+            for line, fields in csv_records("", again, layout, reading):
                 again.place_after(line)
                 records += bool(fields)
                 malformed += bool(fields) and len(fields) != num_fields
@@ -470,16 +637,22 @@ def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
 
 
 def csv_records(
-    name: Path | str, lines: Sequence[str], start: int, separator: str, reading: Reading, *, quotes: bool = True
+    name: Path | str, lines: Sequence[str], layout: Layout, reading: Reading, start: int = 0
 ) -> Iterator[tuple[int, list[str]]]:
     """The line number at which each record ends, and its fields; blank lines and rejected ones have none.
 
     A record that cannot be parsed only costs its first line, because a stray quote would swallow the good rows after
-    it. Without ``quotes``, quotes are letters like any other.
+    it. ``start``: the line to begin at, if it is not the first row's.
     """
-    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    dialect: dict[str, Any] = {
+        "delimiter": layout.separator,
+        "skipinitialspace": layout.spaced,
+        "strict": True,
+        "quoting": csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE,
+    }
+    start = max(start, layout.start)
     while True:
-        reader, done = csv.reader(_lines_from(lines, start), delimiter=separator, strict=True, quoting=quoting), 0
+        reader, done = csv.reader(_lines_from(lines, start), **dialect), 0
         try:
             for fields in reader:
                 done = reader.line_num
@@ -498,16 +671,26 @@ def _lines_from(lines: Sequence[str], start: int) -> Iterator[str]:
             yield lines[i]
 
 
-def in_ag_news_layout(path: Path) -> bool:
-    """Whether a file begins like AG News' own: no header, but a class number and two texts."""
-    if path.suffix != ".csv":
-        return False
+def ag_news_classes(path: Path) -> list[str] | None:
+    """AG News' classes if a file is one of AG News' own: no header, but class, title and description, and exactly the
+    classes 1 to 4. Anything else without a header is other data.
+    """
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return None
+    classes: set[str] = set()
     try:
-        with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
-            fields = next(csv.reader(lines), [])
-    except (OSError, csv.Error):
-        return False
-    return len(fields) > 1 and fields[0].strip().isdecimal()
+        with _open_lines(path) as lines:
+            layout = find_layout(lines, TEXT_AND_LABEL, path.suffix.lower())
+            if layout is None or layout.places:
+                return None
+            for line, fields in csv_records(path, lines, layout, Reading(TEXT_AND_LABEL, skip=True)):
+                lines.place_after(line)
+                if fields and (len(fields) > 3 or fields[0].strip() not in ("1", "2", "3", "4")):
+                    return None
+                classes.update(fields[:1] if len(fields) == 3 else ())
+    except (OSError, ValueError, UserError):  # reading the rows says it
+        return None
+    return AG_NEWS_LABELS if len(set(map(str.strip, classes))) == len(AG_NEWS_LABELS) else None
 
 
 def class_names_beside(file: Path) -> list[str] | None:
@@ -524,14 +707,19 @@ def class_names_beside(file: Path) -> list[str] | None:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _headed_row(fields: list[str], layout: Layout) -> tuple[Any, str]:
+def _leading_label(fields: list[str], places: Places) -> str | None:
+    """The label of a row that may have too many fields, if it is in front of the text that was torn apart."""
+    if len(places) < 2 or len(places[1]) > 1 or places[1][0] > min(places[0]) or places[1][0] >= len(fields):
+        return None
+    return fields[places[1][0]]
+
+
+def _headed_row(cells: list[str], layout: Layout) -> tuple[Any, Any]:
     places = cast("Places", layout.places)
-    if any(field.strip() for field in fields[layout.width :]):
-        what = f"{len(fields)} fields, but the header has {layout.width}"
-        raise UnusableRow(f"{what}; a text with {layout.separator!r} in it needs quotes")
-    if len(fields) <= max(itertools.chain(*places)):
-        raise UnusableRow(f"{len(fields)} fields, but the header names text and label further to the right")
-    return text_and_label(*([fields[place] for place in parts] for parts in places))
+    for place in places[1] if len(places) > 1 else ():
+        if cells[place].startswith(" ") and re.fullmatch(r'\s*".*"\s*', cells[place], re.DOTALL):
+            raise UnusableRow(f"a space before the quote of the label {cells[place].strip()}; delete it")
+    return text_and_label(*([cells[place] for place in parts] for parts in places))
 
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
@@ -557,18 +745,19 @@ def joined(cells: Sequence[Any]) -> Any:
     return " ".join(filter(None, present)) if not_text is None else not_text
 
 
-def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
+def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
+    expected = f'rows without a header must be "class{f" 1-{len(names)}" if names else ""}","title","description"'
     if len(fields) < 2:
-        raise UnusableRow(f'one field; rows without a header must be "class 1-{len(names)}","title","description"')
+        raise UnusableRow(f"one field; {expected}")
     label = fields[0].strip()
     if not label.isdecimal():
+        raise UnusableRow(f"label {label!r} is not a number; {expected}, so give the file a header")
+    if names and not 1 <= int(label) <= len(names):
         raise UnusableRow(
-            f'label {label!r} is not a number; rows without a header must be "class 1-{len(names)}","title",'
-            '"description"'
+            f"label {label} is out of range 1 to {len(names)}; {expected}, so give the file a header such as "
+            "label,text, or a classes.txt next to it that names all classes"
         )
-    if not 1 <= int(label) <= len(names):
-        raise UnusableRow(f"label {label} is out of range 1 to {len(names)}")
-    return " ".join(part for part in fields[1:] if part), names[int(label) - 1]
+    return " ".join(part for part in fields[1:] if part), names[int(label) - 1] if names else label
 
 
 def _read_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
@@ -612,12 +801,18 @@ def parse_json(line: str) -> Any:
     """
     _check_encoding(line)
     try:
-        found = json.loads(line)
+        found = json.loads(line, object_pairs_hook=_without_repeats)
+        if isinstance(found, dict) and len(found) > 1 and all(name == value for name, value in found.items()):
+            raise UnusableRow(REPEATED_HEADER)
         if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold
             whole = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return json.loads(whole)
         return found
+    except UnusableRow:
+        raise
     except json.JSONDecodeError as error:
+        if line.lstrip().startswith("["):
+            raise UnusableRow(f"a JSON array over several lines; {_ONE_OBJECT}") from error
         raise UnusableRow(f"not valid JSON ({error.msg}); each line must hold one object") from error
     except RecursionError as error:
         raise UnusableRow("JSON that is nested too deep") from error
@@ -625,14 +820,29 @@ def parse_json(line: str) -> Any:
         raise UnusableRow("JSON with a number of too many digits") from error
 
 
+_ONE_OBJECT = (
+    "each line must hold one object (as pandas writes with to_json(FILE, orient='records', lines=True), or jq with "
+    "-c '.[]')"
+)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise UnusableRow(f"two values are named {twice}; rename one")
+    return row
+
+
 def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     row = parse_json(line)
     if not isinstance(row, dict):
-        raise UnusableRow("must be an object with text and label")
+        what = f"; it holds a JSON array, but {_ONE_OBJECT}" if isinstance(row, list) and len(row) > 1 else ""
+        raise UnusableRow(f"must be an object with text and label{what}")
     try:
         places = reading.columns.among(names := list(row))
     except ValueError as error:
-        raise UnusableRow(f"{error}; {reading.remedy}") from error
+        raise UnusableRow(str(reading.no_columns("", error)).removeprefix(": ")) from error
     used = set(itertools.chain(*places))
     reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in used)
     return text_and_label(*([row[names[place]] for place in parts] for parts in places))
@@ -649,11 +859,8 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
     except unreadable as error:
         raise UserError(f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable") from error
     columns = reading.find_columns(str(path), found)
-    for wanted in itertools.chain(*columns):
-        if found.count(wanted) > 1:
-            raise UserError(
-                f"{path}: {found.count(wanted)} columns are named {wanted}; rename one", code="data-columns"
-            )
+    classes = _declared_classes(file.schema_arrow.metadata, columns[1]) if reading.columns.label else None
+    reading.declared = reading.declared or classes
     first = 1
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -664,8 +871,29 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
             reading.reject(f"{path} rows {first} to {first + rows - 1}", f"cannot be read ({first_line(error)})", rows)
         else:
             for number, row in enumerate(zip(*cells, strict=True), start=first):
-                yield f"{path} row {number}", *text_and_label(*row)
+                named = (row[0], [named_class(cell, classes) for cell in row[1]], *row[2:]) if classes else row
+                yield f"{path} row {number}", *text_and_label(*named)
         first += rows
+
+
+def _declared_classes(metadata: dict[bytes, bytes] | None, columns: Sequence[str]) -> list[str] | None:
+    """The names of a column of class numbers, or of lists of them, which `datasets` writes into its Parquet files."""
+    try:
+        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+        feature = features[columns[0]] if len(columns) == 1 else {}
+        names = (feature.get("feature", feature) if isinstance(feature, dict) else feature[0]).get("names")
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError):
+        return None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+
+
+def named_class(label: Any, names: Sequence[str] | None) -> Any:
+    """The name of a class that is given as a number, or of each in a list; -1 is how `datasets` says none."""
+    if not names or isinstance(label, list):
+        return [named_class(one, names) for one in label] if names else label
+    if label == -1 and isinstance(label, int):
+        return None
+    return names[label] if isinstance(label, int) and 0 <= label < len(names) else label
 
 
 # What is right for a text: the id of its class, the ids of the labels that apply, or a number.
@@ -695,7 +923,7 @@ def find_rows(model_dataset: str | None, problem_type: ProblemType = SINGLE_LABE
     """
     sample = [SAMPLE_NEWS] if problem_type is SINGLE_LABEL else []
     for path in ([Path(model_dataset)] if model_dataset else []) + sample:
-        if (path.is_file() and path.suffix in FORMATS) or _split_file(path, "test"):
+        if (path.is_file() and path.suffix in FORMATS) or split_files(path).get("test"):
             return path
     raise UserError(
         "no labelled rows to measure on; name some with --rows (a folder with test.csv, or a file)",
@@ -718,19 +946,25 @@ def read_labelled_rows(
     Raises:
         UserError: nothing is there, a row cannot be used, or the model has no such label; with file and line.
     """
-    training_file = _split_file(path, "train")
-    file = (_split_file(path, "test") or training_file or path) if path.is_dir() else path
-    if not file.is_file():
+    splits = split_files(path)
+    training_files = splits.get("train", [])
+    files = (splits.get("test") or training_files) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
         what = "holds no test.csv or test.jsonl" if path.is_dir() else "no such file or folder"
         raise UserError(
             f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file", code="data-not-found"
         )
+    if path.is_dir():
+        check_shards("test" if files != training_files else "train", files)
     class_of = {label: class_id for class_id, label in enumerate(labels)}
     texts: list[Text] = []
     targets: list[Target] = []
-    for where, text, cell in _rows_of_model(file, columns, problem_type):
+    for where, text, cell in _rows_of_model(files, labels, columns, problem_type):
         try:
-            label = problem_type.read_label(cell)
+            label = problem_type.read_label(cell, labels)
+        except UnknownLabel as error:
+            what = str(error).replace("the training labels", "the model's labels")
+            raise UserError(f"{where}: {what}", code="label-unknown") from error
         except UnusableRow as error:
             raise UserError(f"{where}: {error}", code="row-unusable") from error
         texts.append(text)
@@ -738,20 +972,15 @@ def read_labelled_rows(
             targets.append(label)
             continue
         names = (label,) if isinstance(label, str) else label
-        if unknown := [name for name in names if name not in class_of]:
-            raise UserError(
-                f"{where}: label {unknown[0]!r} is not one of the model's labels {', '.join(labels[:10])}",
-                code="label-unknown",
-            )
         found = tuple(class_of[name] for name in names)
         targets.append(found[0] if isinstance(label, str) else found)
     if not texts:
-        raise UserError(f"{file}: holds no labelled text", code="data-empty")
+        raise UserError(f"{files[0]}: holds no labelled text", code="data-empty")
     calibration = texts
-    if training_file and training_file != file:
-        calibration = [text for _, text, _ in _rows_of_model(training_file, columns, problem_type)]
+    if training_files and training_files != files:
+        calibration = [text for _, text, _ in _rows_of_model(training_files, labels, columns, problem_type)]
     chosen = evenly_spread(len(texts), limit)
-    return LabelledRows(str(file), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration)
+    return LabelledRows(str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration)
 
 
 def evenly_spread(count: int, limit: int | None) -> list[int]:
@@ -760,14 +989,49 @@ def evenly_spread(count: int, limit: int | None) -> list[int]:
     return [i * count // wanted for i in range(wanted)]
 
 
-def _split_file(folder: Path, split: str) -> Path | None:
-    return next((folder / f"{split}{suffix}" for suffix in FORMATS if (folder / f"{split}{suffix}").is_file()), None)
+def split_files(folder: Path, formats: Sequence[str] = FORMATS) -> dict[str, list[Path]]:
+    """A folder's files of rows by the names of their splits, which are those of the files without suffix. Several
+    files make up a split if they are its shards, such as ``train-00000-of-00002.csv``.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*")):
+        if path.suffix in formats and path.name != "classes.txt" and path.is_file():
+            found.setdefault(shard[1] if (shard := _SHARD.fullmatch(path.stem)) else path.stem, []).append(path)
+    return found
 
 
-def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> Iterator[tuple[str, Text, Any]]:
+def check_shards(split: str, paths: Sequence[Path]) -> None:
+    """Refuse a split of several files that are not all of its shards.
+
+    Raises:
+        UserError: a shard is missing, or the split is there in two formats.
+    """
+    shards = [shard for path in paths if (shard := _SHARD.fullmatch(path.stem))]
+    is_whole = {(int(shard[2]), int(shard[3])) for shard in shards} == {(i, len(paths)) for i in range(len(paths))}
+    if (len(paths) > 1 or shards) and not (is_whole and len({path.suffix for path in paths}) == 1):
+        raise UserError(
+            f"{paths[0].parent}: of the split {split} it has {', '.join(path.name for path in paths[:MOST_NAMED])}, "
+            "which is not one file, nor all shards in one format; name the file that you mean, or complete the shards",
+            code="data-unreadable",
+        )
+
+
+def other_shards(path: Path) -> list[Path]:
+    """The files that hold the rest of the split of which a file is one shard."""
+    if not (shard := _SHARD.fullmatch(path.stem)):
+        return []
+    return [one for one in path.parent.glob(f"{glob.escape(shard[1])}-*-of-{shard[3]}.*") if one != path]
+
+
+def _rows_of_model(
+    files: Sequence[Path], labels: Sequence[str], columns: Columns, problem_type: ProblemType
+) -> Iterator[tuple[str, Text, Any]]:
     remedy = "the columns must have the same names as in training"
     reading = Reading(columns, skip=False, flag="--rows", remedy=remedy, problem_type=problem_type)
-    for where, text, label in read_file(file, reading, class_names_beside(file)):
+    # Numbers without a header mean AG News' classes to a model that answers with these.
+    names = AG_NEWS_LABELS if labels and set(labels) <= set(AG_NEWS_LABELS) else None
+    rows = itertools.chain.from_iterable(read_file(file, reading, class_names_beside(file) or names) for file in files)
+    for where, text, label in rows:
         parts = [text] if not columns.pair else list(text)
         if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")

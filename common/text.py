@@ -64,6 +64,7 @@ PAIR_KEY = "text_pair_separator"
 
 # What a model's texts go through before they are tokenised: chosen in training, kept in the model folder.
 CLEANINGS = ("news", "none")
+MOST_SPARE_ROWS = 256  # of small embeddings; of large ones up to half may be spare
 
 
 def clean_text(text: str) -> str:
@@ -183,6 +184,19 @@ def segments_of(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
     """
     is_separator = (input_ids == separator).long()
     return (is_separator.cumsum(dim=1) - is_separator).clamp(max=1)
+
+
+def vocabulary_misfit(highest_id: int, num_embeddings: int) -> str:
+    """Why a tokenizer with ids up to ``highest_id`` is not that of a model; empty if it may be.
+
+    Embeddings may have rows to spare: they are padded to a multiple of 64 or 128, or kept for tokens to come.
+    """
+    num_ids = highest_id + 1
+    if num_ids > num_embeddings:
+        return f"the tokenizer has {num_ids} token ids, the model only {num_embeddings}"
+    if 2 * num_ids < num_embeddings and num_embeddings - num_ids > MOST_SPARE_ROWS:
+        return f"the tokenizer has only {num_ids} token ids, the model {num_embeddings}"
+    return ""
 
 
 def cleaner(cleaning: str) -> Callable[[str], str]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -186,13 +187,17 @@ def wait_until(holds: Callable[[], object], what: str, cluster: Cluster, stage: 
 def train_undisturbed(output_dir: Path) -> None:
     log = undisturbed_log(output_dir)
     flags = (*FLAGS, "--output_dir", str(output_dir))
-    launcher = launch(("--standalone", "--nproc_per_node=3"), flags, log, usable_cores()[:3])
+    # As training/launch.py does it, which keeps torchrun's own log back.
+    private = tempfile.TemporaryDirectory(prefix="meeting_")
+    meeting = f"--rdzv_backend=c10d --rdzv_conf=store_type=file --rdzv_endpoint={private.name}/store"
+    launcher = launch((*meeting.split(), "--nproc_per_node=3"), flags, log, usable_cores()[:3])
     try:
         code = launcher.wait(DEADLINE)
     except subprocess.TimeoutExpired:
         code = f"nothing within {DEADLINE:.0f} s"
     finally:
         kill_tree(launcher)
+        private.cleanup()
     if code != 0:
         raise TrainingFailure(f"the undisturbed run ended with {code}; see {log}", code="demo-failed")
 

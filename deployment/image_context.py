@@ -71,7 +71,7 @@ def build_arguments(model: Path) -> dict[str, str]:
     return {
         "MODEL": MODEL_FOLDER,
         "VERSION": version(),
-        "MODEL_SHA256": str(manifest.source.get("weights_sha256")),
+        "MODEL_SHA256": manifest.source["weights_sha256"],
     }
 
 
@@ -94,7 +94,7 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
         raise DeploymentError(
             f"{model}: {what}; write one with python -m inference.export {model}", code="artefact-missing"
         )
-    if len({str(manifest.source.get("weights_sha256")) for manifest in found.values()}) > 1:
+    if len({manifest.source["weights_sha256"] for manifest in found.values()}) > 1:
         what = f"{' and '.join(found)} were made from different weights"
         raise DeploymentError(
             f"{model}: {what}; write them again with python -m inference.export {model}", code="artefact-missing"

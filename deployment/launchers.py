@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,17 +30,16 @@ class Cluster:
         self._most = most
         self._flags = (*flags, "--output_dir", str(output_dir))
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self._meeting = tempfile.TemporaryDirectory(prefix="meeting_")
 
     def start(self, name: str, processes: int, cores: Sequence[int]) -> None:
-        """Start a machine with some ranks on some cores; the first one hosts the rendezvous and must not be lost."""
-        is_host = int(not self.machines)
+        """Start a machine with some ranks on some cores."""
         launcher = (
-            *(f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --rdzv_backend=c10d".split()),
-            *(f"--rdzv_endpoint={self._endpoint} --rdzv_id=demo --local_addr=127.0.0.1".split()),
-            f"--rdzv_conf={RENDEZVOUS},is_host={is_host}",
+            *(f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --local_addr=127.0.0.1".split()),
+            *("--rdzv_backend=c10d", "--rdzv_id=demo"),
+            # Real machines would need a port, which torchrun opens to everyone; these share a file of this user.
+            f"--rdzv_endpoint={self._meeting.name}/store",
+            f"--rdzv_conf={RENDEZVOUS},store_type=file",
         )
         self.machines[name] = launch(launcher, self._flags, self.log(name), cores)
 
@@ -62,6 +61,7 @@ class Cluster:
     def close(self) -> None:
         for launcher in self.machines.values():
             kill_tree(launcher)
+        self._meeting.cleanup()
 
 
 def launch(launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:

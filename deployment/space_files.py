@@ -28,6 +28,8 @@ _PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,fc00::/7"
 _CARD, _METRICS = "README.md", "model/metrics.json"
 _WEB = ROOT / "inference" / "web"
 _PAGE, _SERVICE_WORKER = "index.html", "service_worker.js"
+# The documentation of the API, which only a server has.
+_OF_SERVER = ("docs.css", "docs.js")
 # Nothing but what lies beside the page, whatever a text or a model says.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; object-src 'none'; "
@@ -56,7 +58,7 @@ def space_files(model: Path) -> Files:
     except DeploymentError as error:
         raise UserError(str(error), code=error.code) from error
     metrics = json.loads(content_of(files[_METRICS])) if _METRICS in files else {}
-    return {"Dockerfile": _dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
+    return {"Dockerfile": dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
 
 
 def static_files(model: Path) -> Files:
@@ -69,7 +71,7 @@ def static_files(model: Path) -> Files:
     files: dict[str, Path | bytes] = {
         f"demo/{path.name}": path
         for path in sorted(_WEB.iterdir())
-        if path.suffix in (".js", ".css", ".svg", ".wasm") and path.name != _SERVICE_WORKER
+        if path.suffix in (".js", ".css", ".svg", ".wasm") and path.name not in (_SERVICE_WORKER, *_OF_SERVER)
     }
     files[_PAGE] = _static_page()
     version = hashlib.sha256(b"".join(content_of(source) for source in files.values())).hexdigest()[:16]
@@ -113,11 +115,13 @@ def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | No
     return None
 
 
-def _dockerfile(arguments: dict[str, str]) -> bytes:
-    # The hub passes no build arguments, so their values become the defaults.
+def dockerfile(arguments: dict[str, str]) -> bytes:
+    """The image's Dockerfile with these arguments as defaults, because the hub passes none."""
     text = DOCKERFILE.read_text(encoding="utf-8")
     for name, value in arguments.items():
-        text = re.sub(rf"(?m)^ARG {name}=.*$", f"ARG {name}={value}", text)
+        if not re.fullmatch(r"[\w.,:/+-]*", value):  # it would end the line, or be more than one word
+            raise UserError(f"Dockerfile: {name}={value!r} is not one plain word", code="model-unusable")
+        text = re.sub(rf"(?m)^ARG {name}=.*$", lambda found, line=f"ARG {name}={value}": line, text)
     return text.encode()
 
 
@@ -134,7 +138,7 @@ def _static_card(metrics: dict[str, str]) -> bytes:
 
 def _card(metrics: dict[str, str]) -> bytes:
     card = SpaceCard((ROOT / "deployment" / _CARD).read_text(encoding="utf-8"))
-    base, dataset = metrics.get("base_model"), metrics.get("dataset")
-    card.data.models = [base] if base and is_on_the_hub(base) else None
-    card.data.datasets = [dataset] if dataset and is_on_the_hub(dataset) else None
+    base, dataset = str(metrics.get("base_model", "")), str(metrics.get("dataset", ""))
+    card.data.models = [base] if is_on_the_hub(base) else None
+    card.data.datasets = [dataset] if is_on_the_hub(dataset) else None
     return str(card).encode()

@@ -28,7 +28,7 @@ from common.errors import OneLineParser, UserError, run_command
 from deployment.build_image import BUILDERS, find_builder
 from deployment.image_context import EXTRAS, ROOT
 
-_PARTS = ("", "-torch", "-torch-cuda", *(f"-with-{extra}" for extra in EXTRAS))
+_PARTS = ("", "-torch", "-torch-cuda", "-uv", *(f"-with-{extra}" for extra in EXTRAS))
 LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in _PARTS]
 # The files of an image that say what is in it, or that no package manager knows.
 _TELLING = re.compile(

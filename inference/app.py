@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from inference.batching.served_model import LoadModel
 from inference.engines.model_loader import ModelLoader
@@ -23,7 +24,7 @@ from inference.http.error_responses import add_error_handlers
 from inference.http.lifecycle import server_of_process
 from inference.http.request_gate import RequestGate
 from inference.http.request_log import configure_logging
-from inference.http.routes import documentation, explain, hub, open_inference, operations, pages, predict
+from inference.http.routes import explain, hub, open_inference, operations, pages, predict
 from inference.http.routes.documentation import document_api_key
 from inference.http.routes.json_route import JsonRoute, ShortCut
 from inference.http.server_parts import Parts
@@ -34,7 +35,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, open_inference, operations, documentation, pages)
+_GROUPS = (predict, explain, hub, open_inference, operations, pages)
 
 
 @asynccontextmanager
@@ -123,12 +124,14 @@ def create_app(
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # it would redirect to an absolute address; `error_responses` does it relatively
         telemetry={"tracing": False, "metrics": False, "logs": False},  # looks at the environment on every request
     )
     app.state.parts = parts
-    json_routes = [route for group in _GROUPS for route in group.router.routes if isinstance(route, JsonRoute)]
+    routes = [route for group in _GROUPS for route in group.router.routes if isinstance(route, Route)]
+    json_routes = [route for route in routes if isinstance(route, JsonRoute)]
     app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
-    app.add_middleware(RequestGate, parts=parts, paths=frozenset(route.path for route in json_routes))
+    app.add_middleware(RequestGate, parts=parts, routes=routes)
     if settings.otel_endpoint:
         app.add_middleware(TraceMiddleware, tracing=Tracing(settings.otel_endpoint))
     if settings.allowed_origins:

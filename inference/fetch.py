@@ -210,7 +210,7 @@ def _complete(source: Source, folder: Path, engines: list[str]) -> None:
     """Give a folder of artefacts what a model folder has besides its weights; each artefact has a copy."""
     if engines == [""]:
         return
-    weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
+    weights = {read_manifest(folder / engine).source["weights_sha256"] for engine in engines}
     if len(weights) > 1:
         what = f"{' and '.join(engines)} were made from different weights"
         raise ModelLoadError(source.address, what, f"{_FETCH_AGAIN}, or give the address of one: /{engines[0]}")

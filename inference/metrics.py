@@ -50,7 +50,7 @@ class ServerMetrics:
         self._tokenize, self._queue, self._forward = (stage.labels(name) for name in ("tokenize", "queue", "forward"))
         self._batch_texts = histogram("batch_texts", "Texts in a forward pass.", _TEXTS)
         self._batch_tokens = histogram("batch_tokens", "Tokens in a forward pass.", _TOKENS)
-        self._tokenized = counter("tokenized_texts", "Texts cleaned and tokenised.")
+        self._tokenized = counter("tokenized_texts", "Texts cleaned and tokenized.")
         self._deduplicated = counter("deduplicated_texts", "Texts answered by the same text already in flight.")
         cache = counter("cache_lookups", "Texts looked up among remembered answers.", "result")
         self._cache_hit, self._cache_miss = cache.labels("hit"), cache.labels("miss")

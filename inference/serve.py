@@ -7,6 +7,7 @@ lists them with their defaults.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -37,7 +38,8 @@ _KEEP_ALIVE_SECONDS = 65
 
 def main(arguments: list[str] | None = None, load_model: LoadModel | None = None) -> None:
     options = _parse_arguments(arguments, Settings.from_environment())
-    _refuse_taken_port(options.host, options.port)
+    options.host = options.host.strip("[]")  # as an IPv6 address is written before a port
+    _refuse_unusable_address(options.host, options.port)
     os.environ["MODEL_CHECKPOINT"] = options.model  # read by inference.app
     settings = Settings.from_environment()
     configure_logging(settings.log_level, logging.getLogger())
@@ -80,20 +82,23 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
     return parser.parse_args(arguments)
 
 
-def _refuse_taken_port(host: str, port: int) -> None:
+def _refuse_unusable_address(host: str, port: int) -> None:
     """uvicorn would only mention it between its other lines."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop the program "
-            "that uses it",
-            code="port-in-use",
-        ) from None
+        line = f"--host {host}, --port {port}: cannot listen there ({reason})"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            remedy, code = "give another --port, or stop the program that uses it", "port-in-use"
+        elif isinstance(error, OverflowError | PermissionError):
+            remedy, code = "give another --port, from 1024 to 65535", "flag-value"
+        else:
+            remedy, code = "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1", "flag-value"
+        raise UserError(f"{line}; {remedy}", code=code) from None
 
 
 def _load_from_now_on(settings: Settings) -> LoadModel:

@@ -65,8 +65,9 @@ class Settings(BaseModel):
         "its own, as in its manifest.",
     )
     listen_host: str = Field(
-        default="0.0.0.0",
-        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out.",
+        default="127.0.0.1",
+        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out, "
+        "0.0.0.0 lets all in (as in the images), :: those with IPv6 addresses.",
     )
     port: int = Field(
         default=7860,
@@ -83,7 +84,7 @@ class Settings(BaseModel):
         default=20_000,
         ge=1,
         description="Longest text, in characters; a longer one is refused with 422. The model reads only the "
-        "beginning of a long text, so a larger value costs tokenising time and gains no accuracy.",
+        "beginning of a long text, so a larger value costs tokenizing time and gains no accuracy.",
     )
     max_batch_texts: int = Field(
         default=256,

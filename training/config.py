@@ -5,20 +5,29 @@ Flags win over variables (``DISTRINEWS_<FIELD>``), variables over the file, the 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
-from common.errors import OneLineParser, UserError, invalid_value
+from common.errors import OneLineParser, UserError, invalid_value, near_names
 from common.rows import Columns
 from common.windows import MOST_WINDOWS
 from training.parallelism.deepspeed_file import flags_of_file
@@ -106,41 +115,62 @@ FLAGS_OF_TASKS = {
 
 # What other trainers call our flags. They are not accepted, but the error names ours.
 OTHER_NAMES = {
-    "lr": "learning_rate",
-    "bs": "batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "model_name_or_path": "model",
-    "data": "dataset",
-    "dataset_name": "dataset",
-    "dataset_config_name": "dataset_config",
-    "subset": "dataset_config",
-    "revision": "dataset_revision",
-    "train_file": "dataset",
-    "output": "output_dir",
-    "out": "output_dir",
-    "max_seq_length": "max_length",
-    "warmup_ratio": "warmup",
-    "wd": "weight_decay",
-    "max_grad_norm": "clip_norm",
-    "save_steps": "save_every",
-    "eval_steps": "evaluate_every",
-    "report_to": "trackers",
-    "doc_stride": "long",
-    "truncation": "long",
-    "warmup_steps": "warmup",
-    "lr_scheduler_type": "schedule",
-    "metric_for_best_model": "best_metric",
-    "early_stopping_patience": "early_stopping",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_epsilon": "epsilon",
-    "layerwise_lr_decay": "layer_decay",
-    "ema_decay": "ema",
-    "fp16": "precision",
-    "bf16": "precision",
+    name: field
+    for field, names in {
+        "learning_rate": "lr",
+        "batch_size": "bs per_device_train_batch_size train_batch_size",
+        "epochs": "num_train_epochs num_epochs",
+        "gradient_accumulation": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+        "model": "model_name_or_path model_name",
+        "dataset": "data dataset_name train_file train_data data_dir",
+        "dataset_config": "dataset_config_name subset",
+        "dataset_revision": "revision",
+        "max_train_rows": "max_samples max_train_samples",
+        "validation_split": "val_split eval_split",
+        "validation_fraction": "val_fraction",
+        "output_dir": "output out",
+        "max_length": "max_seq_length max_seq_len seq_len",
+        "long": "doc_stride truncation",
+        "warmup": "warmup_ratio warmup_steps",
+        "schedule": "lr_scheduler_type lr_scheduler",
+        "weight_decay": "wd",
+        "clip_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
+        "betas": "adam_beta1 adam_beta2",
+        "epsilon": "adam_epsilon",
+        "layer_decay": "layerwise_lr_decay",
+        "ema": "ema_decay",
+        "precision": "fp16 bf16 fp32 amp mixed_precision dtype torch_dtype",
+        "activation_checkpointing": "gradient_checkpointing",
+        "strategy": "fsdp zero_stage sharding_strategy",
+        "cpu_offload": "offload",
+        "device": "cpu gpu cuda",
+        "resume": "resume_from resume_from_checkpoint",
+        "save_every": "save_steps save_interval checkpoint_every checkpoint_interval",
+        "save_minutes": "checkpoint_interval_minutes",
+        "keep_last": "save_total_limit",
+        "evaluate_every": "eval_steps eval_interval",
+        "best_metric": "metric_for_best_model",
+        "early_stopping": "early_stopping_patience patience",
+        "log_every": "logging_steps log_interval",
+        "trackers": "report_to wandb",
+    }.items()
+    for name in names.split()
+}
+# What others have flags for and we do not: what to do instead.
+NOT_FLAGS = {
+    "backend": "it follows from --device and is NCCL on GPUs, gloo on CPUs",
+    "num_workers": "the rows are tokenized once and then read from a cache, so there are no workers",
+} | dict.fromkeys(
+    ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts", "rdzv_backend"),
+    "it is torchrun's: give it before the script",
+)
+# What others call values of our flags.
+OTHER_VALUES = {
+    "strategy": dict.fromkeys(("fsdp", "fsdp2", "full_shard", "fully_shard", "zero"), "zero3")
+    | {"shard_grad_op": "zero2", "dp": "ddp", "data_parallel": "ddp"}
+    | {"pipeline": "pp", "pipeline_parallel": "pp", "tensor": "tp", "tensor_parallel": "tp"},
+    "precision": {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
+    "device": {"gpu": "cuda"},
 }
 
 
@@ -257,6 +287,7 @@ class TrainConfig(BaseModel):
     resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
     metrics_port: int = _field(0, "output", "port for Prometheus metrics; each rank adds its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
+    metrics_host: str = _field("127.0.0.1", "output", "address of this machine at which they are served, without a key; 0.0.0.0 = every one, for a Prometheus elsewhere", min_length=1, on_resume="any")
     stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; for schedulers that restart what failed, use a number such as 75", ge=0, le=255, on_resume="any")
 
     checkpoint_dir: str = _field("", "fault tolerance", "where checkpoints are kept: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints", on_resume="any")
@@ -278,6 +309,12 @@ class TrainConfig(BaseModel):
     profile_start: int = _field(0, "monitoring", "the first step to record; 0 = ten steps after the first one of this process, or fewer in a short run", ge=0, on_resume="any")
     profile_ranks: str = _field("0", "monitoring", "ranks to record: all, or their numbers, such as 0,3", on_resume="any")
     # fmt: on
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_path(cls, value: Any) -> Any:
+        """From Python, a path may be given wherever a flag names one."""
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("warmup")
     @classmethod
@@ -403,6 +440,8 @@ class TrainConfig(BaseModel):
             )
         if self.lora_alpha is not None and not self.lora:
             raise ValueError(f"--lora_alpha {self.lora_alpha:g}: does nothing without --lora")
+        if self.metrics_host != type(self).model_fields["metrics_host"].default and not self.metrics_port:
+            raise ValueError(f"--metrics_host {self.metrics_host}: does nothing without --metrics_port")
         if self.lora and (self.strategy in ("tp", "deepspeed") or self.tp > 1):
             other = f"--strategy {self.strategy}" if self.strategy in ("tp", "deepspeed") else f"--tp {self.tp}"
             raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")
@@ -464,6 +503,21 @@ class TrainConfig(BaseModel):
                     "replaces; name another --output_dir"
                 )
         return self
+
+    @model_validator(mode="wrap")  # the last one, so that it sees what the others find
+    @classmethod
+    def _as_user_error(cls, values: Any, validate: Callable[[Any], TrainConfig], info: ValidationInfo) -> TrainConfig:
+        """Report in one line what is wrong. ``info.context``: where each value comes from, if not from Python."""
+        origins = info.context
+        if origins is None and isinstance(values, Mapping):
+            check_fields(values, cls.__name__)
+            origins = dict.fromkeys(values, cls.__name__)
+        try:
+            return validate(values)
+        except ValidationError as error:
+            problems = error.errors()
+            code = "flag-value" if problems[0]["loc"] else "flags-conflict"
+            raise UserError("; ".join(_describe(problem, origins or {}) for problem in problems), code=code) from None
 
     def _check_distillation(self) -> None:
         defaults = type(self).model_fields
@@ -692,13 +746,17 @@ def _normalise(argument: str) -> str:
     name = "--" + name[2:].replace("-", "_")
     known = ["--config", "--print_config", "--help", *(f"--{field}" for field in TrainConfig.model_fields)]
     if name not in known:
-        near = (
-            [f"--{OTHER_NAMES[name[2:]]}"] if name[2:] in OTHER_NAMES else difflib.get_close_matches(name, known, n=1)
-        )
-        raise UserError(
-            f"{argument}: no such flag{f'; did you mean {near[0]}?' if near else ' (see --help)'}", code="flag-unknown"
-        )
+        hint = _hint(name[2:], [flag[2:] for flag in known], "--{}".format)
+        raise UserError(f"{argument}: no such flag{hint or ' (see --help)'}", code="flag-unknown")
     return name + equals + value
+
+
+def _hint(name: str, known: Iterable[str], written: Callable[[str], str]) -> str:
+    """What to use instead of a name that is no field, for the end of an error message."""
+    if name in NOT_FLAGS:
+        return f"; {NOT_FLAGS[name]}"
+    near = [OTHER_NAMES[name]] if name in OTHER_NAMES else near_names(name, known)
+    return f"; did you mean {' or '.join(map(written, near))}?" if near else ""
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
@@ -719,11 +777,8 @@ def check_fields(names: Iterable[str], what: str) -> None:
     """Refuse names that are no fields of the configuration; ``what`` says where they stand."""
     for name in names:
         if name not in TrainConfig.model_fields:
-            near = difflib.get_close_matches(str(name), TrainConfig.model_fields, n=1)
-            near = [OTHER_NAMES[name]] if name in OTHER_NAMES else near
-            raise UserError(
-                f"{what}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}", code="flag-unknown"
-            )
+            hint = _hint(str(name), TrainConfig.model_fields, repr)
+            raise UserError(f"{what}: no field {name!r}{hint}", code="flag-unknown")
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -732,19 +787,15 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if variable.startswith(ENVIRONMENT_PREFIX):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             if name not in TrainConfig.model_fields:
-                raise UserError(f"environment variable {variable}: no such field", code="flag-unknown")
+                hint = _hint(name, TrainConfig.model_fields, repr)
+                raise UserError(f"environment variable {variable}: no such field{hint}", code="flag-unknown")
             values[name] = value
     return values
 
 
 def make_config(values: Mapping[str, Any], origins: Mapping[str, str]) -> TrainConfig:
     """The configuration of these values; ``origins`` says of each where it comes from: flag, environment or a file."""
-    try:
-        return TrainConfig.model_validate(values)
-    except ValidationError as error:
-        problems = error.errors()
-        code = "flag-value" if problems[0]["loc"] else "flags-conflict"
-        raise UserError("; ".join(_describe(problem, origins) for problem in problems), code=code) from None
+    return TrainConfig.model_validate(values, context=origins)
 
 
 def _describe(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -753,7 +804,17 @@ def _describe(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     name = str(problem["loc"][0])
     origin = origins.get(name, "flag")
     where = {"flag": f"--{name}", "environment": f"{ENVIRONMENT_PREFIX}{name.upper()}"}.get(origin, f"{origin}: {name}")
-    return f"{where} {problem['input']}: {invalid_value(problem)}"
+    return f"{where} {problem['input']}: {invalid_value(problem)}{_hint_of_value(name, problem)}"
+
+
+def _hint_of_value(name: str, problem: Mapping[str, Any]) -> str:
+    """Which of a field's words was meant."""
+    if problem["type"] != "literal_error":
+        return ""
+    value = str(problem["input"]).lower().replace("-", "_")
+    choices = get_args(TrainConfig.model_fields[name].annotation)
+    near = [OTHER_VALUES[name][value]] if value in OTHER_VALUES.get(name, ()) else near_names(value, choices)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ if not __package__:  # started by path: the imports below need the folder above 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.errors import OneLineParser, run_command
+from common.problem_types import printable
 from training.fault_tolerance.interruption import run_rank
 
 
@@ -43,7 +44,7 @@ def main() -> None:
 def _table(metrics: dict[str, Any]) -> str:
     from training.monitoring.records import metrics_of
 
-    width = max(len("class"), *map(len, metrics["labels"]))
+    width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
     figures = {"loss": metrics["loss"]} | {one.title: metrics[name] for name, one in metrics_of(metrics).items()}
     lines = [
         f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows",
@@ -53,11 +54,11 @@ def _table(metrics: dict[str, Any]) -> str:
         lines += ["", f"{'class':{width}}  precision  recall      F1   rows"]
     for name, scores in metrics.get("per_class", {}).items():
         line = f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  {scores['rows']:5}"
-        lines.append(f"{name:{width}}  {line}")
+        lines.append(f"{printable(name):{width}}  {line}")
     if "confusion_matrix" in metrics:
         lines += ["", "confusion (a row is a true class, a column a predicted one):"]
         for name, counts in zip(metrics["labels"], metrics["confusion_matrix"], strict=True):
-            lines.append(f"{name:{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+            lines.append(f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}")
     return "\n".join(lines)
 
 

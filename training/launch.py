@@ -56,6 +56,9 @@ def launch() -> int:
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"is_host={int(is_host)}")))
     with contextlib.ExitStack() as stack:
         args.log_dir = args.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrun_"))
+        if args.standalone:  # hidden, because run_ddp.sh looks for torchrun's own folder
+            private = tempfile.TemporaryDirectory(prefix=".rendezvous_", dir=args.log_dir)  # mode 0700
+            _meet_in_file(args, f"{stack.enter_context(private)}/store")
         try:
             run(args)
         except ChildFailedError as failed:
@@ -78,6 +81,19 @@ def launch() -> int:
             )
             return os.EX_TEMPFAIL
     return 0
+
+
+def _meet_in_file(args: argparse.Namespace, file: str) -> None:
+    """What --standalone does, without a port.
+
+    torchrun's own store listens on every interface, and torchrun unpickles what it finds there, so anyone who reaches
+    the port could run code as this user.
+    """
+    args.standalone, args.rdzv_backend, args.rdzv_id, args.rdzv_endpoint = False, "c10d", "one", file
+    # The file grows with each heartbeat, which tells other nodes that this one lives.
+    args.rdzv_conf = "store_type=file,keep_alive_interval=86400"
+    # Otherwise torchrun opens a port for the ranks; they meet in a file, too.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def _is_training(args: argparse.Namespace) -> bool:

@@ -5,7 +5,7 @@
 # MAX_RESTARTS=3 training/run_ddp.sh ... the ranks are restarted up to three times if one of them dies; they resume from
 # the newest checkpoint.
 set -u
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P) # Python finds the packages of .venv by its real path
 python=$here/../.venv/bin/python
 [ -x "$python" ] || python=python3
 if ! python=$(command -v -- "${PYTHON:-$python}"); then

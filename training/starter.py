@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
 from training.data.dataset import default_cleaning, load_news
-from training.data.tokenized import load_from
+from training.data.tokenized import check_vocabulary, load_from
 from training.model.layers import keep_blocks
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
+from training.model.weights import read_network
 from training.run.quiet import quiet_libraries
 from training.tasks import Embedding
 
@@ -97,7 +99,11 @@ def _shrink(options: Namespace, folder: Path) -> None:
             )
     data = load_news(options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding)
     texts, cleaning = data.train.texts, default_cleaning(options.dataset, data.label_names)
-    network = load_from(options.teacher, lambda: AutoModelForSequenceClassification.from_pretrained(teacher), print)
+    asked = f"--teacher {options.teacher}"
+    read = partial(read_network, AutoModelForSequenceClassification, str(teacher), asked)
+    reading, notes = load_from(options.teacher, read, print, "--teacher")
+    print(*notes, sep="\n", end="\n" * bool(notes))
+    network = reading.network
     family = next((one for one in FAMILIES if one.network_class == type(network).__name__), None)
     if family is None or family.gate or family.final_norm or not family.position_embeddings:
         raise UserError(
@@ -112,6 +118,8 @@ def _shrink(options: Namespace, folder: Path) -> None:
             code="flag-value",
         )
     tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
+    highest = max(tokenizer.get_vocab().values())
+    check_vocabulary(asked, highest, network.get_input_embeddings().num_embeddings)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     counts = count_ids(tokenizer, map(cleaner(cleaning), texts))

@@ -123,7 +123,7 @@ SETTINGS = """
 PEERS = """
 ## How to repeat this
 
-Peers with an int8 artefact clean and tokenise texts as ours do and answer with the same JSON. They run in a separate
+Peers with an int8 artefact clean and tokenize texts as ours do and answer with the same JSON. They run in a separate
 Python:
 
 ```

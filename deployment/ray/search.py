@@ -1,4 +1,4 @@
-"""Search for better hyper-parameters on a Ray cluster: python deployment/ray/search.py SPACE.yaml [--address ADDRESS].
+"""Search for better hyperparameters on a Ray cluster: python deployment/ray/search.py SPACE.yaml [--address ADDRESS].
 
 The same search as python -m training.search, except that Ray places each trial on a machine that has room for it.
 """

@@ -59,7 +59,9 @@ class ServedModel:
         self._metrics = metrics
         self._counts_loads = counts_loads
         self._current: Served | None = None
-        self._load_error = f"{self.path}: the model is still loading; try again in a few seconds"
+        # What everybody may read names no folder of this machine; the log does.
+        self.public_name = self.path.absolute().name
+        self._load_error = f"{self.public_name}: the model is still loading; try again in a few seconds"
         self._loading = asyncio.Lock()
         self._loader = _Loader()
         self._draining: set[asyncio.Task[None]] = set()
@@ -138,7 +140,7 @@ class ServedModel:
                 self._count_load("refused")
                 refusal = refusal_of(self.path, error)
                 if self._current is None:
-                    self._load_error = str(refusal)
+                    self._load_error = str(refusal).replace(str(self.path), self.public_name)
                     logger.error(
                         "the server runs, but without a model: every request for an answer gets 503. Fix the model "
                         "and send SIGHUP (kill -HUP %d), or start again with another one",

@@ -85,7 +85,7 @@ def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) ->
 
     It is the only one that still works in a process that is forked after loading, with the weights in memory once.
     """
-    if wanted not in ("auto", "native") or hardware.device == "cuda":
+    if wanted not in ("auto", "native") or hardware.device == "cuda" or not native.is_supported()[0]:
         return False
     with contextlib.suppress(ModelLoadError):
         if is_artefact(path):
@@ -212,7 +212,8 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     check_engine(folder, engine, tokenizer, saved.labels, tolerance, saved.problem_type, spread)
     check_probes(folder, manifest, saved, tokenizer, engine)
     if manifest.engine == "native":
-        reason += f"; its kernels use {engine.instructions}"
+        why_slow = f"; NumPy computes it, slowly: {native.is_supported()[1]}"
+        reason += why_slow if engine.instructions == "numpy" else f"; its kernels use {engine.instructions}"
     elif manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), so int8 gains less than measured"
     revision = str(manifest.source.get("weights_sha256"))[:12]
@@ -220,9 +221,6 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
 
 
 def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any], hardware: Hardware) -> Engine:
-    if manifest.engine == "native" and native.library_path() is None:
-        remedy = "install a C compiler (apt-get install gcc, xcode-select --install), then install DistriNews again"
-        raise ModelLoadError(folder, "needs our own int8 kernels, which are not compiled here", remedy)
     try:
         return build_engine(manifest.engine, folder, config, manifest.precision, hardware)
     except ImportError as error:
@@ -244,9 +242,10 @@ def _build_engine(name: str, folder: Path, config: Mapping[str, Any], precision:
     if name == "native":
         from inference.engines.native.engine import NativeEngine
 
-        supported, why_not = native.is_supported()
-        if not supported and hardware.instruction_set == "auto":
-            raise OSError(why_not)
+        if not native.is_supported()[0] and hardware.instruction_set == "auto":
+            from inference.engines.native.numpy_engine import NumpyEngine
+
+            return NumpyEngine(folder, config)
         return NativeEngine(folder, config, threads, hardware.instruction_set)
     if name == "openvino":
         from inference.engines.openvino_engine import OpenVinoEngine

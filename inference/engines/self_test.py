@@ -166,7 +166,8 @@ def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
     """Write what `recall_speeds` reads. If the folder is not writable, the next start measures again."""
     with contextlib.suppress(OSError, RuntimeError):
         path = _speeds_file(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parents[1].mkdir(0o700, parents=True, exist_ok=True)  # training may keep texts there
+        path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(speeds, file)
         Path(file.name).replace(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import math
 import time
@@ -15,6 +14,8 @@ from inference.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
+# Keys that a request may carry: as `Authorization` and as `X-API-Key`.
+MOST_KEYS = 2
 # Seconds between checks whether the key file has changed.
 _CHECK_INTERVAL_S = 1.0
 
@@ -46,25 +47,26 @@ class ApiKeys:
             SettingsError: the file cannot be read, or holds no key.
         """
         self._fixed = [Key(_hash(key.encode()))] if key else []
+        self._by_name: dict[str, Key] = {}
         self._file = file
         self._version = self._version_now()
-        self._from_file = read_keys(file) if file else []
+        self._take(read_keys(file) if file else [])
         self._looked_at = time.monotonic()
 
     @property
     def is_set(self) -> bool:
         return bool(self._fixed) or self._file is not None
 
-    def given_by(self, headers: Iterable[tuple[bytes, bytes]]) -> Key | None:
-        """The valid key that a request carries, or None; takes the same time for any guess."""
+    def find(self, given: Iterable[bytes]) -> Key | None:
+        """The last valid one of the keys given. Hashes are looked up, so the time it takes says nothing about a key."""
         self._refresh()
         found = None
-        for given in given_keys(headers):
-            digest = _hash(given)
-            for key in (*self._fixed, *self._from_file):
-                if hmac.compare_digest(key.name, digest):
-                    found = key
+        for key in given:
+            found = self._by_name.get(_hash(key), found)
         return found
+
+    def _take(self, from_file: list[Key]) -> None:
+        self._by_name = {key.name: key for key in (*self._fixed, *from_file)}
 
     def _refresh(self) -> None:
         if self._file is None or time.monotonic() - self._looked_at < _CHECK_INTERVAL_S:
@@ -75,10 +77,10 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._from_file = read_keys(self._file)
-            logger.info("API_KEYS_FILE changed: %d keys are valid", len(self._from_file))
+            self._take(keys := read_keys(self._file))
+            logger.info("API_KEYS_FILE changed: %d keys are valid", len(keys))
         except SettingsError as error:
-            self._from_file = []
+            self._take([])
             logger.error("%s; no key of this file is valid until it is repaired", error)
 
     def _version_now(self) -> tuple[int, int, int] | None:

@@ -17,13 +17,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.http.http1 import MAX_HEADER_BYTES, corrected
+from inference.http.security import as_ipv4
+
 if TYPE_CHECKING:
     from uvicorn import Server
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a request's headers before they are complete; the same limit as in uvicorn's other parser.
-_MAX_HEADER_BYTES = 64 * 1024
 _CHECK_INTERVAL_S = 0.5
 # A connection that has been idle for less than this is not ended for another: its next request, or its first, may be
 # on the way.
@@ -75,12 +76,14 @@ class ConnectionKeeper:
     def _watched(self, protocol: type[Any]) -> type[Any]:
         keeper = self
 
-        class WatchedProtocol(protocol):
+        class WatchedProtocol(corrected(protocol)):
             def connection_made(self, transport: asyncio.Transport) -> None:
                 if not keeper._has_room():
                     keeper._refuse(transport)
                     return
                 super().connection_made(_OneWrite(transport))
+                if self.client:  # to a socket for both kinds of addresses, proxies come with mapped ones
+                    self.client = (as_ipv4(self.client[0]), self.client[1])
                 self.idle_since = self.headers_since = time.monotonic()
                 # A tenth more or less, or the clients of a server that was full would all come back at once.
                 self.given_back_at = self.idle_since + keeper._max_age_s * random.uniform(0.9, 1.1)
@@ -94,6 +97,7 @@ class ConnectionKeeper:
                 super().connection_lost(exc)
 
             def data_received(self, data: bytes) -> None:
+                self.arriving_bytes = self.header_bytes + len(data)
                 super().data_received(data)
                 if not _awaits_headers(self):
                     self.header_bytes = 0
@@ -107,8 +111,10 @@ class ConnectionKeeper:
                     return
                 if not self.header_bytes and self.cycle is not None:
                     self.headers_since = time.monotonic()
-                self.header_bytes += len(data)
-                if self.header_bytes > _MAX_HEADER_BYTES:
+                    self.header_bytes = 1  # what arrived with them may be the body of the request before
+                else:
+                    self.header_bytes += len(data)
+                if self.header_bytes > MAX_HEADER_BYTES:
                     self.transport.abort()
 
         return WatchedProtocol

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,6 +23,7 @@ from inference.errors import (
     RefusedTextError,
     WorkerDownError,
 )
+from inference.http.paths import route_path
 from inference.http.request_context import RequestContext
 from inference.http.schemas import ErrorResponse
 
@@ -62,6 +64,7 @@ def _documented(description: str, **more: Any) -> dict[str, Any]:
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
     401: _documented("Keys are set (API_KEY, API_KEYS_FILE) and the request carries none of them."),
+    403: _documented("A browser sent it for a page of another site, which CORS_ORIGINS does not list."),
     408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
     413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
     415: _documented("The body is compressed (Content-Encoding)."),
@@ -83,7 +86,7 @@ def error_response(
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     detail: Any = error_detail(code, message, context.request_id)
-    if scope["path"].startswith(_PROTOCOL_PREFIX):
+    if route_path(scope).startswith(_PROTOCOL_PREFIX):
         detail = detail["message"]
     return Response(to_json({"error": detail}), status, headers, media_type="application/json")
 
@@ -153,13 +156,21 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    line = _wrong_method(request, error) if error.status_code == 405 else str(error.detail)
+    path, line, headers = route_path(request.scope), str(error.detail), dict(error.headers or {})
+    if error.status_code == 404 and path.endswith("/") and line == "Not Found":
+        # Relative, so that it stays below any prefix and keeps https, neither of which a proxy has to tell.
+        query = request.url.query and f"?{request.url.query}"
+        return Response(status_code=307, headers={"Location": f"../{quote(path.split('/')[-2])}{query}"})
+    if error.status_code == 405:
+        allowed = headers["Allow"] = "GET, HEAD" if "GET" in headers["Allow"] else headers["Allow"]
+        line = f"this path does not accept {request.method}; use {allowed}{_example(request, path)}"
     response = error_response(request.scope, error.status_code, http_code(error.status_code), line)
-    response.headers.update(error.headers or {})
+    response.headers.update(headers)
     return response
 
 
-def _wrong_method(request: Request, error: HTTPException) -> str:
-    line = f"this path does not accept {request.method}; use {(error.headers or {}).get('Allow')}"
+def _example(request: Request, path: str) -> str:
+    if path == "/":
+        return "; texts go to /predict, and clients of Hugging Face's hub take /hub as their base_url"
     example = getattr(request.scope.get("route"), "example", None)  # of a route that takes JSON
-    return f"{line} with JSON such as {example}" if example else line
+    return f" with JSON such as {example}" if example else ""

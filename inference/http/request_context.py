@@ -34,6 +34,7 @@ class RequestContext:
     Attributes:
         allowance: what is left of the client's rate limit.
         held_bytes: what the request takes of the memory budget for bodies.
+        route: the template of its route, known once it has ended.
         request_id: the client's X-Request-ID if it is a plain word, otherwise a new one.
         started: when the request arrived, on `time.perf_counter`.
         num_texts: texts to classify.
@@ -51,12 +52,14 @@ class RequestContext:
         "num_texts",
         "num_tokens",
         "request_id",
+        "route",
         "stages",
         "started",
     )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.route = "unmatched"
         self.started = time.perf_counter()
         self.num_texts = 0
         self.num_tokens = 0

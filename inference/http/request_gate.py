@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
+from inference.http.paths import remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
 from inference.http.request_limits import Allowance, Refusal
 from inference.http.request_log import log_failure, log_request
-from inference.http.security import POLICY_HEADER, SECURITY_HEADERS
+from inference.http.security import SECURITY_HEADERS
 from inference.http.server_parts import Parts
 
 # What nginx logs if the client disconnected before the answer; never sent.
@@ -30,11 +33,12 @@ _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"
 class RequestGate:
     """Admits requests and follows each of them to its end."""
 
-    def __init__(self, app: ASGIApp, parts: Parts, paths: frozenset[str]) -> None:
-        """``paths``: what a refused request may be counted under, since refused requests are not routed."""
+    def __init__(self, app: ASGIApp, parts: Parts, routes: Sequence[Route]) -> None:
         settings = parts.settings
         self.app = app
-        self.paths = paths
+        self._routes = routes
+        # What a refused request may be counted under, since refused requests are not routed.
+        self.paths = frozenset(route.path for route in routes if not route.param_convertors)
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
@@ -42,11 +46,14 @@ class RequestGate:
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
         self._limits = parts.limits
+        self._origins = frozenset(settings.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope.get("root_path"):
+            remove_second_prefix(scope, self._routes)
         await _GatedRequest(self, scope, receive, send).run()
 
     def refusal(self, scope: Scope) -> Refusal | None:
@@ -58,14 +65,23 @@ class RequestGate:
         if scope["method"] != "POST":
             return None
         headers = scope["headers"]
-        announced = next((value for name, value in headers if name == b"content-length"), b"0")
+        given = dict(headers)
+        # A page of another site needs nobody's leave to send text/plain, also to a server on the visitor's own machine.
+        if given.get(b"sec-fetch-site") == b"cross-site" and not self._is_allowed(given.get(b"origin", b"")):
+            return (
+                403,
+                "forbidden",
+                "a page of another site sent this; list its origin in CORS_ORIGINS to allow it",
+                None,
+            )
+        announced = given.get(b"content-length", b"0")
         num_bytes = int(announced) if announced.isdigit() else 0
         # Content-Length is only an announcement, so `receive` counts again; but an honest client hears at once.
         if num_bytes > self.max_body_bytes and not is_stream(headers):
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
             return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
-        return None if scope["path"].startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
+        return None if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
         """Refuse before the body is read if the queue is full: under overload, reading is most of the cost of a
@@ -75,15 +91,23 @@ class RequestGate:
         error = served.classifier.full_error() if served else None
         return None if error is None else (503, error.code, str(error), error.retry_after_s)
 
+    def _is_allowed(self, origin: bytes) -> bool:
+        return "*" in self._origins or origin.decode("latin-1") in self._origins
+
     @property
     def too_large(self) -> str:
         return f"the body has more than {self.max_body_bytes} bytes; send shorter texts or fewer of them"
 
 
+_STREAM_TYPES = frozenset(
+    f"application/{name}".encode() for name in ("x-ndjson", "ndjson", "jsonl", "x-jsonl", "jsonlines", "x-jsonlines")
+)
+
+
 def is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
     """Whether a request's body is a stream of JSON lines."""
     content_type = next((value for name, value in headers if name == b"content-type"), b"")
-    return content_type.partition(b";")[0].strip().lower() == b"application/x-ndjson"
+    return content_type.partition(b";")[0].strip().lower() in _STREAM_TYPES
 
 
 class _GatedRequest:
@@ -98,6 +122,7 @@ class _GatedRequest:
         "is_answered",
         "is_gone",
         "is_late",
+        "method",
         "scope",
         "status",
         "task",
@@ -107,10 +132,12 @@ class _GatedRequest:
 
     def __init__(self, gate: RequestGate, scope: Scope, receive: Receive, send: Send) -> None:
         self.gate = gate
-        self.scope = scope
         self.inner_receive = receive
         self.inner_send = send
         self.context = RequestContext.begin(scope)
+        self.method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        # HEAD is answered as GET is, and the server leaves out the body.
+        self.scope = scope if self.method != "HEAD" else {**scope, "method": "GET"}
         self.status = CLIENT_GONE
         self.is_answered = False
         self.is_gone = False
@@ -150,10 +177,9 @@ class _GatedRequest:
             gate.body_budget.release(context.held_bytes)
             gate.metrics.in_progress.dec()
             seconds = time.perf_counter() - context.started
-            method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-            route = self.route()
-            gate.metrics.request_done(route, method, self.status, seconds, context.error_code)
-            log_request(context, method, route, self.status, seconds)
+            route = context.route = self.route()
+            gate.metrics.request_done(route, self.method, self.status, seconds, context.error_code)
+            log_request(context, self.method, route, self.status, seconds)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -180,8 +206,6 @@ class _GatedRequest:
             added.append((b"cache-control", b"no-store"))
         if self.gate.lifecycle.is_draining or self.gate.lifecycle.is_leaving:
             added.append((b"connection", b"close"))
-        if any(name == POLICY_HEADER for name, _ in headers):
-            return [*headers, *SECURITY_HEADERS[:-1], *added]
         return [*headers, *SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:
@@ -249,5 +273,5 @@ class _GatedRequest:
         # From a bounded set: a route's template, never a path that a client made up, or the metrics would grow forever.
         if (route := self.scope.get("route")) is not None:
             return route.path
-        path = self.scope["path"]
+        path = route_path(self.scope)
         return path if path in self.gate.paths else "unmatched"

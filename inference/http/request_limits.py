@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from inference.errors import RateLimitedError
-from inference.http.api_keys import ApiKeys, given_keys
+from inference.http.api_keys import MOST_KEYS, ApiKeys, given_keys
+from inference.http.paths import route_path
 from inference.http.security import RateLimiter, client_name
 
 # Orchestrators and load balancers call these, and would take a refusal for a failure.
@@ -75,7 +76,7 @@ class RequestLimits:
 
     def judge(self, scope: Scope) -> Allowance | Refusal:
         """What the client has left, or why the request may not pass: status, code, message, seconds to wait."""
-        if scope["path"] in _PROBES:
+        if route_path(scope) in _PROBES:
             return Allowance()
         address = client_name(scope)
         if scope["method"] != "POST":
@@ -85,11 +86,12 @@ class RequestLimits:
         # Checked before the key, so that a client that guessed too often learns nothing from its next guess.
         if wait_s := self._guesses.wait_s(address, 1):
             return 429, "rate_limited", _USED_UP, wait_s
-        key = self._keys.given_by(scope["headers"])
+        given = list(given_keys(scope["headers"]))
+        key = self._keys.find(given) if len(given) <= MOST_KEYS else None
         if key is None:
-            # Without a rate limit: a request without any key is cheap to refuse, and is not a guess.
-            if self._is_limited or any(True for _ in given_keys(scope["headers"])):
-                self._guesses.take(address, 1)
+            # Each key is a guess. Without a rate limit, a request without any is cheap to refuse, and none.
+            if num_guesses := len(given) or int(self._is_limited):
+                self._guesses.take(address, num_guesses)
             return 401, "unauthorized", "send the API key as `Authorization: Bearer KEY` or `X-API-Key: KEY`", None
         is_limited = self._is_limited or key.per_second is not None
         return self._admit(self._by_key if is_limited else None, key.name, key.per_second)

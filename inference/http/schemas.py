@@ -175,7 +175,7 @@ class HealthResponse(BaseModel):
 
     status: Literal["healthy", "unavailable"]
     model_loaded: bool
-    model: str = Field(description="The model that MODEL_CHECKPOINT names.")
+    model: str = Field(description="The name of the folder or file that MODEL_CHECKPOINT names.")
     labels: list[str] | None = Field(
         default=None, description="The labels that answers choose from; absent if the model answers with a number."
     )

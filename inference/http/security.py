@@ -6,25 +6,20 @@ import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.types import Scope
 
 # Pages may be embedded in the Space's page only, and load nothing from elsewhere.
 _FRAMES = "frame-ancestors 'self' https://huggingface.co https://*.huggingface.co"
 _POLICY = f"default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; {_FRAMES}"
-# The interactive documentation is FastAPI's page: one inline script, the rest from its usual CDN.
-DOCS_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' https://cdn.jsdelivr.net; "
-    "style-src 'self' 'unsafe-inline' https://cdn.jsdelivr.net; img-src 'self' data: https://fastapi.tiangolo.com; "
-    f"object-src 'none'; base-uri 'none'; {_FRAMES}"
-)
-POLICY_HEADER = b"content-security-policy"
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (POLICY_HEADER, _POLICY.encode()),
+    (b"content-security-policy", _POLICY.encode()),
 ]
 
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 MAX_CLIENTS = 10_000
 
 
@@ -71,7 +66,7 @@ def client_name(scope: Scope) -> str:
     client = scope.get("client")
     if client is None:
         return "unknown"
-    host = client[0]
+    host = as_ipv4(client[0])
     if ":" not in host:
         return host
     # One household has a /64 of IPv6 addresses.
@@ -79,3 +74,13 @@ def client_name(scope: Scope) -> str:
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return host
+
+
+def as_ipv4(host: str) -> str:
+    """The IPv4 address that an IPv6 address stands for: mapped (::ffff:1.2.3.4), or translated (64:ff9b::1.2.3.4)."""
+    if ":" in host:
+        with suppress(ValueError):
+            address = ipaddress.IPv6Address(host.partition("%")[0])
+            if address.ipv4_mapped or address in _TRANSLATED:
+                return str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return host

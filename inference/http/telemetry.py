@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference import __version__
 from inference.errors import SettingsError
+from inference.http.paths import route_path
 from inference.http.request_context import RequestContext
 
 # Probes and metrics come every few seconds and would only be noise.
@@ -55,7 +56,7 @@ class TraceMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, self._sending_the_last_spans(send))
             return
-        if scope["type"] != "http" or scope["path"].startswith(_UNTRACED):
+        if scope["type"] != "http" or route_path(scope).startswith(_UNTRACED):
             await self.app(scope, receive, send)
             return
         status = 0
@@ -73,12 +74,12 @@ class TraceMiddleware:
         try:
             await self.app(scope, receive, noting_status)
         finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
+            context = RequestContext.of(scope)
+            route = context.route
             span.update_name(f"{scope['method']} {route}")
             span.set_attributes(
                 {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
             )
-            context = RequestContext.of(scope)
             span.set_attributes({"distrinews.request_id": context.request_id, "distrinews.texts": context.num_texts})
             inside = tracing.inside(span)
             for name, seconds in zip(_STAGES, context.stages or (), strict=False):

@@ -44,7 +44,7 @@ class InitStrategy(BaseCard[InitStrategyConfig]):
     """Card 4: choose strategy, architecture and optimizer, and check the architecture against the data."""
 
     card_type = "dist_init_strategy"
-    display_name = "Initialise strategy"
+    display_name = "Initialize strategy"
     description = "Decides what is trained, and whether it is replicated (DDP, DeepSpeed) or sharded (FSDP)."
     look_at = "The parameters of each layer: what the ranks will exchange for every batch."
     category = "distributed"

@@ -1,4 +1,4 @@
-"""Tables of numbers: the iris data that scikit-learn ships, CSV files, CSV from an address."""
+"""Tables of numbers: the iris data next to this file, CSV files, CSV from an address."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from urllib.request import urlopen
 import torch
 
 from common.errors import UserError, first_line
-from common.rows import TEXT_AND_LABEL, Reading, check_utf8, csv_records, text_lines
+from common.rows import TEXT_AND_LABEL, Layout, Reading, check_utf8, csv_records, text_lines
 
 READ_TIMEOUT = 30.0  # seconds
 MAX_BYTES = 20 * 10**6
+# Fisher's measurements of 150 irises of three species (1936), in the public domain, as scikit-learn ships them:
+# from sklearn.datasets import load_iris; iris = load_iris(as_frame=True)
+# iris.data.assign(species=iris.target_names[iris.target]).to_csv("learn/cards/iris.csv", index=False)
+IRIS = Path(__file__).with_name("iris.csv")
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,7 @@ def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_
     Raises:
         UserError: it cannot be read, or is not a table (with the line).
     """
-    if source == "iris":
-        return _iris()
-    rows = _read_csv(source, _fetch(source, seconds, max_bytes))
+    rows = _read_csv(source, _fetch(str(IRIS) if source == "iris" else source, seconds, max_bytes))
     header, width = rows[0].cells, len(rows[0].cells)
     if sum(is_number(cell) for cell in header) >= max(1, width - 1):
         header = [f"column {number}" for number in range(width)]
@@ -79,24 +81,6 @@ def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_
     if not rows:
         raise UserError(f"{source}: holds no rows", code="table-unusable")
     return Table(source, [name.strip() for name in header], rows)
-
-
-def _iris() -> Table:
-    """Fisher's iris measurements (1936), 150 rows of three species."""
-    try:
-        from sklearn.datasets import load_iris
-    except ImportError as error:
-        raise UserError(
-            "source_url iris: the data comes with scikit-learn, which is not installed: "
-            'pip install "distrinews[teach]", or name a CSV file',
-            code="package-missing",
-        ) from error
-    iris = load_iris()
-    rows = [
-        Row(line, [*map(str, features), str(iris.target_names[label])])
-        for line, (features, label) in enumerate(zip(iris.data, iris.target, strict=True), start=1)
-    ]
-    return Table("iris", [*iris.feature_names, "species"], rows)
 
 
 def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
@@ -132,7 +116,7 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
 def _read_csv(source: str, data: bytes) -> list[Row]:
     reading = Reading(TEXT_AND_LABEL, skip=False, flag="source_url")
     rows = []
-    for line, cells in csv_records(source, text_lines(source, data), 0, ",", reading):
+    for line, cells in csv_records(source, text_lines(source, data), Layout(",", None), reading):
         try:
             check_utf8("".join(cells))
         except ValueError as error:

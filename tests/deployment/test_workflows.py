@@ -247,7 +247,7 @@ def test_a_deployment_checks_signatures_applies_the_digests_and_goes_back_if_it_
     keep = f'{kubectl} kustomize "$3" >{tmp_path}/applied; cp "$KUBECONFIG" {tmp_path}/used'
     status = f'[ "$1 $2" != "rollout status" ] || {"true" if is_ready else "false"}'
     runner.tool("kubectl", f'if [ "$1" = apply ]; then {keep}; fi\n{status}')
-    check = "Take the manifests of the release, and check who signed its images"
+    check = "Take the manifests of the release, and check who built them and its images"
     done = runner.run(_command("deploy", "cluster", check), RELEASE="v1", GH_TOKEN="secret")
     assert done.returncode == 0, done.stderr
     verified = [call for call in runner.calls if call.startswith("cosign verify")]
@@ -267,10 +267,100 @@ def test_a_deployment_checks_signatures_applies_the_digests_and_goes_back_if_it_
     assert (runner.calls[-1] == undone) is not is_ready
 
 
+IDENTITY = "https://github.com/Alice/News/.github/workflows/release.yml@refs/tags/v1"
+
+
+@pytest.mark.parametrize("verified", [0, 1])
+@pytest.mark.parametrize(
+    ("job", "step", "asset", "content"),
+    [
+        (
+            "cluster",
+            "Take the manifests of the release, and check who built them and its images",
+            "manifests",
+            "kubernetes",
+        ),
+        ("space", "Take the model of the release, and check who built it", "build/model", "build/model"),
+    ],
+)
+def test_nothing_of_a_release_is_unpacked_before_its_attestation_is_verified(
+    runner: Runner, tmp_path: Path, job: str, step: str, asset: str, content: str, verified: int
+) -> None:
+    made = tmp_path / "made" / Path(content).name / "release"
+    made.mkdir(parents=True)
+    (made / "kustomization.yaml").write_text("")
+    archive = shutil.make_archive(str(tmp_path / "asset"), "gztar", made.parents[1])
+    (runner.folder / "build").mkdir()
+    runner.tool(
+        "gh",
+        f'[ "$1 $2" != "release download" ] || cp {archive} {asset}.tar.gz\n[ "$1" != attestation ] || exit {verified}',
+    )
+    runner.tool("docker")
+
+    done = runner.run(_command("deploy", job, step), RELEASE="v1", GH_TOKEN="secret")
+
+    assert f"gh attestation verify {asset}.tar.gz --repo Alice/News --cert-identity {IDENTITY}" in runner.calls
+    assert (runner.folder / content).exists() is (verified == 0)
+    assert done.returncode != 0 or not verified
+
+
+def test_a_release_attests_what_a_deployment_verifies() -> None:
+    steps = _read(ROOT / ".github/workflows/release.yml")["jobs"]["publish"]["steps"]
+    attested = [
+        path
+        for step in steps
+        for path in step.get("with", {}).get("subject-path", "").split()
+        if step["uses"].startswith("actions/attest@")
+    ]
+    deploy = "".join(step.get("run", "") for step in _steps(ROOT / ".github/workflows/deploy.yml"))
+    downloaded = re.findall(r"--pattern (\S+)", deploy)
+    assert {Path(path).name for path in attested} == set(downloaded) == {"manifests.tar.gz", "model.tar.gz"}
+    for job in _read(ROOT / ".github/workflows/deploy.yml")["jobs"].values():
+        assert job["permissions"]["attestations"] == "read"
+
+
+@pytest.mark.parametrize("workflow", ["release", "deploy"])
+def test_a_workflow_that_holds_secrets_installs_only_what_a_lock_names(workflow: str) -> None:
+    commands = "".join(step.get("run", "") + "\n" for step in _steps(ROOT / f".github/workflows/{workflow}.yml"))
+    commands += _dry_run("install-locked")
+    assert not re.search(r"make install(?!-locked)", commands)
+    installed = re.findall(r"pip install.*", commands.replace("\\\n", " "))
+    assert installed
+    for command in installed:
+        assert "--require-hashes" in command
+        locks = re.findall(r"--requirement (\S+)", command)
+        assert locks
+        assert all((ROOT / lock).is_file() for lock in locks)
+
+
+def _dry_run(target: str) -> str:
+    """What `make TARGET` would run."""
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("model", ["alice/news", "alice/news@main", f"alice/news@{SHA[:39]}", f"alice/news@{SHA[:40]}"])
+def test_a_release_takes_a_model_of_one_commit(runner: Runner, model: str) -> None:
+    runner.tool("tar")
+    for engine in ("native", "onnx"):
+        (runner.folder / "build" / "model" / engine).mkdir(parents=True)
+    hf = runner.folder / ".venv/bin/hf"
+    hf.write_text(f'#!/bin/bash\necho "hf $*" >>{runner.folder.parent}/calls\n')
+    hf.chmod(0o755)
+    done = runner.run(_command("release", "model", "Fetch the model, or train one"), MODEL=model)
+    if model.endswith(f"@{SHA[:40]}"):
+        assert done.returncode == 0, done.stderr
+        assert f"hf download alice/news --revision {SHA[:40]} --local-dir build/model" in runner.calls
+    else:
+        assert done.returncode == 2
+        assert done.stderr == f"error: RELEASE_MODEL={model}: must end in @ and the 40 digits of a commit\n"
+
+
 def test_an_image_that_nobody_signed_is_not_deployed(released: Runner) -> None:
     released.tool("gh", "cp build/manifests.tar.gz .")
     released.tool("cosign", "exit 1")
-    check = "Take the manifests of the release, and check who signed its images"
+    check = "Take the manifests of the release, and check who built them and its images"
     assert released.run(_command("deploy", "cluster", check), RELEASE="v1", GH_TOKEN="secret").returncode == 1
 
 

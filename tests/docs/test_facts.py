@@ -18,6 +18,7 @@ from learn.by_hand.collectives import all_to_all, gather, scatter
 from learn.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
 from tests.docs.pages import REPOSITORY
 from tests.processes import run_on_ranks
+from tests.training.faults.cases import FAMILIES
 from training.planning.communication import transfers
 from training.planning.hardware import GPUS, Cluster
 from training.planning.layouts import Layout, pipeline_ranks
@@ -172,7 +173,7 @@ def test_what_a_save_costs_counts_the_steps_that_it_slows_down() -> None:
     assert blocked < cost < waited
     assert f"{cost:.2f} s in all" in page(QUESTIONS)
     assert f"every {sqrt(2 * cost * hours):.0f} s instead of every {sqrt(2 * waited * hours):.0f}" in page(QUESTIONS)
-    assert f"{cost:.2f} s in all" in page(GUIDE)
+    assert f"{cost:.2f} s in total" in page(GUIDE)
 
 
 def test_two_accuracies_on_cifar10_are_within_what_its_test_images_can_tell_apart() -> None:
@@ -184,3 +185,12 @@ def test_two_accuracies_on_cifar10_are_within_what_its_test_images_can_tell_apar
     assert abs(one - two) < error
     assert 1 < 2 * error < 1.5
     assert "cannot tell apart accuracies that differ by less than about a point" in page(GUIDE)
+
+
+def test_the_lines_that_the_table_of_faults_quotes_are_in_the_words_of_the_program() -> None:
+    faults = [fault for family in FAMILIES for fault in family if fault.says]
+
+    for fault in faults:
+        happened = cells("docs/RELIABILITY.md", fault.name)[1]
+        assert re.search(f'"{fault.says}"$', happened), fault.name
+    assert faults

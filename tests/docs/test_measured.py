@@ -62,7 +62,7 @@ def test_the_readmes_figures_are_those_of_their_pages() -> None:
     grouped = cell(training, "`transformers.Trainer`, length grouping", 1)
     assert f"{ours} samples per second in fp32" in readme
     assert f"the Trainer {trainer} at its defaults and {grouped} with its length grouping" in readme
-    assert f"{float(cell(training, '**ours**', 4)):.1f} times the training throughput" in readme
+    assert f"trains {float(cell(training, '**ours**', 4)):.1f} times as fast as `transformers.Trainer`" in readme
     times = float(cell(serving, "64 clients, × plain FastAPI + PyTorch", 1))
-    assert f"{times:.0f} times that of plain FastAPI + PyTorch" in readme
+    assert f"serves {times:.0f} times as many texts per second as plain FastAPI + PyTorch" in readme
     assert f" ms | {float(cell(serving, '**ours**', 2)):.0f} texts/s" in readme.partition("| this server |")[2]

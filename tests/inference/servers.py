@@ -130,8 +130,10 @@ def stand_in_server(
 class ThreadedServer:
     """A real server on a thread of the test's own process: quick to start, and its parts can be looked at."""
 
-    def __init__(self, app: FastAPI) -> None:
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none")
+    def __init__(self, app: FastAPI, root_path: str = "") -> None:
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none", root_path=root_path
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self.parts: Parts = app.state.parts
@@ -151,10 +153,12 @@ class ThreadedServer:
 
 
 @contextmanager
-def serving(folder: Path, seconds_per_token: float = 0.0, **settings: object) -> Iterator[httpx.Client]:
-    """Serve a stand-in for the model in `folder`, with these settings."""
+def serving(
+    folder: Path, seconds_per_token: float = 0.0, root_path: str = "", **settings: object
+) -> Iterator[httpx.Client]:
+    """Serve a stand-in for the model in `folder`, with these settings, below this path."""
     app = create_app(Settings(model_checkpoint=folder, **settings), stand_in(seconds_per_token))
-    with ThreadedServer(app).running() as client:
+    with ThreadedServer(app, root_path).running() as client:
         yield client
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.errors import ModelLoadError
+from common.errors import ModelLoadError, UserError
+from inference import serve
 from inference.app import create_app
 from inference.batching.served_model import ServedModel
 from inference.engines.model_loader import ModelLoader
@@ -177,6 +178,25 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings:
 
 def _run_server(*arguments: str, command: str = "inference.serve", **settings: str) -> subprocess.CompletedProcess[str]:
     return run_python(["-m", command, *arguments], **settings)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "line"),
+    [
+        (
+            "no such host",
+            "7860",
+            "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1 [flag-value]",
+        ),
+        ("203.0.113.1", "0", "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1 [flag-value]"),
+        ("[203.0.113.1]", "70000", "give another --port, from 1024 to 65535 [flag-value]"),
+        ("é" * 70, "0", "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1 [flag-value]"),
+    ],
+)
+def test_an_address_that_is_not_of_this_machine_is_one_line(host: str, port: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        serve.main(["--host", host, "--port", port])
+    assert caught.value.line.endswith(line)
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_code_2(model_folder: Path) -> None:
@@ -427,7 +447,7 @@ def _refusal(load_model: Callable[[Path, str], ModelLoader], **settings: int) ->
     served = ServedModel(Settings(**settings), ServerMetrics(), load_model)
     with pytest.raises(ModelLoadError, match=r"^[^\n]+; [^\n]+$") as refusal:
         asyncio.run(served.load())
-    assert served.error == str(refusal.value)
+    assert served.error == str(refusal.value).replace(str(served.path), served.public_name)
     return str(refusal.value)
 
 

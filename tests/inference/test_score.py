@@ -193,8 +193,8 @@ def test_bad_json_lines_keep_their_place(model_folder: Path, tmp_path: Path) -> 
     score(source, out, model_folder, "--bad_rows", "keep")
     rows = rows_of(out)
 
-    assert ["label" in row for row in rows] == [True, False, False, False, False, True]
-    assert rows[0]["x"] is None
+    assert ["label" in row for row in rows] == [False, False, False, False, False, True]
+    assert "a number that JSON cannot hold" in rows[0]["error"]
     assert "not a string" in rows[1]["error"]
     assert "not valid JSON" in rows[2]["error"]
 

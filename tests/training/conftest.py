@@ -81,10 +81,15 @@ class Run:
         return [line for line in self.err.splitlines() if line.startswith("error:")]
 
     @property
+    def descendants(self) -> list[int]:
+        """The process ids of all that it has started."""
+        return _descendants(self.process.pid)
+
+    @property
     def ranks(self) -> list[int]:
         """The process ids of the ranks that torchrun started, in their order."""
         ranks = {}
-        for pid in _descendants(self.process.pid):
+        for pid in self.descendants:
             with suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks |= {int(entry[5:]): pid for entry in environment if entry.startswith(b"RANK=")}
@@ -110,7 +115,7 @@ class Run:
 
     def kill(self) -> None:
         """SIGKILL it and all that it started, the ranks first: they have no time to save or to complain."""
-        for pid in [*reversed(_descendants(self.process.pid)), self.process.pid]:
+        for pid in [*reversed(self.descendants), self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

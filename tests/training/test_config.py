@@ -108,6 +108,16 @@ def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) ->
         ("--data", r"--data: no such flag; did you mean --dataset\?"),
         ("--zzzzzz", r"--zzzzzz: no such flag \(see --help\)"),
         ("--epoch", r"--epoch: no such flag; did you mean --epochs\?"),
+        ("--keep_last_n", r"did you mean --keep_last\?"),
+        ("--save", r"did you mean --save_every or --save_minutes\?"),
+        ("--checkpoint_interval_minutes", r"did you mean --save_minutes\?"),
+        ("--checkpoint-interval-minutes=5", r"did you mean --save_minutes\?"),
+        ("--gradient_clip_val", r"did you mean --clip_norm\?"),
+        ("--resume_from_checkpoint", r"did you mean --resume\?"),
+        ("--fsdp", r"did you mean --strategy\?"),
+        ("--backend", r"^--backend: no such flag; .*--device .* NCCL on GPUs, gloo on CPUs$"),
+        ("--num_workers=4", r"^--num_workers=4: no such flag; .* tokenized once .* no workers$"),
+        ("--nproc_per_node=2", r"^--nproc_per_node=2: no such flag; it is torchrun's: .* before the script$"),
         ("stray", r"unrecognized arguments: stray"),
     ],
 )
@@ -116,11 +126,47 @@ def test_an_unknown_flag_is_named_with_the_nearest_one(argument: str, message: s
         parse(argument)
 
 
+# Each is nearest in letters to a flag that is about something else.
+@pytest.mark.parametrize(
+    "name", ["momentum", "port", "workers", "amp_level", "max_steps", "broadcast_buffers", "local_size", "prefetch"]
+)
+def test_a_flag_with_another_meaning_is_not_suggested(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^--{name}: no such flag \(see --help\)$"):
+        parse(f"--{name}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "suggested"),
+    [
+        ("strategy", "fsdp", "zero3"),
+        ("strategy", "FSDP2", "zero3"),
+        ("strategy", "full-shard", "zero3"),
+        ("strategy", "shard_grad_op", "zero2"),
+        ("strategy", "zero", "zero3"),
+        ("strategy", "pipeline", "pp"),
+        ("strategy", "tensor_parallel", "tp"),
+        ("strategy", "DDP", "ddp"),
+        ("precision", "float16", "fp16"),
+        ("precision", "bfloat16", "bf16"),
+        ("device", "gpu", "cuda"),
+        ("schedule", "cosin", "cosine"),
+        ("duplicates", "remove", None),
+        ("strategy", "horovod", None),
+    ],
+)
+def test_a_value_that_others_call_by_another_name_is_suggested(flag: str, value: str, suggested: str | None) -> None:
+    hint = rf"; did you mean {suggested}\?" if suggested else ""
+    with pytest.raises(UserError, match=rf"^--{flag} {value}: must be '.*'{hint}$"):
+        parse(f"--{flag}", value)
+
+
 def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run.yaml: no field 'batchsize'; did you mean 'batch_size'\?"):
         parse("--config", yaml_file(tmp_path, "batchsize: 4\n"))
-    with pytest.raises(UserError, match=r"environment variable DISTRINEWS_BATCHSIZE: no such field"):
+    with pytest.raises(UserError, match=r"variable DISTRINEWS_BATCHSIZE: no such field; did you mean 'batch_size'"):
         parse(DISTRINEWS_BATCHSIZE="4")
+    with pytest.raises(UserError, match=r"run.yaml: no field 'num_workers'; .* no workers$"):
+        parse("--config", yaml_file(tmp_path, "num_workers: 4\n"))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +192,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--freeze", "all"), r"^--freeze all: must be none, embeddings or a number of blocks, such as 3$"),
         (("--ema", "0.9", "--strategy", "deepspeed"), r"^--ema 0.9: does nothing with --strategy deepspeed"),
         (("--freeze", "2", "--strategy", "deepspeed"), r"^--freeze 2: does nothing with --strategy deepspeed"),
-        (("--strategy", "pipeline"), r"^--strategy pipeline: must be 'ddp', 'zero1', .* or '3d'$"),
+        (("--strategy", "pipes"), r"^--strategy pipes: must be 'ddp', 'zero1', .* or '3d'$"),
         (("--precision", "fp8"), r"^--precision fp8: must be 'auto', 'fp32', 'bf16' or 'fp16'$"),
         (("--compile", "perhaps"), r"^--compile perhaps: must be true or false$"),
         (("--epochs",), r"--epochs: expected one argument"),
@@ -164,6 +210,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--lora", "8", "--float8"), r"^--lora 8 and --float8: adapters are too narrow"),
         (("--lora", "8", "--freeze", "2"), r"^--lora 8 and --freeze 2: adapters freeze the whole encoder"),
         (("--lora_alpha", "8"), r"^--lora_alpha 8: does nothing without --lora$"),
+        (("--metrics_host", "0.0.0.0"), r"^--metrics_host 0.0.0.0: does nothing without --metrics_port$"),
         (("--compress", "zip"), r"^--compress zip: must be none, fp16, bf16 or powersgd"),
         (("--batch_size", "0", "--epochs", "0"), r"--epochs 0: .*; --batch_size 0: |--batch_size 0: .*; --epochs 0: "),
     ],
@@ -257,3 +304,36 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
     }
 
     assert {name for name in TrainConfig.model_fields if on_resume(name) == "same"} == decisive
+
+
+def test_a_path_may_be_given_from_python_wherever_a_flag_names_one() -> None:
+    given = {
+        "dataset": Path("rows.csv"),
+        "model": Path("a/model"),
+        "output_dir": Path("out"),
+        "distill": Path("teacher"),
+    }
+
+    config = TrainConfig(**given, checkpoint_dir=Path("kept"))  # type: ignore[arg-type]
+
+    assert (config.dataset, config.model, config.distill) == ("rows.csv", "a/model", "teacher")
+    assert config == TrainConfig(**{name: str(path) for name, path in given.items()}, checkpoint_dir="kept")
+    assert yaml.safe_load(config.to_yaml())["model"] == "a/model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"learning_rate": 0}, "TrainConfig: learning_rate 0: must be greater than 0"),
+        ({"output_dir": "."}, "TrainConfig: output_dir .: must name a folder"),
+        ({"epochs": "many"}, "TrainConfig: epochs many: must be a whole number"),
+        ({"lr": 1e-3}, "TrainConfig: no field 'lr'; did you mean 'learning_rate'?"),
+        ({"distill_share": 0.5}, "--distill_share 0.5: does nothing without --distill"),
+    ],
+)
+def test_a_wrong_value_from_python_is_one_line(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        TrainConfig(**fields)  # type: ignore[arg-type]
+
+    assert str(refusal.value) == message
+    assert refusal.value.code

@@ -26,7 +26,7 @@ SMALL = (
 def _num_ranks(config: Path) -> int:
     """What the command in the file starts."""
     text = config.read_text()
-    (per_machine,) = set(re.findall(r"--nproc_per_node=(\d+)", text))
+    (per_machine,) = set(re.findall(r"(?:--nproc_per_node=|run_ddp\.sh )(\d+)", text))
     machines = re.findall(r"--nnodes=(\d+)", text)
     return int(per_machine) * int(machines[0] if machines else 1)
 
@@ -46,7 +46,7 @@ def test_every_configuration_is_valid_and_documents_its_use_and_command(
     comment = [line for line in config.read_text().splitlines() if line.startswith("#")]
     assert len(comment) >= 3
     for command in (line for line in comment if line.startswith("#   ")):
-        assert command.endswith(f"training/train_ddp.py --config {name}")
+        assert re.search(rf"training/(train_ddp\.py|run_ddp\.sh \d+) --config {re.escape(str(name))}$", command)
     if parsed.deepspeed_config:
         assert json.loads(parsed.deepspeed_config.read_text())
 

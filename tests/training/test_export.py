@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import shutil
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -331,6 +332,28 @@ def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, writte
         check_output(tmp_path / name)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model"]
+
+
+def test_check_output_of_runs_that_start_together_in_one_folder_do_not_refuse_each_other(
+    tmp_path: Path,
+) -> None:
+    """Another run's whole check passes each time that this one has created or is about to remove a file."""
+    busy: list[str] = []
+
+    def after(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.remove") and str(arguments[0]).startswith(str(tmp_path)) and busy == ["one"]:
+            busy.append("other")
+            check_output(tmp_path / "other")
+            busy.remove("other")
+
+    sys.addaudithook(after)
+    busy.append("one")
+    try:
+        check_output(tmp_path / "model")
+    finally:
+        busy.clear()
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("other", ["notes.md", "my_rows.csv", ".git/", "plots/"])

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from common.errors import OneLineParser
 from inference.export import _parse_arguments
-from training.config import OTHER_NAMES, TrainConfig
+from training.config import NOT_FLAGS, OTHER_NAMES, OTHER_VALUES, TrainConfig
 from training.planning.__main__ import ask, build_parser
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,8 @@ def test_the_example_in_the_planners_help_can_be_run() -> None:
 
     assert ask(plan.split()).plans
     assert build_parser().parse_args(largest.split()).largest
+    # The help wraps each paragraph.
+    assert [part.count("python -m") for part in build_parser().description.split("\n\n")] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("package", ["training", "inference"])
@@ -98,4 +101,6 @@ def test_flags_take_underscores_or_dashes_in_every_command() -> None:
 
 def test_the_names_of_other_trainers_point_at_flags_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= TrainConfig.model_fields.keys()
-    assert not OTHER_NAMES.keys() & TrainConfig.model_fields.keys()
+    assert not (OTHER_NAMES.keys() | NOT_FLAGS.keys()) & TrainConfig.model_fields.keys()
+    for name, values in OTHER_VALUES.items():
+        assert set(values.values()) <= set(get_args(TrainConfig.model_fields[name].annotation))

@@ -391,7 +391,7 @@ def test_a_name_that_the_hub_does_not_have_gives_one_line(
             "http://hub.invalid",
             {"HF_HUB_OFFLINE": "1"},
             2,
-            r"--model tinny: no such folder, .*; did you mean tiny\?; without a network use --model tiny",
+            r"--model tinny: not a folder, .*; did you mean tiny\?; without a network use --model starter",
             marks=pytest.mark.slow,
         ),
     ],
@@ -433,7 +433,7 @@ use_loopback()
 with join_ranks("cpu") as mine:
     config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])
     news = prepare_news(config, mine, print)
-    print(len(news.train_index), prepare_model(config, mine, news, print).network.num_parameters())
+    print(len(news.train_index), prepare_model(config, mine, news, "fp32", print)[0].network.num_parameters())
 """
 
 

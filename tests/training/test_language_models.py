@@ -153,7 +153,7 @@ def test_an_adapted_encoder_can_be_trained_to_classify(
 ) -> None:
     quiet_libraries()
     encoder = AutoModelForMaskedLM.from_pretrained(alone["masked_lm"]).state_dict()
-    rows = [json.dumps({"text": f"text {i} of the sea", "label": "ab"[i % 2]}) for i in range(40)]
+    rows = [json.dumps({"text": f"train {i}: sea and sun", "label": "ab"[i % 2]}) for i in range(40)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
 
     flags = ("--model", alone["masked_lm"], "--dataset", tmp_path, "--output_dir", tmp_path / "out", "--epochs", 1)
@@ -297,7 +297,7 @@ def test_the_documented_commands_train(
         words = shlex.split(command)
         flags = [*words[words.index("--config") :], "--max_length", "16", "--epochs", "1"]
         tiny = [] if number else ["--model", "tiny"]
-        ended = launch(2 if "torchrun" in command else 1, *flags, *tiny)
+        ended = launch(2 if "run_ddp.sh 2 " in command else 1, *flags, *tiny)
         assert ended.process.returncode == 0, ended.err
     assert len(list((tmp_path / "checkpoints").glob("*/model.safetensors"))) == len(commands)
 
@@ -307,8 +307,9 @@ def test_a_model_whose_head_is_its_embedding_table_is_not_split(
     strategy: str, text: Path, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     quiet_libraries()
+    tokenizer = load_tokenizer("tiny", ["train 0123456789: sea and storm and sun and sand and wind at noon"], 16)
     config = LlamaConfig(
-        vocab_size=8192,
+        vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -316,7 +317,7 @@ def test_a_model_whose_head_is_its_embedding_table_is_not_split(
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
-    load_tokenizer("tiny", ["a b c"], 16).save_pretrained(tmp_path / "tied")
+    tokenizer.save_pretrained(tmp_path / "tied")
     flags = (*_flags("causal_lm", text, tmp_path / "model"), "--model", tmp_path / "tied", "--strategy", strategy)
     ended = launch(2, *flags, "--gradient_accumulation", 2, "--batch_size", 4)
 

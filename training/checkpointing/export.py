@@ -65,10 +65,8 @@ def check_output(model_folder: Path) -> None:
             )
     # The folder may not exist yet, so try to write where it would be created.
     nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
-    probe = nearest / ".distrinews-write-test"
     try:
-        probe.touch()
-        probe.unlink()
+        NamedTemporaryFile(prefix=".distrinews-", dir=nearest).close()  # no other run's name
     except OSError as error:
         raise UserError(
             f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})", code="not-writable"

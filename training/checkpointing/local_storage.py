@@ -81,10 +81,16 @@ class LocalStorage(Storage):
         (nearest_folder(self.folder) / name).touch()
 
     def sees_probe(self, name: str) -> bool:
-        return (nearest_folder(self.folder) / name).exists()
+        return self._find_probe(name) is not None
 
     def remove_probe(self, name: str) -> None:
-        (nearest_folder(self.folder) / name).unlink()
+        if probe := self._find_probe(name):
+            probe.unlink(missing_ok=True)
+
+    def _find_probe(self, name: str) -> Path | None:
+        # The nearest folder may be another one by now: a second run has created folders in between.
+        folder = self.folder.absolute()
+        return next((parent / name for parent in [folder, *folder.parents] if (parent / name).exists()), None)
 
     def _aside(self, step: int) -> Path:
         return self.folder / f".step_{step:08d}.tmp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from pathlib import Path
 
 from common.errors import UserError
@@ -34,7 +35,9 @@ def open_location(address: str) -> Storage:
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:
     """Check at the start, not after the first epoch, that rank 0 can write there and every rank can read it."""
-    probe = ".distrinews-write-test"
+    # A name of its own: another run in the same folder must not remove this one's, and NFS remembers for a while that a
+    # name was absent.
+    probe = ranks.broadcast(f".distrinews-{secrets.token_hex(8)}")
 
     def put() -> None:
         if ranks.is_first:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.errors import ForeseenError, UserError, first_line
-from common.problem_types import Label
+from common.problem_types import SINGLE_LABEL, Label, ProblemType
 from common.rows import (
     AG_NEWS_LABELS,
-    FORMATS,
     SAMPLE_NEWS,
     TEXT_AND_LABEL,
     Columns,
     FoundRow,
     Reading,
+    ag_news_classes,
+    check_shards,
     class_names_beside,
-    in_ag_news_layout,
+    named_class,
+    other_shards,
     read_file,
+    split_files,
     text_and_label,
 )
 from common.text import Text
@@ -95,12 +99,14 @@ def load_news(
     task: type[Task] = Classification,
     texts_in: Path | None = None,
     validation_fraction: float = 0.0,
+    class_names: Sequence[str] | None = None,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
     ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves out unusable rows,
     unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
     into memory. ``validation_fraction``: of the texts of a language model that are set aside, if the data brings none.
+    ``class_names``: what the classes of a file without a header are called, if the file's folder does not say it.
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
@@ -126,11 +132,17 @@ def load_news(
         return _read_hub(AG_NEWS_ON_THE_HUB, reading, say, selection, assemble)
     if path.is_dir():
         _check_unused(dataset, selection, "only datasets on the hub have it", *HUB_FLAGS)
-        return _read_folder(str(path), path, reading, selection, assemble)
+        return _read_folder(str(path), path, reading, selection, assemble, class_names)
     if path.is_file():
         _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
-        rows = read_file(path, reading, class_names_beside(path))
-        return assemble(str(path), {"train": (str(path), rows)}, None, reading)
+        rows = read_file(
+            path, reading, class_names_beside(path) or class_names or _ag_news_classes(path, task.problem_type)
+        )
+        data = assemble(str(path), {"train": (str(path), rows)}, None, reading)
+        if others := other_shards(path):
+            note = f"the file {path.name} is one of {len(others) + 1} shards; --dataset {path.parent} reads all"
+            data = replace(data, notes=[note, *data.notes])
+        return data
     if looks_local(dataset):
         raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
@@ -163,10 +175,13 @@ def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str 
     """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in other data, what
     looks like markup may be text.
     """
-    path = Path(dataset).expanduser()
-    file = _split_files(path).get(train_split) if path.is_dir() else path
-    is_ag_news = dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS
-    return "news" if is_ag_news or (file and in_ag_news_layout(file)) else "none"
+    if dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS:
+        return "news"
+    if label_names:
+        return "none"
+    path = Path(dataset).expanduser()  # texts of a language model, whose labels were not read
+    files = split_files(path).get(train_split, []) if path.is_dir() else [path]
+    return "news" if files and ag_news_classes(files[0]) else "none"
 
 
 def row_numbers(count: int) -> np.ndarray:
@@ -189,11 +204,16 @@ def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tup
 
 
 def _read_folder(
-    name: str, folder: Path, reading: Reading, selection: Selection, assemble: Callable[..., NewsData]
+    name: str,
+    folder: Path,
+    reading: Reading,
+    selection: Selection,
+    assemble: Callable[..., NewsData],
+    class_names: Sequence[str] | None = None,
 ) -> NewsData:
     if is_saved_by_datasets(folder):
         return _from_datasets(name, _saved_splits(name, folder, reading), reading, selection, assemble)
-    files = _split_files(folder, reading.formats)
+    files = split_files(folder, reading.formats)
     if selection.train_split == "train" and "train" not in files:
         more = " or train.parquet" if reading.columns.label else ", train.parquet or train.txt"
         raise UserError(
@@ -201,19 +221,27 @@ def _read_folder(
             "with --train_split, without its suffix",
             code="data-not-found",
         )
-    found = {use: files[split] for use, split in _splits_used(name, files, selection).items()}
-    splits = {split: (str(path), read_file(path, reading, class_names_beside(path))) for split, path in found.items()}
+    found = {use: (split, files[split]) for use, split in _splits_used(name, files, selection).items()}
+    for split, paths in found.values():
+        check_shards(split, paths)
+    # What the numbers in the training rows mean, they mean in the others.
+    names = class_names or _ag_news_classes(found["train"][1][0], reading.problem_type)
+    splits = {
+        use: (
+            str(paths[0] if len(paths) == 1 else folder / split),
+            chain.from_iterable(read_file(path, reading, class_names_beside(path) or names) for path in paths),
+        )
+        for use, (split, paths) in found.items()
+    }
     return assemble(name, splits, None, reading)
+
+
+def _ag_news_classes(path: Path, problem_type: ProblemType) -> list[str] | None:
+    return ag_news_classes(path) if problem_type is SINGLE_LABEL else None
 
 
 def is_saved_by_datasets(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
-
-
-def _split_files(folder: Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
-    """A folder's files of rows by their names without suffix; of several with one name, that of the first format."""
-    found = (path for suffix in reversed(formats) for path in sorted(folder.glob(f"*{suffix}")) if path.is_file())
-    return {path.stem: path for path in found}
 
 
 def _splits_used(name: str, present: Collection[str], selection: Selection) -> dict[str, str]:
@@ -344,11 +372,6 @@ def _from_datasets(
         feature = splits[split].features[columns[1][0]]
         return getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
-    def named(label: Any, names: list[str] | None) -> Any:
-        if isinstance(label, list):
-            return [named(one, names) for one in label]
-        return names[label] if names and isinstance(label, int) and label >= 0 else label
-
     def rows(split: str) -> Iterator[FoundRow]:
         columns = columns_of(split)
         names = names_of(split, columns)
@@ -356,7 +379,7 @@ def _from_datasets(
         for i, (text, *others) in enumerate(zip(*cells, strict=True)):
             if others:
                 labels, *pair = others
-                others = [[named(label, names) for label in labels], *pair]
+                others = [[named_class(label, names) for label in labels], *pair]
             yield f"{name} {split} row {i}", *text_and_label(text, *others)
 
     label_names = names_of(used["train"], columns_of(used["train"]))
@@ -380,14 +403,20 @@ def _assemble(
         return Rows(texts, task.targets(labels, names))
 
     texts, labels = reading.usable(*splits["train"])
-    names, notes = task.name_labels(name, labels, label_names, reading.columns.label)
+    try:
+        names, notes = task.name_labels(name, labels, label_names or reading.declared, reading.columns.label)
+    except UserError as error:
+        if not reading.without_header:
+            raise
+        raise UserError(f"{error}; {reading.notes[0]}", code=error.code) from error
     train, validation = rows_of(texts, labels), None
     del texts, labels  # of many rows, the labels as they were read need more memory than what became of them
     if "validation" in splits:
         validation = rows_of(*reading.usable(*splits["validation"], names))
         notes.append(f"validation on the {len(validation):,} rows of {splits['validation'][0]}")
     if "test" in splits:
-        test = rows_of(*reading.usable(*splits["test"], names))
+        hint = "if these rows have no labels, test on others with --test_split, or give --dataset the training file"
+        test = rows_of(*reading.usable(*splits["test"], names, hint))
     else:
         kept, held_out = split_rows(task.strata(train.labels), TEST_SHARE, seed)
         if len(held_out) == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import secrets
 import socket
@@ -17,7 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from common.errors import HubUnavailable, UserError, first_line
+from common.errors import ForeseenError, HubUnavailable, UserError, first_line, near_names
 
 if TYPE_CHECKING:
     from training.parallelism.distributed import Ranks
@@ -44,7 +43,7 @@ def looks_local(name: str) -> bool:
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A suggestion for an error message, or nothing if no known name is similar."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = near_names(name, known)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -73,6 +72,8 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
         try:
             with from_cache_only():
                 return ask()
+        except ForeseenError:
+            raise
         except Exception as error:
             raise HubUnavailable(
                 f"{what}: the name of the hub's host, {host}, could not be resolved, and it is not in the cache"

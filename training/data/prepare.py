@@ -28,6 +28,7 @@ from training.data.hub_access import cache_is_shared, download_once, hub_may_hav
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teachers
 from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
+from training.data.token_check import check_tokens
 from training.data.tokenized import (
     Blocks,
     TokenizedNews,
@@ -42,7 +43,7 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.data.unlabelled import add_unlabelled
-from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
+from training.model.classifier import PROBE_PADDING, NewsClassifier, try_half_precision, try_unknown_family
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
@@ -120,11 +121,11 @@ def settle_model(
     return config if model == config.model else config.model_copy(update={"model": model})
 
 
-def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> PreparedNews:
+def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], own: Own = NOTHING_OWN) -> PreparedNews:
     """Read and tokenize on the first rank of each machine, then map the cached tokens on every rank.
 
     Raises:
-        UserError: the data or the tokenizer cannot be found, or there are too few rows.
+        UserError: the data or the tokenizer cannot be found or do not fit each other, or there are too few rows.
     """
     cache_dir = config.cache_dir.expanduser()
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
@@ -172,7 +173,13 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
             tokenizer = make_tokenizer(known["tokenizer"], config.max_length)
         else:
             tokenizer = load_tokenizer(
-                config.model, data.train.texts, config.max_length, say, cleaning, config.model_revision
+                config.model,
+                data.train.texts,
+                config.max_length,
+                say,
+                cleaning,
+                config.model_revision,
+                for_own_network=bool(own.network),
             )
         separator = tokenizer.sep_token_id if config.columns.pair else None
         if config.columns.pair and separator is None:
@@ -223,6 +230,13 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     if vectors:
         tokens = with_vectors(tokens, vectors)
     texts, tokenizer = loaded or (None, None)
+
+    def check() -> list[str]:
+        if not (ranks.is_first and texts and tokenizer):
+            return []
+        return check_tokens(config, tokenizer.backend_tokenizer.to_str(), cleaning, texts, tokens)
+
+    about_tokens = ranks.broadcast(ranks.run_on_all_ranks(check))
     # Rank 0 compares the texts, for all ranks.
     found: dict[str, Any] = {"dropped": [], "lines": []}
     drops, near, file = *_asked(config.duplicates), repeats_file(cache_dir, key, config)
@@ -234,9 +248,10 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     labelled = train[train < tokens.num_labelled]
     if ranks.is_first and not drops and not task.is_language_model:
         found = remembered(file, lambda: Repeats(texts, near=near).describe(labelled, validation))
-    for line in found["lines"]:
+    lines = [*about_tokens, *found["lines"]]
+    for line in lines:
         say(line)
-    tokens = replace(tokens, notes=[*tokens.notes, *found["lines"]])
+    tokens = replace(tokens, notes=[*tokens.notes, *lines])
     teacher = ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher)
 
@@ -376,12 +391,21 @@ def _check_no_validation_needed(config: TrainConfig) -> None:
 
 
 def prepare_model(
-    config: TrainConfig, ranks: Ranks, news: PreparedNews, say: Callable[[str], None], own: Own = NOTHING_OWN
-) -> NewsClassifier:
+    config: TrainConfig,
+    ranks: Ranks,
+    news: PreparedNews,
+    precision: str,
+    say: Callable[[str], None],
+    own: Own = NOTHING_OWN,
+) -> tuple[NewsClassifier, str]:
     """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
 
+    Returns:
+        The model, and the precision in which it can be trained: ``precision``, or fp32 if the flag leaves it open.
+
     Raises:
-        UserError: no such model, it has fewer positions than ``max_length``, or not the layers that flags speak of.
+        UserError: no such model, its weights do not fit it, it has fewer positions than ``max_length``, or not the
+            layers that flags speak of.
     """
     tokens = news.tokens
 
@@ -389,8 +413,15 @@ def prepare_model(
         if own.network:
             task = TASKS[config.task](tokens.label_names)
             model = NewsClassifier.around(own.network(tokens.vocab_size, len(tokens.label_names)), task)
+            needs_gpu = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+            if needs_gpu and ranks.is_distributed and ranks.device.type == "cpu":
+                raise UserError(
+                    "--network: nn.SyncBatchNorm runs on GPUs only; use BatchNorm, or a single process", code="own-code"
+                )
         else:
             model = load_stored()
+            for note in model.notes:
+                say(note)
         if config.max_length > model.max_positions:
             raise UserError(
                 f"--max_length {config.max_length}: --model {config.model} has positions for "
@@ -419,17 +450,27 @@ def prepare_model(
             add_window_attention(model, config)
         row = int(np.argmin(tokens.train.lengths))
         start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
+        ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
+        flag = "--network" if own.network else f"--model {config.model}"
         if end - start + PROBE_PADDING <= model.max_positions:
-            ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
-            flag = "--network" if own.network else f"--model {config.model}"
             if unused := try_unknown_family(model, flag, ids):
                 say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
             if head is not None and not _scale_can_be_moved(model, head, ids):
                 model.task.fit(np.zeros(1), head)  # train on the numbers as they are
+        settle_precision(model, flag, ids)
         if config.lora:
             add_adapters(model, config)
         freeze_layers(model.network, config)
         return model
+
+    def settle_precision(model: NewsClassifier, flag: str, ids: torch.Tensor) -> None:
+        nonlocal precision
+        if precision != "fp32" and (reason := try_half_precision(model, ids)):
+            what = f"{flag}: cannot be computed in {precision} ({reason})"
+            if config.precision != "auto":
+                raise UserError(f"{what}; use --precision fp32", code="precision-unsupported")
+            say(f"{what}, so it is trained in fp32")
+            precision = "fp32"
 
     def load_stored() -> NewsClassifier:
         return load_from(
@@ -448,5 +489,7 @@ def prepare_model(
         )
 
     if not ranks.any(not _is_local(config.model)):
-        return ranks.run_on_all_ranks(load)
-    return download_once(ranks, load, shared=cache_is_shared(ranks))
+        model = ranks.run_on_all_ranks(load)
+    else:
+        model = download_once(ranks, load, shared=cache_is_shared(ranks))
+    return model, precision

@@ -17,7 +17,7 @@ from training.config import TrainConfig
 from training.data.dataset import SAMPLE, is_saved_by_datasets
 
 # Raise it whenever a file may be read as other rows than before.
-READING_VERSION = 1
+READING_VERSION = 2
 
 
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
@@ -37,7 +37,8 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
 
 def _states_of(path: Path) -> list[list[Any]]:
     """What changes whenever a file of rows, or one of a folder, is written again; empty if there is none."""
-    files = [path] if path.is_file() else []
+    beside = path.with_name("classes.txt")  # a folder's own is among its files
+    files = [path, *([beside] if beside.is_file() else [])] if path.is_file() else []
     if path.is_dir():
         found = path.rglob("*") if is_saved_by_datasets(path) else path.glob("*")
         files = [one for one in found if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()]

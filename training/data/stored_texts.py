@@ -70,7 +70,7 @@ class StoredTexts(Sequence[Text]):
     @classmethod
     def temporary(cls, folder: Path) -> StoredTexts:
         """None yet, in files that are gone when nobody uses them any more."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # it holds the texts
         file, offsets = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115 - live as long as the texts
         found = cls(file, offsets, 0)
         found._unwritten.append(0)

@@ -19,8 +19,9 @@ from common.model_folder import WEIGHTS_FILE
 from common.text import VERSION, TextTokenizer
 from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData
-from training.data.tokenized import TokenizedNews, TokenizedRows, load_from
-from training.model.precision import autocast
+from training.data.tokenized import TokenizedNews, TokenizedRows, check_vocabulary, load_from
+from training.model.precision import autocast, why_not_in_half
+from training.model.weights import read_network
 
 BATCH_TOKENS = 8192
 TEXTS_AT_ONCE = 20_000  # sorted by length
@@ -69,10 +70,17 @@ def write_vectors(
     if file.exists() and find_damage(file) is None:
         return
     place = Path(teacher).expanduser()
-    network = load_from(teacher, lambda: AutoModel.from_pretrained(place, use_safetensors=True), say)
-    network = network.eval().to(device)
+    asked = f"--distill {teacher}"
+    reading, notes = load_from(teacher, lambda: read_network(AutoModel, str(place), asked), say, "--distill")
+    for note in notes:
+        say(note)
+    network = reading.network.eval().to(device)
+    probe = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    if precision != "fp32" and why_not_in_half(device.type, lambda: network(input_ids=probe).last_hidden_state):
+        precision = "fp32"
     longest = min(max_length, max_positions(network.config.to_dict()) or max_length)
     tokenizer = TextTokenizer.from_file(place / "tokenizer.json", longest, cleaning)
+    check_vocabulary(asked, tokenizer.highest_id, network.get_input_embeddings().num_embeddings)
     about = json.loads((place / POOLING).read_text(encoding="utf-8")) if (place / POOLING).is_file() else {}
     reads_first = about.get("pooling_mode_cls_token", False)
 

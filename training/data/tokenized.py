@@ -17,7 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import ForeseenError, UserError, first_line
-from common.text import VERSION, Text, TextTokenizer, cleaner
+from common.files import is_lfs_pointer
+from common.text import VERSION, Text, TextTokenizer, cleaner, vocabulary_misfit
 from common.windows import count_windows, window_lengths
 from training.config import STARTER, STARTER_FOLDER, TINY, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
@@ -146,11 +147,14 @@ def load_tokenizer(
     say: Callable[[str], None] = print,
     cleaning: str = "news",
     revision: str = "",
+    *,
+    for_own_network: bool = False,
 ) -> PreTrainedTokenizerBase:
     """The model's own tokenizer, or for ``tiny`` a WordPiece tokenizer trained on the training texts.
 
     Raises:
-        UserError: no such model, or it has no fast tokenizer.
+        UserError: no such model, it has no fast tokenizer, or one for another vocabulary (``for_own_network``: which
+            is made for it).
         HubUnavailable: the hub did not respond.
     """
     from transformers import AutoTokenizer
@@ -166,24 +170,56 @@ def load_tokenizer(
         # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
         # other.
         version = {"revision": revision} if revision else {}
-        cached_file(place, "config.json", **version)
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **version)
+        config = json.loads(Path(cached_file(place, "config.json", **version)).read_text(encoding="utf-8"))
+        has_file = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **version)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **version)
+        except Exception as error:
+            if has_file or "trust_remote_code" in str(error):
+                raise
+            raise _no_tokenizer(model, first_line(error)) from error
+        # Without any files transformers makes a tokenizer that knows special tokens only.
+        others = [tokenizer.init_kwargs.get(name) for name in tokenizer.vocab_files_names if name != "tokenizer_file"]
+        if not tokenizer.is_fast or not (has_file or all(others)):
+            raise _no_tokenizer(model)
+        rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+        highest = max(tokenizer.get_vocab().values())
+        if not for_own_network and isinstance(rows, int):
+            check_vocabulary(f"--model {model}", highest, rows)
+        return tokenizer
 
     tokenizer = load_from(model, ask, say)
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need",
-            code="tokenizer-missing",
-        )
     tokenizer.model_max_length = max_length
+    # Whoever saved it may have cut or padded texts, which the tokenizer of the written model must not.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def check_vocabulary(asked: str, highest_id: int, num_embeddings: int) -> None:
+    """Refuse a tokenizer that is not that of the model, whose ids would be looked up in vain."""
+    if what := vocabulary_misfit(highest_id, num_embeddings):
+        raise UserError(
+            f"{asked}: {what}; use the tokenizer that the model was trained with, or fit the model to this one with "
+            f"resize_token_embeddings({highest_id + 1})",
+            code="tokenizer-unlike",
+        )
+
+
+def _no_tokenizer(model: str, reason: str = "") -> UserError:
+    more = f" ({reason})" if reason and not reason.endswith(":") else ""
+    return UserError(
+        f"--model {model}: has no tokenizer.json{more}; copy it from the model that this one was trained from, or "
+        "write it with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
+        code="tokenizer-missing",
+    )
 
 
 def is_local_model(model: str) -> bool:
     return model in (TINY, STARTER) or Path(model).expanduser().is_dir()
 
 
-def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> T:
+def load_from(model: str, load: Callable[[], T], say: Callable[[str], None], flag: str = "--model") -> T:
     """Load a part of a model, from the hub if it is not a folder, and turn errors into one line.
 
     Raises:
@@ -191,11 +227,23 @@ def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> 
         HubUnavailable: the hub did not respond.
     """
     try:
-        return load() if is_local_model(model) else ask_hub(f"--model {model}", load, say)
+        if pointer := _lfs_pointer(model):
+            raise UserError(
+                f"{flag} {model}: {pointer} is only a pointer of Git LFS to the file; run git lfs pull in the folder",
+                code="model-unreadable",
+            )
+        return load() if is_local_model(model) else ask_hub(f"{flag} {model}", load, say)
     except ForeseenError:
         raise
     except Exception as error:  # every library below has errors of its own, its HTTP client too
-        raise UserError(f"--model {model}: {_why_not_loaded(model, error)}", code="model-unreadable") from error
+        raise UserError(f"{flag} {model}: {_why_not_loaded(model, error)}", code="model-unreadable") from error
+
+
+def _lfs_pointer(model: str) -> str:
+    """The name of a file that Git has not fetched, in the folder of a model; empty if there is none."""
+    files = sorted(Path(model).expanduser().glob("*"))
+    read = (file for file in files if file.suffix in (".json", ".model", ".safetensors", ".txt") and file.is_file())
+    return next((file.name for file in read if is_lfs_pointer(file)), "")
 
 
 def _why_not_loaded(model: str, error: Exception) -> str:
@@ -272,16 +320,16 @@ def write_tokens(
         damage = find_damage(file)
         if damage is None:
             return
-        say(f"The cached tokens {file} are damaged ({damage}): tokenising again")
+        say(f"The cached tokens {file} are damaged ({damage}): tokenizing again")
     started = time.perf_counter()
-    say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
+    say(f"Tokenizing {sum(map(len, data.splits.values())):,} texts ...")
     arrays: dict[str, np.ndarray | GrowingArray] = {}
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
-    about |= {"vocab_size": tokenizer.vocab_size, "cut": {}, "width": {}}
+    about |= {"vocab_size": tokenizer.highest_id + 1, "cut": {}, "width": {}}
     about |= {"window": tokenizer.windows.length if tokenizer.windows else 0, "unlabelled": data.num_unlabelled}
     kind = "uint16" if tokenizer.highest_id < 2**16 else "int32"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # it holds the texts
         for split, rows in data.splits.items():
             ids, texts = GrowingArray(folder, kind), StoredTexts.temporary(folder)
             offsets, about["cut"][split] = GrowingArray(folder, "int64"), 0
@@ -302,7 +350,7 @@ def write_tokens(
         write_arrays(file, arrays, about)
     except OSError as error:
         raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
-    say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
+    say(f"Tokenized in {time.perf_counter() - started:.1f}s, kept in {file}")
 
 
 def _encoded(

@@ -15,7 +15,7 @@ import torch
 
 from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
-from common.rows import Columns
+from common.rows import AG_NEWS_LABELS, Columns
 from common.windows import pool
 from training.config import Selection, TrainConfig
 from training.data.batching import DataShard, pad
@@ -135,7 +135,9 @@ def evaluate_saved(
         selection = Selection(**{name: str(value) for name, value in known.items() if value})
         say = partial(print, file=sys.stderr)
         seed, bad_rows = (saved.metadata.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows"))
-        data = load_news(name, seed, bad_rows, Columns(text, label, pair), say, selection, task)
+        # Numbers without a header mean AG News' classes to a model that answers with these.
+        names = AG_NEWS_LABELS if set(saved.labels) <= set(AG_NEWS_LABELS) else None
+        data = load_news(name, seed, bad_rows, Columns(text, label, pair), say, selection, task, class_names=names)
         if not data.has_test_rows and recorded_name(name) != saved.metadata.get("dataset"):
             texts, labels = [*data.train.texts, *data.test.texts], np.concatenate([data.train.labels, data.test.labels])
             return saved, replace(data, test=Rows(texts, labels))

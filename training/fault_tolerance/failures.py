@@ -18,6 +18,14 @@ def translate_errors(ranks: Ranks, step: int, shape: torch.Size | None = None) -
         yield
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(ranks, step, shape) from error
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise TrainingFailure(
+            f"step {step}: BatchNorm cannot train on a single row, which is all that rank {ranks.rank} has in a "
+            "micro-batch; raise --batch_size, or use a norm that does not look across rows, such as LayerNorm",
+            code="own-code",
+        ) from error
     except RuntimeError as error:
         if "can't allocate memory" in str(error):
             raise _out_of_memory(ranks, step, shape) from error

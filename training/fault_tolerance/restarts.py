@@ -124,7 +124,13 @@ def _correct_exit_code(code: int) -> None:
         write_whole(file, str(code).encode())
 
 
+def attempt_file(name: str) -> Path | None:
+    """A file of this attempt alone, whose folder torchrun empties before it starts the ranks; None without torchrun."""
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
+    return error_file.parents[1] / name if error_file.name == "error.json" else None
+
+
 def _launch_file(name: str) -> Path | None:
     """A file next to this launcher's attempts, each of which has a folder with every rank's error file."""
-    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
-    return error_file.parents[2] / name if error_file.name == "error.json" else None
+    file = attempt_file(name)
+    return file and file.parents[1] / name

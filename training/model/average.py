@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
     """An exponential moving average of what this rank trains: whole weights, or its shards of them.
 
-    Source: Tarvainen & Valpola, "Mean teachers", arXiv 1703.01780. ``tensors`` has a tensor ``average/NAME`` for each
-    parameter, placed as the parameter is, which starts as a copy of it. ``decay``: what remains of the average after a
-    step.
+    The running statistics of BatchNorm are averaged with them, since they belong to the weights. Source: Tarvainen &
+    Valpola, "Mean teachers", arXiv 1703.01780. ``tensors`` has a tensor ``average/NAME`` for each, placed as it is,
+    which starts as a copy of it. ``decay``: what remains of the average after a step.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], decay: float) -> None:
         self.decay = decay
         self.parameters = parameters
         self.tensors = {f"average/{name}": value.detach().clone() for name, value in parameters.items()}

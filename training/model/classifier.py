@@ -14,9 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -37,6 +34,8 @@ from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import keep_blocks
+from training.model.precision import why_not_in_half
+from training.model.weights import read_network, redraw, stored_dtype
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
 
 # A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
@@ -83,7 +82,7 @@ class NewsClassifier(nn.Module):
             about["label2id"] = {name: i for i, name in enumerate(names)}
             if task is not Classification and task.has_labels:  # which is what transformers assumes
                 about["problem_type"] = task.problem_type.name
-        network = _load_network(pretrained_model, task, about, vocab_size, revision or None)
+        network, self.notes = _load_network(pretrained_model, task, about, vocab_size, revision or None)
         if layers:  # before the last block learns to compute a single token
             keep_blocks(network, layers, pretrained_model)
         self._adopt(network, task(names))
@@ -275,6 +274,18 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
     return list(unused)
 
 
+def try_half_precision(model: NewsClassifier, input_ids: torch.Tensor) -> str:
+    """Why a network of an unknown family cannot be computed in half precision; empty if it can be."""
+    if model.architecture:
+        return ""
+    was_training = model.training
+    model.eval()
+    try:
+        return why_not_in_half("cpu", lambda: model(input_ids, torch.ones_like(input_ids)))
+    finally:
+        model.train(was_training)
+
+
 def _check_causal(model: NewsClassifier, flag: str, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
     """Refuse a network that sees the token which it should predict, such as an encoder with a decoder's head."""
     changed = input_ids.clone()
@@ -305,7 +316,7 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
 
 def _load_network(
     name: str, task: type[Task], about: dict[str, Any], vocab_size: int, revision: str | None
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, list[str]]:
     auto = getattr(transformers, task.auto_class)
     if name == TINY and task is CausalLanguageModel:
         special = {f"{which}_token_id": id for which, id in zip(("pad", "bos", "eos"), (0, 2, 3), strict=True)}
@@ -318,7 +329,7 @@ def _load_network(
             max_position_embeddings=8192,
             **special,  # as in SPECIAL_TOKENS
         )
-        return auto.from_config(config)
+        return auto.from_config(config), []
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,
@@ -328,37 +339,24 @@ def _load_network(
             n_heads=4,
             **about,
         )
-        return auto.from_config(config)
-    path = model_place(name)
-    generator, dtype = torch.get_rng_state(), stored_dtype(path, revision)
-    network, fresh = _read_network(auto, path, dtype, about, revision)
-    if (now := stored_dtype(path, revision)) != dtype:  # loading has downloaded the model, or a newer version of it
+        return auto.from_config(config), []
+    place, asked = model_place(name), f"--model {name}"
+    about |= {"revision": revision} if revision else {}
+    generator, dtype = torch.get_rng_state(), stored_dtype(place, revision)
+    reading, notes = read_network(auto, place, asked, dtype, **about)
+    if (now := stored_dtype(place, revision)) != dtype:  # loading has downloaded the model, or a newer version of it
         torch.set_rng_state(generator)
-        network, fresh = _read_network(auto, path, now, about, revision)
-    if network.dtype != torch.float32:
+        reading, notes = read_network(auto, place, asked, now, **about)
+    if reading.network.dtype != torch.float32:
         # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)
-        _redraw(network, fresh)
-    return network
-
-
-def _read_network(
-    auto: Any, path: str, dtype: torch.dtype, about: dict[str, Any], revision: str | None
-) -> tuple[PreTrainedModel, list[str]]:
-    """A network, and the names of the weights that its file lacks or has in another shape."""
-    network, found = auto.from_pretrained(
-        path,
-        ignore_mismatched_sizes=True,
-        dtype=dtype,
-        use_safetensors=True,
-        # Run no code from next to the weights or from the hub, whatever config.json names.
-        trust_remote_code=False,
-        attn_implementation="eager",
-        output_loading_info=True,
-        **({"revision": revision} if revision else {}),
-        **about,
-    )
-    return network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+        redraw(reading.network, reading.fresh)
+    if task.is_language_model and reading.fresh:
+        notes.append(
+            f"{asked} has no head for --task {task.name}: {len(reading.fresh)} weights begin at random, first "
+            f"{reading.fresh[0]}"
+        )
+    return reading.network, notes
 
 
 def widen(module: nn.Module) -> None:
@@ -372,29 +370,3 @@ def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     for module in model.modules():
         if module not in inside and any(True for _ in module.parameters(recurse=False)):
             widen(module)
-
-
-def stored_dtype(name: str, revision: str | None = None) -> torch.dtype:
-    """fp16 or bf16 if all weights of a local folder, or of a hub model in the cache, are stored in it; else fp32."""
-    folder = Path(name)
-    if not folder.is_dir():
-        try:
-            config = try_to_load_from_cache(name, "config.json", revision=revision)
-        except HFValidationError:  # loading raises a better error
-            config = None
-        folder = Path(config).parent if isinstance(config, str) else folder
-    kinds = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as weights:
-            kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-    return {("F16",): torch.float16, ("BF16",): torch.bfloat16}.get(tuple(kinds), torch.float32)
-
-
-def _redraw(network: PreTrainedModel, names: Sequence[str]) -> None:
-    """Initialise in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of the file."""
-    for name in names:
-        owner, _, own_name = name.rpartition(".")
-        module = network.get_submodule(owner)
-        setattr(module, own_name, nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)))
-        module._is_hf_initialized = False  # tells transformers 5 to initialise it again
-    network.initialize_weights()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 
 TIMED_SIZE, TIMINGS = 512, 5  # of the matrices whose product is timed, and how often
 WORTH_IT = 1.2  # bf16 has to be this many times as fast to be worth its rounding
@@ -74,6 +75,20 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, DTYPES[precision])
+
+
+@torch.no_grad()
+def why_not_in_half(device_type: str, compute: Callable[[], torch.Tensor]) -> str:
+    """Why a network's own code fails in half precision; empty if it does not.
+
+    bf16 stands for fp16 too, for which a CPU lacks many operations.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autocast(device_type, torch.bfloat16):
+            found = compute()
+    except Exception as error:  # of any kind
+        return first_line(error)
+    return "" if bool(torch.isfinite(found).all()) else "it gives values that are not finite"
 
 
 class LossScale:

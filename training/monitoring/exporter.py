@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.process_collector import ProcessCollector
 
-from common.errors import UserError
+from common.errors import UserError, in_one_line
 from training.config import METRICS_OF_TASKS
 from training.monitoring.events import (
     CheckpointFailed,
@@ -167,7 +169,7 @@ class Exporter(Subscriber):
         info = Gauge("distrinews_training_run_info", "1 for this rank.", labels, registry=self.registry)
         info.labels(**labels).set(1)
         self._watch_memory(ranks.device)
-        self._stop_listening = _listen(config.metrics_port, ranks.local_rank, self.registry)
+        self._stop_listening = _listen(config, ranks.local_rank, self.registry)
 
     def receive(self, event: Event) -> None:
         match event:
@@ -282,16 +284,21 @@ def _unsaved_since(run_dir: Path) -> float:
     return time.time() if since is None else since
 
 
-def _listen(first_port: int, local_rank: int, registry: CollectorRegistry) -> Callable[[], None]:
+def _listen(config: TrainConfig, local_rank: int, registry: CollectorRegistry) -> Callable[[], None]:
     """Serve a registry's page on a thread; returns the function that ends that."""
-    if not first_port:
+    if not config.metrics_port:
         return lambda: None
-    port = first_port + local_rank
+    port = config.metrics_port + local_rank
     try:
-        server, thread = start_http_server(port, registry=registry)
-    except OSError as error:
+        server, thread = start_http_server(port, config.metrics_host, registry)
+    except (OSError, UnicodeError) as error:  # the second for what cannot be a host's name
+        if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            why = in_one_line(error)
+            raise UserError(
+                f"--metrics_host {config.metrics_host}: is no address of this machine ({why})", code="flag-value"
+            ) from error
         raise UserError(
-            f"--metrics_port {first_port}: cannot listen on port {port} ({error.strerror}); "
+            f"--metrics_port {config.metrics_port}: cannot listen on port {port} ({error.strerror}); "
             "choose another, or 0 for no metrics",
             code="port-in-use",
         ) from error

@@ -53,21 +53,22 @@ class Difference:
 class ReplicaCheck(Subscriber):
     """Compares the weights at the start, every ``--check_replicas_every`` steps and before each checkpoint.
 
-    So every checkpoint was made from equal copies. ``parameters`` are this rank's, by name; all ranks have a check.
+    So every checkpoint was made from equal copies. ``copies`` are this rank's weights and running statistics (of
+    BatchNorm), by name; all ranks have a check.
     """
 
     follows_steps = True
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        copies: Mapping[str, torch.Tensor],
         config: TrainConfig,
         ranks: Ranks,
         phases: Phases,
         exporter: Exporter,
         events: EventStream,
     ) -> None:
-        self.parameters = parameters
+        self.copies = copies
         self.every = config.check_replicas_every if ranks.world_size > 1 else 0  # 0: never
         self.how_to_resume = config.how_to_resume
         self.ranks = ranks
@@ -94,7 +95,7 @@ class ReplicaCheck(Subscriber):
 
     def _check(self, step: int) -> None:
         with self.phases("agree"), translate_errors(self.ranks, step):
-            found = first_difference(self.parameters, self.ranks)
+            found = first_difference(self.copies, self.ranks)
         self.exporter.replica_checks.labels("different" if found else "equal").inc()
         if not found:
             self.equal_at = step

@@ -36,7 +36,8 @@ class DDPStrategy(Strategy):
             self.replica = DistributedDataParallel(
                 model, device_ids=[self.ranks.device] if on_gpu else None, gradient_as_bucket_view=True
             )
-            # The buffers are constants, such as position numbers. The argument for it was renamed in torch 2.13.
+            # A step does it itself, under every strategy (Strategy.broadcast_buffers). DDP would also send constants.
+            # The argument for it was renamed in torch 2.13.
             self.replica.broadcast_buffers = False
         self.compression = build_compression(self.config.compress) if self.ranks.is_distributed else None
         if self.config.deterministic or self.compression:
@@ -53,8 +54,9 @@ class DDPStrategy(Strategy):
         that was never stopped, so both have the rebuild behind them before their first real step.
         """
         token = torch.ones(1, 1, dtype=torch.int64, device=self.ranks.device)
+        model.eval()  # BatchNorm would neither take a single row nor forget it
         (self.replica(token, token).sum() * 0).backward()
-        model.zero_grad()
+        model.train().zero_grad()
 
     def describe(self) -> str:
         if not self.ranks.is_distributed:

@@ -34,6 +34,7 @@ from common.errors import (
     rank0_only_output,
 )
 from common.hardware import usable_cpus
+from training.fault_tolerance.restarts import attempt_file
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = 1800.0  # seconds
@@ -41,6 +42,7 @@ COLLECTIVE_TIMEOUT = 1800.0  # seconds
 START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
+SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
 # this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
@@ -138,9 +140,19 @@ class Ranks:
 
 
 def use_loopback() -> None:
-    """For ranks of this machine alone: gloo looks up the machine's own name, which a sandbox may not know."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    """For ranks of this machine alone: keep gloo's sockets off the network.
+
+    By default it listens on the address of the machine's own name, which a sandbox may not know.
+    """
+    for name in sorted(name for _, name in socket.if_nameindex() if name.startswith("lo"))[:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def loopback_store() -> dist.TCPStore:
+    """A store for ranks of this machine alone; one that opens its own port listens on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def interface_to(host: str) -> str | None:
@@ -275,6 +287,8 @@ def join_ranks(
             _check_restarts()
         if world_size > local_world_size:
             _choose_gloo_interface()
+        else:
+            use_loopback()
         _join_group(backend, chosen, restart, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
         milestones["group_formed"] = time.time()
     try:
@@ -331,14 +345,27 @@ def _choose_gloo_interface() -> None:
 def _check_restarts() -> None:
     """Refuse restarts that would hang: attempts of several launchers that share one store read each other's keys."""
     launchers, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shares_store and int(launchers) > 1 and int(restarts) > 0:
+    if os.environ.get(SHARES_STORE) == "True" and int(launchers) > 1 and int(restarts) > 0:
         raise UserError(
             f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks would wait for each "
             "other until they time out; use --rdzv_backend=c10d and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
             "launcher, or --max_restarts 0",
             code="restarts-unsafe",
         )
+
+
+def _private_store(timeout: timedelta) -> dist.FileStore | None:
+    """A file that only this user can read, if all ranks have one launcher, which does not share its own store.
+
+    Otherwise rank 0 would listen on every interface, and anyone who can write into that store can pose as a rank, whose
+    objects the other ranks unpickle.
+    """
+    file = attempt_file("store")
+    if file is None or os.environ.get("GROUP_WORLD_SIZE") != "1" or os.environ.get(SHARES_STORE) == "True":
+        return None
+    store = dist.FileStore(str(file), int(os.environ["WORLD_SIZE"]))
+    store.set_timeout(timeout)
+    return store
 
 
 def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float) -> None:
@@ -348,7 +375,10 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     waits = timedelta(seconds=timeout + TIMEOUT_MARGIN)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=waits))
+        if (private := _private_store(waits)) is not None:
+            store, rank, world_size = private, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        else:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=waits))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun (2.13) keeps one store for all its attempts: with names of its own, none reads dead addresses.
             # Several launchers count their restarts apart; for those TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.

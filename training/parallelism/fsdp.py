@@ -17,6 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from training.model.classifier import widen, widen_outside
 from training.model.precision import DTYPES
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def apply_fsdp(
     part: nn.Module,
@@ -43,6 +45,11 @@ def apply_fsdp(
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
     }
     widen_outside(part, blocks)
+    # PyTorch takes a half-precision input only if weights and running statistics are both in fp32.
+    exact = settings | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    for module in part.modules():
+        if isinstance(module, BATCH_NORMS):
+            fully_shard(module, **exact)
     for block in blocks:
         widen(block)  # one at a time: what is sharded already holds its share alone
         fully_shard(block, **settings)

@@ -95,8 +95,15 @@ class Strategy:
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         }
+        # What training changes besides the weights: the running statistics of BatchNorm and its kind. Encoders of
+        # transformers have none; their constants, such as rotary frequencies, are not in the state dict.
+        names = {name for part in self.parts for name, _ in part.named_buffers()}
+        kept = {name: tensor for part in self.parts for name, tensor in part.state_dict().items() if name in names}
+        is_running = any(tensor.is_floating_point() for tensor in kept.values())
+        self.buffers: Mapping[str, torch.Tensor] = kept if is_running else {}
         self.optimizer = self.build_optimizer()
-        self.average = WeightAverage(self.parameters, config.ema) if config.ema else None
+        floats = {name: tensor for name, tensor in self.buffers.items() if tensor.is_floating_point()}
+        self.average = WeightAverage({**self.parameters, **floats}, config.ema) if config.ema else None
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         """Distribute the model over the ranks; returns the parts whose parameters this rank trains."""
@@ -143,6 +150,15 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[object]:
         """Within it, forward and backward passes communicate no gradients: for all micro-batches but the last."""
         raise NotImplementedError
+
+    def broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's running statistics, as plain DDP does; each rank computed them from its own rows.
+
+        Once per step, after its forward passes, so that evaluation, checkpoints and comparisons find equal ones.
+        """
+        if self.ranks.is_distributed:
+            for buffer in self.buffers.values():
+                dist.broadcast(buffer, src=0)
 
     def engine_update(self) -> tuple[torch.Tensor, bool]:
         """Clip and update by ``engine``; returns the gradient norm, (), and whether its loss scale skipped the step."""
@@ -223,14 +239,15 @@ class Strategy:
         return self.parameters
 
     def saved_weights(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the weights that a checkpoint has; with LoRA only those that are trained.
+        """What this rank holds of the weights that a checkpoint has; with LoRA only those that change.
 
         The others come from the model itself, and a resumed run checks that they are the same.
         """
         weights = model_tensors(self.parts)
         if not self.config.lora:
             return weights
-        return {name: tensor for name, tensor in weights.items() if name.removeprefix("model/") in self.parameters}
+        changed = {*self.parameters, *self.buffers}
+        return {name: tensor for name, tensor in weights.items() if name.removeprefix("model/") in changed}
 
     def state_dict(self) -> StrategyState:
         """What this rank holds of model, optimizer and loss scale; every rank calls it."""

@@ -1,6 +1,7 @@
 """Plan a training run on hardware that you do not have.
 
 For example: python -m training.planning --model llama-13b --gpus 32 --gpu a100-80gb
+
 The largest model that fits: python -m training.planning --largest --gpus 32 --gpu a100-80gb
 """
 

@@ -8,10 +8,9 @@ parameters (arXiv 2410.06511) in view, and were fitted to neither. Every other p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
-from common.errors import UserError
+from common.errors import UserError, near_names
 
 Precision = Literal["fp32", "bf16", "fp16"]
 GIB = 2**30
@@ -125,7 +124,7 @@ def build_cluster(gpu_name: str, gpus: int, nodes: int | None) -> Cluster:
         UserError: the GPU is not known, or the GPUs do not divide over the nodes.
     """
     if gpu_name not in GPUS:
-        near = get_close_matches(gpu_name.lower(), GPUS, n=2, cutoff=0.3)
+        near = near_names(gpu_name, GPUS)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(GPUS)}"
         raise UserError(f"--gpu {gpu_name}: not known; {hint}", code="gpu-unknown")
     gpu = GPUS[gpu_name]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from common.errors import UserError
+from common.errors import UserError, near_names
 
 DEFAULT_CLASSES = 4  # AG News'
 
@@ -189,7 +188,7 @@ def find_shape(model: str) -> ModelShape:
     if path.is_dir():
         path /= "config.json"
     if not path.is_file() and path.suffix != ".json":
-        near = get_close_matches(model.lower(), NAMED_SHAPES, n=2, cutoff=0.3)
+        near = near_names(model, NAMED_SHAPES)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(NAMED_SHAPES)}"
         raise UserError(f"--model {model}: neither a known model nor a config.json; {hint}", code="plan-model-unknown")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _KINDS = {
     "masked_lm": "A masked language model",
     "causal_lm": "A causal language model",
 }
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What the hub calls tasks that do not classify.
 _HUB_TASKS = {"embedding": "feature-extraction", "masked_lm": "fill-mask", "causal_lm": "text-generation"}
 _HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "micro_f1": "f1", "rmse": "rmse", "mae": "mae"}
@@ -171,7 +173,7 @@ def _result(metrics: dict[str, Any], kind: str, name: str, value: float) -> Eval
 
 def is_on_the_hub(name: str) -> bool:
     """Whether a dataset's or a model's name is one of the hub's: not a path, nor one that is made here."""
-    return name not in _MADE_HERE and not _is_path(name)
+    return name not in _MADE_HERE and bool(_HUB_NAME.fullmatch(name)) and not _is_path(name)
 
 
 def public_name(name: str) -> str:

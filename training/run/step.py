@@ -104,6 +104,7 @@ def optimizer_step(
     strategy.begin_step(learning_rate)
 
     losses, checks = forward_backward(strategy, micro_batches, step)
+    strategy.broadcast_buffers()
 
     if strategy.engine:
         # DeepSpeed keeps gradients in buffers of its own, so it clips and updates by itself.

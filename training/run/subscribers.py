@@ -31,6 +31,6 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
         collectives = CollectiveRecorder(events, ranks.backend, config.record_collectives_every)
         subscribers.append(collectives)
         subscribers.append(Stragglers(context, collectives, COMPARE_EVERY))
-        parameters = context.strategy.parameters
-        subscribers.append(ReplicaCheck(parameters, config, ranks, context.phases, exporter, events))
+        copies = {**context.strategy.parameters, **context.strategy.buffers}
+        subscribers.append(ReplicaCheck(copies, config, ranks, context.phases, exporter, events))
     return subscribers

@@ -1,1 +1,1 @@
-"""Search: better hyper-parameters with many runs, with Optuna's samplers, pruners and storage."""
+"""Search: better hyperparameters with many runs, with Optuna's samplers, pruners and storage."""

@@ -1,4 +1,4 @@
-"""Search for better hyper-parameters: python -m training.search SPACE.yaml.
+"""Search for better hyperparameters: python -m training.search SPACE.yaml.
 
 Every trial is an ordinary run with a folder of its own, OUTPUT_DIR/trial_003. Optuna chooses the values and says which
 trials to prune, from the validation rows only. Whatever stops a search, the same command resumes it.

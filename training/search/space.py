@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import random
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from common.errors import UserError, in_one_line, invalid_value
+from common.errors import UserError, in_one_line, invalid_value, near_names
 from training.config import (
     BATCH_SIZE,
     ENVIRONMENT_PREFIX,
@@ -137,7 +136,7 @@ def _describe(problem: Mapping[str, Any]) -> str:
     place = [str(part) for part in problem["loc"] if part not in ("range", "list", "str") and "[" not in str(part)]
     if problem["type"] == "extra_forbidden":
         known = SearchSpace.model_fields if len(place) == 1 else Range.model_fields
-        near = difflib.get_close_matches(place[-1], known, n=1)
+        near = near_names(place[-1], known)
         return f"no key {'.'.join(place)!r}{f'; did you mean {near[0]!r}?' if near else ''}"
     what = "is missing" if problem["type"] == "missing" else invalid_value(problem)
     if problem["type"] == "model_type":

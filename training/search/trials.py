@@ -306,12 +306,11 @@ class Search:
         write_whole(folder / "search.png", draw_search(trials, metric, logs, LIGHT))
         config = config_of(self.space, best.values, folder / "best", str(folder))
         write_whole(folder / "best.yaml", _given(config))
-        processes = f"--standalone --nproc_per_node={self.space.processes}"
         print(
             f"\nBest: trial {best.number}, {metric} {best.value:.4f} on the validation rows ({_listed(best.values)})\n"
             f"Its model: {folder / f'trial_{best.number:03}' / 'model'}\n"
             f"All trials: {folder / 'trials.csv'}, {folder / 'search.png'}\n"
-            f"To train it again: torchrun {processes} training/train_ddp.py --config "
+            f"To train it again: training/run_ddp.sh {self.space.processes} --config "
             f"{shlex.quote(str(folder / 'best.yaml'))}",
             flush=True,
         )

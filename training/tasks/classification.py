@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from common.problem_types import SINGLE_LABEL, Label
+from common.problem_types import SINGLE_LABEL, Label, printable
 from common.rows import AG_NEWS_LABELS
 from training.tasks.task import RowAnswer, Task
 
 # This many labels are not suspicious, however few the rows.
 FEW_LABELS = 10
 CALIBRATION_BINS = 15
+# What programs write for a value that is missing.
+_MISSING = {"nan", "none", "null", "n/a", "na", "<na>", "#n/a", "nat", "undefined"}
 
 
 class Classification(Task):
@@ -110,6 +113,20 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
     if len(labels) > FEW_LABELS and 10 * len(labels) > num_rows:
         notes.append(f"{counts}: few rows to learn each from; is it the right column?")
     examples = ", ".join(sorted(labels)[:3])
+    if alike := _spelt_alike(labels):
+        more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
+        shown = "; ".join(", ".join(f"'{printable(name)}'" for name in names) for names in alike[:3])
+        notes.append(f"labels that only differ in spelling are trained as classes of their own: {shown}{more}")
+    if missing := [name for name in labels if name.strip().lower() in _MISSING]:
+        count = sum(labels[name] for name in missing)
+        notes.append(
+            f"the label {', '.join(map(repr, missing))} ({count:,} rows) looks like a missing value and is trained as "
+            "a class; leave such rows out if it is none"
+        )
+    is_rare = labels["-1"] * len(labels) * 10 < num_rows
+    if labels["-1"] and (is_rare or "2" in labels) and "-2" not in labels:  # -1, 0 and 1 may well be classes
+        count = f"the label -1 ({labels['-1']:,} rows) is trained as a class of its own"
+        notes.append(f"{count}; if it marks rows without a label, leave them out")
     if not known and _are_fractions(labels):
         notes.append(
             f"labels look like numbers to predict ({examples}): each value is trained as a class of its own; "
@@ -125,10 +142,26 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
 
 def _are_fractions(labels: Iterable[str]) -> bool:
     """Whether all labels are numbers, at least one of them not an integer."""
+    numbers = [_number(label) for label in labels]
+    return None not in numbers and not all(number.is_integer() for number in numbers if number is not None)
+
+
+def _number(label: str) -> float | None:
     try:
-        return not all(float(label).is_integer() for label in labels)
+        number = float(label)
     except ValueError:
-        return False
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _spelt_alike(labels: Iterable[str]) -> list[list[str]]:
+    """Labels that are one number, or one name but for case, space, invisible characters and ways to write a letter."""
+    found: dict[Any, list[str]] = {}
+    for label in sorted(labels):
+        plain = "".join(one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf")
+        number = _number(label)
+        found.setdefault(" ".join(plain.casefold().split()) if number is None else number, []).append(label)
+    return [names for names in found.values() if len(names) > 1]
 
 
 def _lists(labels: Collection[str]) -> list[str]:
@@ -142,7 +175,7 @@ def _label_names(labels: Iterable[str]) -> list[str]:
     names = sorted(set(labels))
     if set(names) <= set(AG_NEWS_LABELS):
         return [label for label in AG_NEWS_LABELS if label in names]
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+    return sorted(names, key=int) if all(name.removeprefix("-").isdecimal() for name in names) else names
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

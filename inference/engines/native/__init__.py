@@ -16,8 +16,9 @@ def is_supported() -> tuple[bool, str]:
     """
     if library_path() is None:
         return False, (
-            "the int8 kernels are not compiled, so int8 models run on ONNX Runtime, which takes about 1.5 times as "
-            "long; install a C compiler (apt-get install gcc, xcode-select --install), then install again"
+            "the int8 kernels are not compiled, so int8 models run on ONNX Runtime, which takes 1.5 times as long, or "
+            "on NumPy, which takes about 20 times as long; install a C compiler (apt-get install gcc, xcode-select "
+            "--install), then install DistriNews again (pip install .)"
         )
     try:
         best = instruction_sets()[0]

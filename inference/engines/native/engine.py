@@ -26,7 +26,7 @@ from inference.engines.native.library import (
 from inference.engines.native.quantize import FILE_NAME
 
 _ALIGNMENT = 64
-_SECOND_TEXT = 1 << 30
+SECOND_TEXT = 1 << 30
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I8": np.int8}
 
 
@@ -61,7 +61,7 @@ class NativeEngine:
         self._shape = EncoderShape.of(config)
         self._library = load_library()
         self.instructions = chosen_instructions(instructions)
-        self._tensors = _read_tensors(folder / FILE_NAME)
+        self._tensors = read_tensors(folder / FILE_NAME)
         self._model = self._model_struct()
         self._threads = self._start_threads()
 
@@ -72,7 +72,7 @@ class NativeEngine:
         starts = np.zeros(num_texts + 1, dtype=np.int32)
         np.cumsum(batch.lengths, out=starts[1:])
         if self._shape.separator is not None:
-            ids = _mark_second_texts(ids, starts, self._shape.separator)
+            ids = mark_second_texts(ids, starts, self._shape.separator)
         logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         here = self._threads
         if here.process != os.getpid():  # after a fork, which copies memory but not threads
@@ -254,12 +254,12 @@ class NativeEngine:
         return array.ctypes.data
 
 
-def _mark_second_texts(ids: NDArray[np.int32], starts: NDArray[np.int32], separator: int) -> NDArray[np.int32]:
+def mark_second_texts(ids: NDArray[np.int32], starts: NDArray[np.int32], separator: int) -> NDArray[np.int32]:
     """Add SECOND_TEXT of model.h to the ids behind the first separator of each text."""
     is_separator = ids == separator
     before = np.cumsum(is_separator, dtype=np.int32) - is_separator
     before -= np.repeat(before[starts[:-1]], np.diff(starts))
-    return np.where(before > 0, ids | _SECOND_TEXT, ids)
+    return np.where(before > 0, ids | SECOND_TEXT, ids)
 
 
 class _Threads:
@@ -288,7 +288,7 @@ class _Threads:
                 self._library.close_session(session)
 
 
-def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
+def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a safetensors file, in one piece of memory, each on a boundary of cache lines, which kernels load.
 
     The library would copy each array out of the file's memory, and a file promises no alignment, so each would be

@@ -1,28 +1,15 @@
-"""The interactive documentation, with a content policy that lets its page load what it needs."""
+"""What the OpenAPI document says beyond the routes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Response
-from fastapi.openapi.docs import get_swagger_ui_html
-
-from inference.http.security import DOCS_POLICY
-
-router = APIRouter(include_in_schema=False)
+from fastapi import FastAPI
 
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
 }
-
-
-@router.get("/docs")
-async def show_documentation() -> Response:
-    """Answer with the interactive page of the API."""
-    page = get_swagger_ui_html(openapi_url="openapi.json", title="DistriNews")
-    page.headers["Content-Security-Policy"] = DOCS_POLICY
-    return page
 
 
 def document_api_key(app: FastAPI) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.text import Text
@@ -23,8 +24,18 @@ from inference.http.server_parts import parts_of
 router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRoute)
 
 
+# What clients send for tasks whose answers would look alike, but mean something else.
+_OTHER_TASKS = {
+    "candidate_labels": "zero-shot classification",
+    "hypothesis_template": "zero-shot classification",
+    "aggregation_strategy": "token classification",
+    "targets": "filling masks",
+    "max_new_tokens": "text generation",
+}
+
+
 class HubParameters(BaseModel):
-    """What the hub's clients may set; their other fields are ignored."""
+    """What the hub's clients may set; their other fields are ignored, except those of other tasks."""
 
     model_config = ConfigDict(strict=True)
 
@@ -33,6 +44,15 @@ class HubParameters(BaseModel):
         default=None,
         description="How scores become answers; null is softmax, for a multi-label model sigmoid, for regression none.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_tasks(cls, given: Any) -> Any:
+        name = next((name for name in _OTHER_TASKS if isinstance(given, dict) and given.get(name) is not None), None)
+        if name is not None:
+            line = f"{name} belongs to {_OTHER_TASKS[name]}; this model answers with the labels that it was trained on"
+            raise PydanticCustomError("other_task", line)
+        return given
 
 
 class HubPair(BaseModel):
@@ -56,7 +76,7 @@ class HubRequest(BaseModel):
         description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs, one pair or that many "
         "pairs."
     )
-    parameters: HubParameters = HubParameters()
+    parameters: HubParameters | None = None
 
 
 class HubScore(BaseModel):
@@ -77,11 +97,12 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     texts = [_text(one) for one in ([body.inputs] if is_single else body.inputs)]
     refuse_many(name, texts, parts.settings)
     answers = await classify(request, parts, served, texts, name)
-    function = _function(served.model.answering, body.parameters.function_to_apply)
+    parameters = body.parameters or HubParameters()
+    function = _function(served.model.answering, parameters.function_to_apply)
     labels = served.model.labels
     for answer in answers:
         decide(parts, served, answer)
-    return await json_list(_best(labels, function(answer.values), body.parameters.top_k) for answer in answers)
+    return await json_list(_best(labels, function(answer.values), parameters.top_k) for answer in answers)
 
 
 def _text(given: str | HubPair) -> Text:

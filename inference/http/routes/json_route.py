@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference.http.error_responses import describe_invalid, error_response
+from inference.http.paths import route_path
 from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 from inference.http.server_parts import parts_of
 
@@ -138,7 +139,7 @@ class ShortCut:
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        route = self._routes.get(route_path(scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
         if route is None:
             await self.app(scope, receive, send)
             return
@@ -168,6 +169,8 @@ def parse_json(model: type[Model], body: bytes) -> Model:
         if problem["type"] != "json_invalid":
             raise
         refusal, reason = error, problem["ctx"]["error"]
+    if body.startswith(codecs.BOM_UTF8):  # as some clients on Windows begin a body, and editors a file
+        return parse_json(model, body.removeprefix(codecs.BOM_UTF8))
     if reason.startswith("recursion limit"):
         raise HTTPException(400, "the body is nested too deep to be read")
     if reason.startswith("invalid unicode") or not _begins_as_utf8(body):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 import inference
@@ -34,6 +35,7 @@ from inference.http.routes.open_inference_schemas import (
     Readiness,
     ServerMetadata,
     TensorMetadata,
+    binary_tensor,
     read_binary_texts,
 )
 from inference.http.server_parts import Parts, PartsDep, parts_of
@@ -44,6 +46,8 @@ _READINESS = _UNKNOWN | {503: {"model": ModelReadiness, "description": "Texts ca
 _REFUSALS = {status: {**documented, "model": ProtocolError} for status, documented in REFUSALS.items()} | _UNKNOWN
 
 _WRONG_LENGTH = f"{BINARY_HEADER} must be a number of bytes within the body"
+
+_BINARY_ANSWER = {"schema": {"type": "string", "format": "binary"}}
 
 router = APIRouter(prefix="/v2", tags=["compatible"])
 
@@ -159,8 +163,10 @@ def _num_json_bytes(request: Request) -> int | None:
     return int(announced)
 
 
-async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any]:
+async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any] | Response:
     """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out.
+
+    With `binary_data_output`, or `binary_data` of an output, tensors follow the JSON as Triton's clients read them.
 
     A model that reads pairs takes two tensors, `text` and `text_pair`.
     A multi-label model answers with `labels` (of each text, joined by "|") and `probabilities`, a regression model with
@@ -180,10 +186,26 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
     response: dict[str, Any] = {
         "model_name": served.name,
         "model_version": served.model.info["revision"],
-        "outputs": [tensors[one] for one in wanted],
+        "outputs": [{**tensors[one]} for one in wanted],
     }
-    # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
-    return response if body.id is None else {**response, "id": body.id.encode("utf-8", "replace").decode()}
+    if body.id is not None:
+        # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
+        response["id"] = body.id.encode("utf-8", "replace").decode()
+    asked = {output.name: output.parameters.binary_data for output in body.outputs}
+    default = body.parameters.binary_data_output
+    binary = [name for name in wanted if (default if asked.get(name) is None else asked[name])]
+    return _with_binary(response, binary) if binary else response
+
+
+def _with_binary(response: dict[str, Any], names: Sequence[str]) -> Response:
+    tail: list[bytes] = []
+    for tensor in response["outputs"]:
+        if tensor["name"] in names:
+            tail.append(binary_tensor(tensor["datatype"], tensor.pop("data")))
+            tensor["parameters"] = {"binary_data_size": len(tail[-1])}
+    head = to_json(response)
+    headers = {BINARY_HEADER: str(len(head))}
+    return Response(head + b"".join(tail), headers=headers, media_type="application/octet-stream")
 
 
 def _served(parts: Parts, name: str, version: str | None = None) -> Served:
@@ -233,7 +255,7 @@ def _tensor(name: str, datatype: str, shape: list[int], data: Sequence[Any]) -> 
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
-async def infer_by_version(request: Request, body: InferRequest, name: str, version: str) -> dict[str, Any]:
+async def infer_by_version(request: Request, body: InferRequest, name: str, version: str) -> dict[str, Any] | Response:
     """Classify texts as `infer` does if this is the version that is served."""
     _served(parts_of(request), name, version)
     return await infer(request, body, name)
@@ -248,6 +270,6 @@ for _path, _endpoint in (
         _endpoint,
         methods=["POST"],
         response_model=InferResponse,
-        responses=_REFUSALS,
+        responses={200: {"content": {"application/octet-stream": _BINARY_ANSWER}}, **_REFUSALS},
         route_class_override=InferRoute,
     )

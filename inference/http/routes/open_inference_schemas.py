@@ -1,11 +1,14 @@
-"""Requests and responses of the Open Inference Protocol, version 2, with its binary extension for input."""
+"""Requests and responses of the Open Inference Protocol, version 2, with its binary extension."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from inference.errors import RefusedTextError
 from inference.http.schemas import Texts
@@ -74,11 +77,40 @@ class InputTensor(BaseModel):
     data: Texts | Annotated[list[Texts], Field(fail_fast=True)] | None = Field(default=None, description="The texts.")
 
 
+class OutputParameters(BaseModel):
+    """How a tensor is answered; unknown fields are ignored, except those of extensions that are not served."""
+
+    model_config = ConfigDict(strict=True)
+
+    binary_data: bool | None = Field(
+        default=None, description="Send the tensor behind the JSON; null is as binary_data_output of the request."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_extensions(cls, given: Any) -> Any:
+        for name in ("classification", "shared_memory_region"):
+            if isinstance(given, dict) and given.get(name) is not None:
+                line = (
+                    f"{name} is an extension that is not served; the best labels are those of the highest probabilities"
+                )
+                raise PydanticCustomError("extension", line)
+        return given
+
+
+class RequestParameters(BaseModel):
+    """What applies to all outputs; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    binary_data_output: bool = Field(default=False, description="Send all tensors behind the JSON.")
+
+
 class RequestedOutput(BaseModel):
     """A tensor to answer with."""
 
     name: Literal["label", "labels", "confidence", "probabilities", "value"]
-    parameters: dict[str, Any] = {}
+    parameters: OutputParameters = OutputParameters()
 
 
 class InferRequest(BaseModel):
@@ -91,7 +123,7 @@ class InferRequest(BaseModel):
     )
 
     id: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: RequestParameters = RequestParameters()
     inputs: list[InputTensor] = Field(
         min_length=1,
         max_length=2,
@@ -104,9 +136,10 @@ class InferRequest(BaseModel):
 
 
 class OutputTensor(TensorMetadata):
-    """A tensor of answers, in row-major order."""
+    """A tensor of answers, in row-major order, in `data` or (binary_data_size: how many bytes) behind the JSON."""
 
-    data: list[str] | list[float]
+    data: list[str] | list[float] | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class InferResponse(BaseModel):
@@ -122,6 +155,14 @@ class ProtocolError(BaseModel):
     """The protocol's own error shape: one line."""
 
     error: str
+
+
+def binary_tensor(datatype: str, data: Sequence[str] | Sequence[float]) -> bytes:
+    """The elements of a tensor of answers; each text behind its length in 4 little-endian bytes."""
+    if datatype == "FP32":
+        return np.array(data, dtype="<f4").tobytes()
+    texts = [text.encode("utf-8", "replace") for text in data]
+    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
 
 
 def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[str]:

@@ -30,7 +30,7 @@ async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
     return HealthResponse(
         status="healthy" if error is None else "unavailable",
         model_loaded=current is not None,
-        model=str(parts.served_model.path),
+        model=parts.served_model.public_name,
         labels=current.model.labels if current and current.model.answering.problem_type is not REGRESSION else None,
         error=error,
     )
@@ -92,7 +92,10 @@ async def get_metrics(request: Request, parts: PartsDep) -> Response:
     response_model_exclude_none=True,
     responses={
         401: REFUSALS[401],
-        403: {"model": ErrorResponse, "description": "No key is set, so only SIGHUP reloads."},
+        403: {
+            "model": ErrorResponse,
+            "description": "No key is set, so only SIGHUP reloads; or a page of another site asks.",
+        },
         409: {"model": ErrorResponse, "description": "A model is being loaded already."},
         422: {"model": ErrorResponse, "description": "The model does not load; the one served before still is."},
         429: REFUSALS[429],

@@ -1,4 +1,4 @@
-"""The pages for a browser: the front page and the demo, which contacts no server but this one."""
+"""The pages for a browser: the front page, the demo and the documentation, which contact no server but this one."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ _OptionalHeader = Annotated[str, Header()]
 
 
 # Redirects are relative, so that they work under any path that a proxy puts the server at.
-@router.api_route("/", methods=["GET", "HEAD"])
+@router.get("/")
 async def show_front_door(accept: _OptionalHeader = "") -> RedirectResponse:
     """Send a visitor with a browser to the demo page, and any other client to the documentation."""
     return RedirectResponse("demo" if "text/html" in accept else "docs", headers={"Vary": "Accept"})
 
 
-@router.api_route("/demo", methods=["GET", "HEAD"])
+@router.get("/demo")
 async def show_demo(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
     """Answer with the demo page."""
     return _answer(_PAGE, accept_encoding, if_none_match)
 
 
-@router.api_route("/demo/", methods=["GET", "HEAD"])
-async def leave_demo_folder() -> RedirectResponse:
-    """Send a visitor to the address without a slash, which the page's own links are relative to."""
-    return RedirectResponse("../demo")
+@router.get("/docs")
+async def show_documentation(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
+    """Answer with the interactive page of the API."""
+    return _answer("docs.html", accept_encoding, if_none_match)
 
 
-@router.api_route("/demo/{name}", methods=["GET", "HEAD"])
+@router.get("/demo/{name}")
 async def get_demo_file(
     name: str, accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
 ) -> Response:

@@ -76,6 +76,9 @@ class StreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         groups: deque[_Group] = deque()
         try:
+            await asyncio.sleep(
+                0
+            )  # the reader begins first, so a client that asks (Expect: 100-continue) is told to send
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while self._num_refused < _MOST_REFUSED_LINES and await self._fill(groups):
                 body = await self._answer(groups[0])

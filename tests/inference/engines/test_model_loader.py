@@ -308,3 +308,11 @@ def test_the_folders_cleaning_applies_to_every_kind_of_call(folder_copy: Path) -
 def test_an_unknown_cleaning_is_refused(folder_copy: Path) -> None:
     _edit_json(folder_copy / "config.json", text_cleaning="legal")
     _assert_refused(folder_copy, "text_cleaning 'legal' in config.json: must be news or none")
+
+
+def test_a_label_that_no_answer_can_carry_is_refused_when_the_model_loads(folder_copy: Path) -> None:
+    config = json.loads((folder_copy / "config.json").read_text())
+    config["id2label"]["1"] = "Sports \ud83d"
+    (folder_copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"half of a surrogate pair.*; correct id2label in config.json"):
+        ModelLoader(folder_copy)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,24 @@ def test_the_hub_face_takes_lists_and_ignores_options_of_other_servers(client: h
         assert client.post("/hub", json=refused).status_code == 422
 
 
+def test_the_hub_client_is_refused_what_only_models_of_other_tasks_can_answer(
+    client: httpx.Client, hub: InferenceClient
+) -> None:
+    with pytest.raises(HfHubHTTPError, match="candidate_labels belongs to zero-shot classification"):
+        hub.zero_shot_classification("Oil prices rise", ["good", "bad"])
+    with pytest.raises(HfHubHTTPError, match="aggregation_strategy belongs to token classification"):
+        hub.token_classification("Oil prices rise", aggregation_strategy="simple")
+    for parameters in (None, {}, {"candidate_labels": None, "top_k": None}):
+        assert client.post("/hub", json={"inputs": "Goal!", "parameters": parameters}).status_code == 200
+
+
+@pytest.mark.parametrize("end", ["hub", "hub/"])
+def test_the_hub_client_is_told_its_address_and_may_end_it_with_a_slash(client: httpx.Client, end: str) -> None:
+    assert InferenceClient(base_url=f"{client.base_url}/{end}").text_classification("Goal!")
+    with pytest.raises(HfHubHTTPError, match="take /hub as their base_url"):
+        InferenceClient(base_url=str(client.base_url)).text_classification("Goal!")
+
+
 def test_the_hub_client_shows_why_it_was_refused(hub: InferenceClient) -> None:
     with pytest.raises(HfHubHTTPError, match="inputs is blank"):
         hub.text_classification("   ")
@@ -93,7 +112,8 @@ def test_triton_s_client_classifies(
     assert result.as_numpy("probabilities") == pytest.approx(probabilities, abs=1e-6)
     labels = result.as_numpy("label")
     assert list(labels.shape) == shape
-    assert labels.ravel().tolist() == [max(one, key=one.get) for one in expected]
+    assert [label.decode() for label in labels.ravel()] == [max(one, key=one.get) for one in expected]
+    assert "data" not in result.get_output("label")  # it came behind the JSON, as the client asks by default
 
 
 def test_triton_s_client_gets_only_the_outputs_it_asks_for(triton: Any, model_folder: Path) -> None:
@@ -101,6 +121,29 @@ def test_triton_s_client_gets_only_the_outputs_it_asks_for(triton: Any, model_fo
     tensor.set_data_from_numpy(np.array(["Goal!"], dtype=object))
     result = triton.infer(model_folder.name, [tensor], outputs=[http.InferRequestedOutput("label")])
     assert [output["name"] for output in result.get_response()["outputs"]] == ["label"]
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (False, False), (True, True)])
+def test_triton_s_client_gets_each_output_as_it_asks_for_it(triton: Any, model_folder: Path, asked: Any) -> None:
+    tensor = http.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array(["Goal!"], dtype=object))
+    names = ("probabilities", "label")
+    outputs = [http.InferRequestedOutput(name, binary_data=one) for name, one in zip(names, asked, strict=True)]
+    result = triton.infer(model_folder.name, [tensor], outputs=outputs)
+    assert tuple("data" not in result.get_output(name) for name in names) == asked
+    label, probabilities = result.as_numpy("label")[0], result.as_numpy("probabilities")
+    assert (probabilities.shape, probabilities.dtype) == ((1, 4), np.float32)
+    assert (label.decode() if asked[1] else label) in ("World", "Sports", "Business", "Sci/Tech")
+
+
+def test_triton_s_client_is_told_which_extensions_are_not_served(triton: Any, model_folder: Path) -> None:
+    tensor = http.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array(["Goal!"], dtype=object))
+    shared = http.InferRequestedOutput("label")
+    shared.set_shared_memory("region", 8)
+    for output in (http.InferRequestedOutput("probabilities", class_count=2), shared):
+        with pytest.raises(Exception, match="an extension that is not served"):
+            triton.infer(model_folder.name, [tensor], outputs=[output])
 
 
 def test_triton_s_client_shows_why_it_was_refused(triton: Any, model_folder: Path) -> None:
@@ -204,6 +247,33 @@ def test_the_model_answers_under_the_name_that_the_server_is_given(model_folder:
         assert client.post("/v2/models/tiny/infer", json=question).status_code == 404
         assert 'distrinews_model_info{engine="' in client.get("/metrics").text
         assert 'name="news-canary"' in client.get("/metrics").text
+
+
+def test_a_mark_before_the_body_is_left_out(client: httpx.Client) -> None:
+    mark = b"\xef\xbb\xbf"
+    tensor = b'{"inputs":[{"name":"text","shape":[1],"datatype":"BYTES","data":["Goal!"]}]}'
+    for path, body in (
+        ("/predict", b'{"text":"Goal!"}'),
+        ("/predict", b'{"text":"Goal\\ud83d"}'),
+        ("/predict/batch", b'{"texts":["Goal!"]}' + b" " * 2000),
+        ("/hub", b'{"inputs":"Goal!"}'),
+        ("/v2/models/tiny/infer", tensor),
+    ):
+        assert client.post(path, content=mark + body).json() == client.post(path, content=body).json()
+    lines = b'{"text":"Goal!"}\n' * 2
+    answers = [
+        client.post("/predict/batch", content=body, headers={"content-type": "application/x-ndjson"}).text
+        for body in (lines, mark + lines)
+    ]
+    assert answers[0] == answers[1]
+    assert client.post("/predict", content="{}".encode("utf-16")).status_code == 400
+
+
+@pytest.mark.parametrize("name", ["ndjson", "jsonl", "x-jsonl", "jsonlines", "X-JSONLines; charset=utf-8", "x-ndjson"])
+def test_a_stream_may_be_called_by_each_of_its_usual_names(client: httpx.Client, name: str) -> None:
+    headers = {"content-type": f"application/{name}"}
+    answer = client.post("/predict/batch", content=b'{"text":"Goal!"}\n' * 2, headers=headers)
+    assert [json.loads(line)["index"] for line in answer.text.splitlines()] == [0, 1]
 
 
 def test_a_compressed_body_is_refused_with_a_line_that_says_so(client: httpx.Client) -> None:

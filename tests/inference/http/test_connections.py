@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,108 @@ def _has_no_connection_from(server: Server, port: int) -> bool:
 def test_a_body_that_is_refused_may_still_be_sent_to_its_end(hasty_server: Server) -> None:
     answer = hasty_server.client.post("/predict", content=b"a" * (9 << 20))
     assert answer.status_code == 413
+
+
+_OFFERS = {
+    "JDK": b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c\r\n",
+    "curl": b"Connection: keep-alive, upgrade, HTTP2-Settings\r\nupgrade: H2C\r\nHTTP2-Settings: AAMAAABkAAQCAAAA\r\n",
+    "TLS": b"Upgrade: TLS/1.2\r\nConnection: UPGRADE\r\n",
+    "websocket": b"upgrade: WebSocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: AAAA\r\n",
+    "several": b"Upgrade: h2c, websocket\r\nConnection: keep-alive\r\nConnection: Upgrade\r\nUpgrade: TLS/1.2\r\n",
+}
+_JSON = b'{"text": "GET /model HTTP/1.1"}'
+_REQUEST_IN_BODY = b"GET /model HTTP/1.1\r\nHost: x\r\n\r\n"
+_LINES = b'{"text": "Goal!"}\n' * 3
+
+
+def _chunked(body: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (body[:5], body[5:])) + b"0\r\n\r\n"
+
+
+def _statuses(server: Server, pieces: list[bytes]) -> tuple[list[bytes], bytes]:
+    """Send pieces, then a last request that ends the connection; the status of each answer, and all that came."""
+    with _connected(server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        received = b""
+        with suppress(ConnectionError):  # a connection that the server closes earlier may be reset
+            for piece in [*pieces, b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"]:
+                connection.sendall(piece)
+        with suppress(ConnectionError):
+            while piece := connection.recv(1 << 16):
+                received += piece
+    return re.findall(rb"HTTP/1\.1 (\d+) ", received), received
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("offer", _OFFERS)
+def test_an_offer_of_another_protocol_is_ignored_and_each_request_is_answered_once(
+    hasty_server: Server, offer: str, in_pieces: bool, is_chunked: bool
+) -> None:
+    sent = b"GET /readyz HTTP/1.1\r\nHost: x\r\n" + _OFFERS[offer] + b"\r\n"
+    expected = [b"200"]
+    for path, kind, body, status in (
+        (b"/predict", b"text/plain", _JSON, b"200"),
+        (b"/predict/batch", b"application/x-ndjson", _LINES, b"200"),
+        (b"/predict", b"application/json", _REQUEST_IN_BODY, b"422"),
+    ):
+        length = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+        head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\n%s\r\n%s\r\n"
+        sent += head % (path, kind, length, _OFFERS[offer]) + (_chunked(body) if is_chunked else body)
+        expected.append(status)
+    pieces = [sent[i : i + 40] for i in range(0, len(sent), 40)] if in_pieces else [sent]
+    statuses, received = _statuses(hasty_server, pieces)
+    assert statuses == [*expected, b"200"]
+    assert received.count(b'"index":') == 3
+    assert received.count(b'"label":') == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [(b"/predict", b"application/json"), (b"/predict/batch", b"application/x-ndjson")]
+)
+def test_a_client_that_offers_another_protocol_may_send_its_body_when_told_to(
+    hasty_server: Server, path: bytes, kind: bytes
+) -> None:
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Type: %s\r\nContent-Length: %d\r\n%s\r\n"
+    with _connected(hasty_server, head % (path, kind, len(_JSON), _OFFERS["JDK"])) as connection:
+        answers = connection.makefile("rb")
+        assert answers.readline() == b"HTTP/1.1 100 Continue\r\n"
+        connection.sendall(_JSON)
+        assert (answers.readline(), answers.readline()) == (b"\r\n", b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(hasty_server: Server) -> None:
+    head = b"POST /predict/batch HTTP/1.0\r\nContent-Type: application/x-ndjson\r\nContent-Length: %d\r\n\r\n"
+    with _connected(hasty_server, head % len(_LINES) + _LINES) as connection:
+        headers, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in headers.lower()
+    assert [json.loads(line)["index"] for line in body.splitlines()] == [0, 1, 2]
+
+
+def test_headers_that_come_at_once_are_bounded_too(hasty_server: Server, request: pytest.FixtureRequest) -> None:
+    def answer(size: int) -> bytes:
+        head = b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Big: %s\r\n\r\n" % (b"a" * size)
+        with _connected(hasty_server, head) as connection:
+            return connection.recv(12)
+
+    assert answer(60_000) == b"HTTP/1.1 200"
+    if "h11" not in request.node.name:  # whose own limit is for headers that come piece by piece
+        assert answer(70_000) == b"HTTP/1.1 400"
+
+
+def test_a_body_never_runs_as_a_request_after_connect(hasty_server: Server) -> None:
+    for target in (b"/predict", b"example.com:443"):
+        request = b"CONNECT %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (target, len(_REQUEST_IN_BODY))
+        statuses, _ = _statuses(hasty_server, [request, _REQUEST_IN_BODY])
+        assert statuses in ([], [b"400"], [b"405", b"200"], [b"404", b"200"])
+
+
+def test_a_segment_of_nothing_but_offers_is_answered_offer_by_offer(hasty_server: Server) -> None:
+    num_requests = 300
+    statuses, _ = _statuses(
+        hasty_server, [b"HEAD /livez HTTP/1.1\r\nHost: x\r\n%s\r\n" % _OFFERS["TLS"] * num_requests]
+    )
+    assert statuses == [b"200"] * (num_requests + 1)
 
 
 def test_a_connection_that_is_kept_alive_is_left_alone_while_it_waits(hasty_server: Server) -> None:

@@ -19,10 +19,6 @@ def test_the_front_door_leads_browsers_to_the_page_and_programs_to_the_documenta
         assert server.get(f"/{place}").status_code == 200
 
 
-def test_an_address_with_a_slash_leads_to_the_one_that_links_are_relative_to(server: httpx.Client) -> None:
-    assert server.get("/demo/", follow_redirects=True).url.path == "/demo"
-
-
 def test_page_files_are_small_and_asked_for_only_once(server: httpx.Client) -> None:
     total = 0
     for path, media_type in (

@@ -15,7 +15,7 @@ from inference.http.request_limits import Allowance, RequestLimits
 from inference.http.request_log import JsonLines
 from inference.http.security import MAX_CLIENTS, RateLimiter
 from inference.settings import Settings
-from tests.inference.servers import metric, serving
+from tests.inference.servers import ThreadedServer, metric, serving
 from tests.processes import wait_until
 
 TEXT = {"text": "Oil prices rise"}
@@ -100,6 +100,33 @@ def test_no_foreign_page_may_call_the_server_unless_its_origin_is_listed(model_f
         assert refusal.headers["access-control-allow-origin"] == "https://news.example"
         stranger = client.post("/predict", json=TEXT, headers={"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_a_page_of_another_site_computes_nothing_here_unless_its_origin_is_listed(model_folder: Path) -> None:
+    page = {"Sec-Fetch-Site": "cross-site", "Origin": "https://news.example", "Content-Type": "text/plain"}
+    with serving(model_folder) as client:
+        for path in ("/predict", "/predict/batch", "/hub", "/admin/reload"):
+            refused = client.post(path, json=TEXT, headers=page)
+            assert (refused.status_code, _code(refused)) == (403, "forbidden")
+        for site in ("same-origin", "same-site", "none"):
+            assert client.post("/predict", json=TEXT, headers=page | {"Sec-Fetch-Site": site}).status_code == 200
+        assert client.get("/demo", headers=page).status_code == 200  # a link to it
+    for listed in ("https://news.example", "*"):
+        with serving(model_folder, cors_origins=listed) as client:
+            assert client.post("/predict", json=TEXT, headers=page).status_code == 200
+
+
+def test_what_everybody_may_read_names_no_folder_of_the_machine(model_folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret" / "model"
+    secret.mkdir(parents=True)
+    app = create_app(Settings(model_checkpoint=secret))
+    with ThreadedServer(app).running() as client:
+        answers = [client.get(path) for path in ("/health", "/readyz", "/model", "/v2/models/model")]
+        answers.append(client.post("/predict", json=TEXT))
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "secret" not in answer.text
+    assert answers[0].json()["error"].startswith("model: not a complete model folder")
 
 
 def test_every_answer_carries_the_security_headers(model_folder: Path) -> None:
@@ -188,6 +215,18 @@ def test_wrong_keys_are_limited_without_a_rate_limit_too(model_folder: Path) -> 
         assert _code(refused) == "rate_limited"
 
 
+def test_each_of_many_keys_in_one_request_is_a_guess_and_no_more_than_two_are_looked_at(model_folder: Path) -> None:
+    right, wrong = ("X-API-Key", "open sesame"), ("Authorization", "Bearer open")
+    with serving(model_folder, api_key="open sesame", rate_limit_per_s=5) as client:
+        for headers in ([right, wrong], [wrong, right]):
+            assert client.post("/predict", json=TEXT, headers=headers).status_code == 200
+        assert client.post("/predict", json=TEXT, headers=[wrong, wrong, right]).status_code == 401
+        assert client.post("/predict", json=TEXT, headers=[wrong] * 100).status_code == 401
+        refused = client.post("/predict", json=TEXT, headers=[right])
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 15  # 103 guesses, of which 10 were free, at 5 per second
+
+
 def test_each_key_has_a_rate_of_its_own(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\ufefffirst\n\n# one for each client\nsecond\nthird 1000\n")  # as Notepad writes it
@@ -254,6 +293,11 @@ def test_the_rate_is_counted_by_address_and_by_household(monkeypatch: pytest.Mon
     assert waits("192.0.2.2") == 0
     assert [waits(f"2001:db8::{i}") for i in range(5)] == [0, 0, 0, 0, 0.5]
     assert waits("2001:db8:0:1::1") == 0
+    # An IPv4 address has one bucket, however it is written; its neighbours have their own.
+    for written in ("::ffff:192.0.2.2", "::FFFF:c000:202", "64:ff9b::192.0.2.2"):
+        assert waits(written) == 0
+    assert waits("::ffff:192.0.2.2") == waits("192.0.2.2") == 0.5
+    assert waits("::ffff:192.0.2.3") == 0
     now += 0.25
     assert waits("192.0.2.1") == 0.25
     now += 0.25

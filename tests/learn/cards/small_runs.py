@@ -24,7 +24,6 @@ WAIT_SECONDS = 120
 
 def small_pipeline(folder: Path, workers: int = 2, batch_size: int = 120, epochs: int = 1, **strategy: Any) -> Pipeline:
     """150 rows of three classes; as it comes, the training loop has a single pass over all 120 training rows."""
-    # Not the irises, which take a second to import.
     data = folder / "rows.csv"
     rows = [f"{row % 7},{row % 5},{row // 50},{row % 3},class {row // 50}" for row in range(150)]
     data.write_text("\n".join(["a,b,c,d,kind", *rows]))

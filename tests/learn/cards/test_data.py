@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_iris
 
 from common.errors import UserError
 from learn.cards.data import LoadDataset, PrepareData, ShardData, _ordered, global_batches, stratified_split
@@ -40,7 +41,9 @@ def prepared(folder: Path, **config: Any) -> tuple[dict[str, Any], Storage]:
     return card.execute(card.config_schema(**config), {"dataset": dataset}, storage)["prepared_data"], storage
 
 
-def test_iris_comes_without_a_network(tmp_path: Path) -> None:
+def test_iris_comes_without_a_network_and_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sklearn", "sklearn.datasets"):  # installed here for other tests
+        monkeypatch.setitem(sys.modules, name, None)
     dataset, tensors = load(tmp_path, "iris", "species")
 
     assert dataset["classes"] == ["setosa", "versicolor", "virginica"]
@@ -48,11 +51,13 @@ def test_iris_comes_without_a_network(tmp_path: Path) -> None:
     assert tensors["labels"].bincount().tolist() == [50, 50, 50]
 
 
-def test_without_scikit_learn_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+def test_iris_has_the_rows_of_scikit_learn(tmp_path: Path) -> None:
+    iris = load_iris()
+    dataset, tensors = load(tmp_path, "iris", "species")
 
-    with pytest.raises(UserError, match=r'pip install "distrinews\[teach\]", or name a CSV file'):
-        load(tmp_path, "iris")
+    assert dataset["features"] == iris.feature_names
+    assert torch.equal(tensors["features"], torch.tensor(iris.data, dtype=torch.float32))
+    assert tensors["labels"].tolist() == iris.target.tolist()
 
 
 @pytest.mark.parametrize("target", ["kind", "1"])

@@ -47,7 +47,7 @@ def test_checkpoints_are_in_the_run_folder_unless_another_location_is_given(tmp_
 
 @pytest.mark.parametrize("inside", ["model", "model/checkpoints"])
 def test_a_place_that_the_finished_model_would_replace_is_refused(tmp_path: Path, inside: str) -> None:
-    with pytest.raises(ValueError, match=r"--checkpoint_dir .*: is in --output_dir .*; name another folder"):
+    with pytest.raises(UserError, match=r"--checkpoint_dir .*: is in --output_dir .*; name another folder"):
         TrainConfig(output_dir=tmp_path / "model", checkpoint_dir=str(tmp_path / inside))
 
 
@@ -56,14 +56,14 @@ def test_what_a_run_reads_is_not_replaced_by_what_it_writes(tmp_path: Path, flag
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "rows.csv").touch()
     values = {"distill": "teacher", "dataset": "elsewhere", flag: str(tmp_path / "model" / "rows.csv")}
-    with pytest.raises(ValueError, match=rf"--{flag} .*: is in --output_dir .*, which the finished model replaces"):
+    with pytest.raises(UserError, match=rf"--{flag} .*: is in --output_dir .*, which the finished model replaces"):
         TrainConfig(output_dir=tmp_path / "model", **values)
 
 
 def test_the_output_is_a_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert TrainConfig(output_dir="~/model").output_dir == Path("/home/somebody/model")
-    with pytest.raises(ValueError, match="must be a folder of this machine"):
+    with pytest.raises(UserError, match="must be a folder of this machine"):
         TrainConfig(output_dir="s3://bucket/model")
 
 
@@ -182,3 +182,40 @@ def save_with_room_for(free_pages: int, storage: Storage, ballast: Path) -> list
     assert names_in(storage.location) == ["latest", Path(storage.steps()[2]).name]
     saver.close()
     return said
+
+
+class _AnotherRunBetween:
+    """A storage's own probe, with all of another run's check between its parts."""
+
+    def __init__(self, storage: Storage, meanwhile: Callable[[], None]) -> None:
+        self.storage, self.meanwhile = storage, meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+    def put_probe(self, name: str) -> None:
+        self.storage.put_probe(name)
+        self.meanwhile()
+
+    def sees_probe(self, name: str) -> bool:
+        seen = self.storage.sees_probe(name)
+        self.meanwhile()
+        return seen
+
+
+@pytest.mark.parametrize("address", ["{}/a.run/checkpoints", "memory://{}/shared"])
+def test_runs_that_start_together_in_one_folder_do_not_refuse_each_other(address: str, tmp_path: Path) -> None:
+    one, other = (open_location(address.format(tmp_path)) for _ in range(2))
+
+    check_storage(_AnotherRunBetween(one, lambda: check_storage(other, ALONE)), ALONE)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_run_creates_during_the_check_changes_nothing(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    storage = open_location(str(models / "a.run/checkpoints"))
+
+    check_storage(_AnotherRunBetween(storage, lambda: models.mkdir(exist_ok=True)), ALONE)
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["models"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import UserError
 from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.config import TrainConfig
@@ -121,7 +122,7 @@ def test_the_stopwatch_leaves_out_evaluation() -> None:
 
 
 def test_balance_and_bitwise_repetition_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="--balance auto and --deterministic"):
+    with pytest.raises(UserError, match="--balance auto and --deterministic"):
         TrainConfig(balance="auto", deterministic=True)
 
 

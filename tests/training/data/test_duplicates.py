@@ -119,7 +119,7 @@ def prepare(folder: Path, **fields: object) -> tuple[list[str], list[str], list[
     config = TrainConfig(dataset=str(folder), model="tiny", max_length=16, cache_dir=folder / "cache", **fields)
     news = prepare_news(config, ALONE, said.append)
     assert news.texts is not None
-    assert set(said[-1:]) <= set(news.tokens.notes) or said[-1].startswith("Tokenised")
+    assert set(said[-1:]) <= set(news.tokens.notes) or said[-1].startswith("Tokenized")
     return *(list(news.texts.train.take(rows).texts) for rows in (news.train_index, news.validation_index)), said
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, DistilBertConfig
+from transformers import AutoModelForSequenceClassification, DebertaConfig, DistilBertConfig
 
 from common.errors import UserError
+from common.rows import Columns
 from training.config import TrainConfig
+from training.data.dataset import load_news
 from training.data.prepare import class_weights_of, prepare_model, prepare_news
+from training.data.teacher_vectors import write_vectors
 from training.data.tokenized import load_tokenizer
 from training.parallelism.distributed import Ranks
+from training.tasks import Embedding
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 
@@ -147,7 +151,7 @@ def test_a_run_validates_on_the_rows_that_the_data_brings(
 
 
 def write_model(folder: Path) -> Path:
-    tokenizer = load_tokenizer("tiny", ["a text"], 16)
+    tokenizer = load_tokenizer("tiny", ["a row 0 1 2 3 4 5 6 7 8 9"], 16)
     tokenizer.save_pretrained(folder)
     size = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 32}
     config = DistilBertConfig(vocab_size=len(tokenizer), **size)
@@ -182,7 +186,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_reason(
     config = config_for(tmp_path).model_copy(update={"model": str(model)})
 
     with pytest.raises(UserError) as refusal:
-        prepare_model(config, ALONE, prepare_news(config, ALONE, print), print)
+        prepare_model(config, ALONE, prepare_news(config, ALONE, print), "fp32", print)
 
     assert str(refusal.value) == f"--model {model}: {message}"
 
@@ -206,3 +210,48 @@ def test_a_model_that_no_hub_can_have_is_refused_before_the_data_are_read(
 
     assert str(refusal.value).startswith(f"--model {model}{message}")
     assert said == []
+
+
+def write_deberta(folder: Path, texts: list[str]) -> Path:
+    """Masks with the smallest number of fp32, which bf16 cannot hold."""
+    tokenizer = load_tokenizer("tiny", texts, 16)
+    tokenizer.save_pretrained(folder)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = DebertaConfig(vocab_size=len(tokenizer), relative_attention=True, pos_att_type=["p2c", "c2p"], **size)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_that_half_precision_breaks_is_trained_in_fp32_or_refused_in_one_line(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
+    model = write_deberta(tmp_path / "model", ["row 0 1 2 3 4 5 6 7 8 9"])
+    said: list[str] = []
+    config = config_for(tmp_path).model_copy(update={"model": str(model)})
+    news = prepare_news(config, ALONE, print)
+
+    assert prepare_model(config, ALONE, news, "bf16", said.append)[1] == "fp32"
+    assert prepare_model(config, ALONE, news, "fp32", said.append)[1] == "fp32"
+    assert [
+        line for line in said if line.startswith(f"--model {model}: cannot be computed in bf16 (") and "fp32" in line
+    ]
+    asked = config.model_copy(update={"precision": "bf16"})
+    with pytest.raises(UserError, match=r"cannot be computed in bf16 \(.*\); use --precision fp32"):
+        prepare_model(asked, ALONE, news, "bf16", print)
+
+
+def test_a_teacher_that_half_precision_breaks_is_asked_in_fp32(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
+    teacher = write_deberta(tmp_path / "teacher", ["row 0 1 2 3 4 5 6 7 8 9"])
+    data = load_news(str(tmp_path), 42, columns=Columns("text", ""), task=Embedding)
+
+    write_vectors(tmp_path / "v.safetensors", str(teacher), data, "none", 16, ALONE.device, "bf16", print)
+
+    assert (tmp_path / "v.safetensors").is_file()
+
+
+def test_a_model_that_half_precision_does_not_break_keeps_it(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
+    model = write_model(tmp_path / "model")
+    config = config_for(tmp_path).model_copy(update={"model": str(model)})
+
+    assert prepare_model(config, ALONE, prepare_news(config, ALONE, print), "bf16", print)[1] == "bf16"

@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import UserError
 from common.text import TextTokenizer
-from training.data.dataset import NewsData, Rows, load_news
+from training.data.dataset import NewsData, Rows, load_news, texts_on_disk
 from training.data.tokenized import (
     TokenizedNews,
     cache_key,
@@ -71,6 +71,21 @@ def test_a_second_run_reads_the_same_from_the_cache_and_writes_nothing(tmp_path:
     assert file.stat().st_mtime_ns == written
     assert len(told) == said == 2
     assert_same_news(read_tokens(tmp_path, again), first)
+
+
+@pytest.mark.parametrize("keep", [write, texts_on_disk], ids=["tokens", "texts"])
+def test_a_new_cache_folder_is_for_its_owner_alone_and_one_that_is_shared_stays_shared(
+    tmp_path: Path, keep: Callable[[Path], object]
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+
+    keep(tmp_path / "new" / "cache")
+    keep(shared)
+
+    assert (tmp_path / "new" / "cache").stat().st_mode & 0o777 == 0o700
+    assert shared.stat().st_mode & 0o777 == 0o775
 
 
 def test_what_is_read_is_what_was_tokenised(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def train(config: TrainConfig) -> Ended:
 def train_without(config: TrainConfig, rows: Sequence[int]) -> State:
     """Every step by hand, with batches that never had ``rows``."""
     news = prepare_news(config, here(), lambda line: None)
-    model = prepare_model(config, here(), news, lambda line: None)
+    model, _ = prepare_model(config, here(), news, "fp32", lambda line: None)
     strategy = STRATEGIES[config.strategy](model, config, here(), "fp32")
     order = [batch for epoch in (1, 2) for batch in batches(news, epoch)]
     for step, batch in enumerate(order, start=1):

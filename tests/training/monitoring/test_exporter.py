@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.errors import UserError
 from tests.inference.servers import free_port
 from tests.training.parallelism.cases import ALONE
 from training.config import TrainConfig
@@ -95,6 +96,24 @@ def _assert_phases_add_up(page: Scrape) -> None:
     assert page["phase_seconds_count save"] >= page["checkpoint_seconds_count"] > page["checkpoint_failures_total"] == 0
     assert page["checkpoint_blocked_seconds_sum"] <= page["checkpoint_seconds_sum"]
     assert page["collective_bytes_total all_reduce"] > page["collective_steps_total"] * 4 * 1_900_000
+
+
+@pytest.mark.parametrize(("host", "others_see_it"), [(None, False), ("127.0.0.1", False), ("0.0.0.0", True)])
+def test_metrics_are_for_this_machine_alone_unless_an_address_is_given(host: str | None, others_see_it: bool) -> None:
+    port = free_port()
+    given = {} if host is None else {"metrics_host": host}
+    with closing(Exporter(TrainConfig(metrics_port=port, **given), ALONE, Phases())):
+        assert _scrape(port)["steps_total"] == 0
+        # Linux answers at all of 127.0.0.0/8, so this is another address of the machine.
+        with socket.socket() as client:
+            assert (client.connect_ex(("127.0.0.2", port)) == 0) is others_see_it
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "no.such.host.invalid", "a..b"])
+def test_an_address_of_another_machine_is_refused_in_one_line(host: str) -> None:
+    refused = pytest.raises(UserError, match=rf"^--metrics_host {host}: is no address of this machine \([^\n]+\)$")
+    with refused, closing(Exporter(TrainConfig(metrics_port=free_port(), metrics_host=host), ALONE, Phases())):
+        pass
 
 
 def test_before_the_first_step_a_page_shows_the_steps_done_before_a_resume(

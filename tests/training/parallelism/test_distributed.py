@@ -1,6 +1,7 @@
 """The process group: refused in one line where it cannot form, bounded in its waiting, a new one for each attempt."""
 
 import ipaddress
+import os
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,12 @@ from training.config import TrainConfig
 from training.parallelism import distributed
 from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, join_ranks, limit_collective_time
 from training.run.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _no_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what a test sets is gone after it
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def test_a_port_in_use_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +75,26 @@ def test_an_attempt_reads_nothing_that_the_one_before_wrote(monkeypatch: pytest.
         num_keys.append(launcher.num_keys())
 
     assert num_keys[1] > num_keys[0]  # what the second wrote stands beside what the first wrote, not in its place
+
+
+def test_ranks_of_one_machine_keep_gloo_off_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    _place(monkeypatch, MASTER_PORT=_free_port())
+    with join_ranks("cpu"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_whose_launcher_shares_no_store_meet_in_a_file_of_their_attempt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for attempt in (0, 1):
+        error_file = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
+        error_file.parent.mkdir(parents=True)
+        # No port: the variables name one where nobody listens.
+        _place(monkeypatch, MASTER_PORT=9, GROUP_WORLD_SIZE=1, TORCHELASTIC_USE_AGENT_STORE=False)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+        with join_ranks("cpu") as ranks:
+            ranks.barrier()
+            assert (error_file.parents[1] / "store").exists()
 
 
 def _waiting_of_all_groups() -> list[timedelta]:

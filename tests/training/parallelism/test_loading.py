@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
 from tests.processes import here
-from training.model.classifier import NewsClassifier, stored_dtype
+from training.model.classifier import NewsClassifier
+from training.model.weights import stored_dtype
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 

@@ -148,6 +148,7 @@ def test_json_holds_the_plans_that_are_printed(
     ("flags", "message"),
     [
         (("--gpu", "a100"), "--gpu a100: not known; did you mean a100-"),
+        (("--gpu", "tpu"), "--gpu tpu: not known; known: t4-16gb"),
         (("--gpus", "30", "--nodes", "4"), "--gpus 30 on --nodes 4: not divisible; use 28 GPUs"),
         (("--gpus", "0"), "argument --gpus: 0: must be a whole number, at least 1 (see --help)"),
         (("--seq_len", "9000"), "--seq_len 9000: llama-13b has 4096 positions"),

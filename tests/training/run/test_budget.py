@@ -190,7 +190,7 @@ def test_a_resumed_run_cuts_where_it_did_before(tmp_path: Path) -> None:
 def test_a_length_and_a_rate_that_were_given_are_kept(tmp_path: Path) -> None:
     config, news = _prepared("starter", tmp_path, budget="10h", max_length=100, learning_rate=1e-5)
     assert settle_flags(config, news, {}) == (config, news)
-    model = prepare_model(config, ALONE, news, print)
+    model, _ = prepare_model(config, ALONE, news, "fp32", print)
     assert settle_learning(config, model, ALONE, news, "fp32", {}).learning_rate == 1e-5
 
 
@@ -230,7 +230,7 @@ def test_few_rows_train_half_of_the_encoder_without_dropout_and_many_train_it_ge
     monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 9.9)
     monkeypatch.setattr(module, "LEAST_BLOCKS", 2)
     config, news = _prepared("starter", tmp_path, budget=budget)
-    model = prepare_model(config, ALONE, news, print)
+    model, _ = prepare_model(config, ALONE, news, "fp32", print)
     chosen = settle_learning(config, model, ALONE, news, "fp32", {})
     assert chosen.freeze == ("1" if frozen else "none")
     assert chosen.dropout == (0 if frozen else None)

@@ -1,0 +1,100 @@
+"""Corrects how uvicorn reads and answers HTTP/1: offers of other protocols, huge headers, clients of HTTP/1.0.
+
+All JDK clients and `curl --http2` offer to continue in HTTP/2 (`Upgrade: h2c`). A server that does not accept an offer
+has to ignore it (RFC 9110, 7.8). But httptools ends such a request at its headers, so uvicorn would answer it without
+its body and then run the body as the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+
+# Bytes of a request's headers; the same limit as in uvicorn's other parser, h11.
+MAX_HEADER_BYTES = 64 * 1024
+
+
+def corrected(protocol: type[Any]) -> type[Any]:
+    """Subclass one of uvicorn's two HTTP protocols; h11's only needs to be told to accept no offer."""
+
+    class Http1Protocol(protocol):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.ws_protocol_class = None  # there is no route for WebSockets, so no offer is ever accepted
+            self.arriving_bytes = 0  # of the headers, and at most what arrived with them
+            if hasattr(self, "parser"):
+                self.parser = _OfferIgnoringParser(self)
+
+        def _unsupported_upgrade_warning(self) -> None:
+            pass  # it would be logged for each request of such a client
+
+        # The rest is called by httptools' parser.
+
+        def on_headers_complete(self) -> None:
+            is_large = self.arriving_bytes > MAX_HEADER_BYTES and _num_bytes(self.headers) > MAX_HEADER_BYTES
+            if is_large or self.parser.get_method() == b"CONNECT":  # which ends at its headers, too: this is no proxy
+                raise ValueError  # answered with 400, and the connection is closed
+            if self.parser.should_upgrade():
+                return
+            super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                self.cycle.transport = _WithoutChunks(self.cycle.transport)
+
+        def on_message_complete(self) -> None:
+            if not self.parser.should_upgrade():
+                super().on_message_complete()
+
+    return Http1Protocol
+
+
+class _OfferIgnoringParser(httptools.HttpRequestParser):
+    """Where the parser stops because of an offer, it continues with the same headers without the offer."""
+
+    def __init__(self, protocol: Any) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes | memoryview) -> None:
+        while True:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                super().feed_data(self._headers_without_offer())
+                data = memoryview(data)[stop.args[0] :]
+
+    def _headers_without_offer(self) -> bytes:
+        version = self.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.get_method(), self._protocol.url, version)]
+        lines += [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class _WithoutChunks:
+    """A transport to a client of HTTP/1.0, which knows no chunks: the end of the connection ends its answer.
+
+    uvicorn writes the headers, and then each chunk, with one call.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._has_chunks: bool | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._has_chunks is None:
+            whole, data = data, data.replace(b"transfer-encoding: chunked\r\n\r\n", b"\r\n")
+            self._has_chunks = data != whole
+        elif self._has_chunks:
+            length, _, chunk = data.partition(b"\r\n")
+            data = chunk[: int(length or b"0", 16)]
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:
+    return sum(len(name) + len(value) for name, value in headers)
