@@ -35,10 +35,21 @@ OLD_WEIGHTS_FILE = "pytorch_model.bin"
 METRICS_FILE = "metrics.json"
 # What training writes there.
 METRICS_KEYS = frozenset(
-    ("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision")
-    + ("train_split", "validation_split", "test_split", "seed", "bad_rows", "base_model", "max_length", "best_epoch")
-    + ("created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out")
-    + ("test", "test_precision", "validation")
+    (
+        *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision"),
+        *(
+            "train_split",
+            "validation_split",
+            "test_split",
+            "seed",
+            "bad_rows",
+            "base_model",
+            "max_length",
+            "best_epoch",
+        ),
+        *("best_epoch", "created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
+        *("test", "test_precision", "validation"),
+    )
 )
 # What a model folder has besides its weights; an artefact folder has a copy of each. Of the files of the tokenizer only
 # the first is always there.
@@ -245,7 +256,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
     """
     files = {name: _read_json(folder / name) for name in DESCRIPTION_FILES[2:] if (folder / name).is_file()}
     try:
-        return combined(_tokenizer_json(folder), files, str(config.get("model_type", "")))
+        return combined(_tokenizer_json(folder), files, config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = str(error) if type(error) is ValueError else f"the files of the tokenizer are damaged ({error!r})"
         remedy = f"write them from the tokenizer that the model was trained with: {_SAVE_TOKENIZER.format('NAME')}"

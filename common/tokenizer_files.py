@@ -1,4 +1,4 @@
-"""One tokenizer.json of all that a tokenizer's files say, so that no engine needs transformers to read texts as it does.
+"""Combine the files of a tokenizer into one tokenizer.json, so that no engine needs transformers to read texts.
 
 tokenizer.json is a whole tokenizer. But transformers lets tokenizer_config.json, added_tokens.json and
 special_tokens_map.json change it, and a model was trained with what they make together.
@@ -15,21 +15,17 @@ ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE = "added_tokens.json", "special_tokens_ma
 # Not every model has these. An artefact has a copy of those that there are.
 OPTIONAL_FILES = (ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE)
 
-# Classes of transformers, or types of models, that build their tokenizer with these settings, here with the defaults of
-# those that tokenizer_config.json leaves out. All other classes take their defaults from tokenizer.json.
+# Classes of transformers, or types of models, that build their tokenizer around the vocabulary of tokenizer.json, with
+# these settings, here with their defaults. For all other classes tokenizer.json is the whole tokenizer.
+_BERT_LIKE = (
+    *("bert", "distilbert", "electra", "ernie", "funnel", "layoutlm", "lxmert", "megatron-bert", "mobilebert"),
+    *("mpnet", "nezha", "retribert", "squeezebert"),
+)
+_BYTE_LEVEL = ("bart", "blenderbot", "deberta", "gpt2", "led", "longformer", "mvp", "roberta", "roberta-prelayernorm")
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("bert", "distilbert", "electra", "ernie", "funnel", "layoutlm", "lxmert", "megatron-bert", "mobilebert")
-        + ("mpnet", "nezha", "retribert", "squeezebert"),
-        {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True},
-    ),
-    **dict.fromkeys(
-        ("bart", "blenderbot", "deberta", "gpt2", "led", "longformer", "mvp", "roberta", "roberta-prelayernorm"),
-        {"add_prefix_space": False},
-    ),
+    **{kind: {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True} for kind in _BERT_LIKE},
+    **{kind: {"add_prefix_space": False} for kind in _BYTE_LEVEL},
 }
-# These take tokenizer.json as it is, whatever the settings.
-_TAKES_FILE = ("pretrained", "tokenizersbackend")
 _NORMALIZER_FLAGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -38,12 +34,14 @@ _NORMALIZER_FLAGS = {
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
-def combined(tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], model_type: str = "") -> str:
+def combined(
+    tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any] | None = None
+) -> str:
     """Return tokenizer.json as the other files change it.
 
     Args:
         files: the contents of `SETTINGS_FILE` and `OPTIONAL_FILES`, as far as they exist, by name.
-        model_type: of config.json; decides about defaults if no class is named.
+        config: the contents of config.json. Its type of model decides if the settings name no class.
 
     Raises:
         ValueError: the files contradict each other; the message names both.
@@ -54,13 +52,16 @@ def combined(tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], model_
     before = _without_model(content)
     settings = files.get(SETTINGS_FILE, {})
     _set_direction(content, settings)
-    kind = str(settings.get("tokenizer_class") or model_type).lower().removesuffix("fast").removesuffix("tokenizer")
+    config = config or {}
+    kind = str(settings.get("tokenizer_class") or config.get("model_type", "")).lower()
+    kind = kind.removesuffix("fast").removesuffix("tokenizer")
+    _refuse_other_kind(content, kind)
     values = {**_DEFAULTS.get(kind, {}), **settings}
-    _set_normalizer(content, values, takes_file=kind in _TAKES_FILE)
-    _set_prefix_space(content, values, takes_file=kind in _TAKES_FILE)
+    _set_normalizer(content, values, obeyed=kind in _DEFAULTS)
+    _set_prefix_space(content, values, obeyed=kind in _DEFAULTS)
     if settings.get("split_special_tokens"):
         raise _contradiction("split_special_tokens", True, "special tokens in a text are never split")
-    _add_tokens(content, files)
+    _add_tokens(content, files, config.get("vocab_size") or 0)
     return tokenizer_json if _without_model(content) == before else json.dumps(content, ensure_ascii=False)
 
 
@@ -84,7 +85,17 @@ def _set_direction(content: dict[str, Any], settings: Mapping[str, Any]) -> None
         content["truncation"] = {**usual, **truncation, "direction": side.capitalize()}
 
 
-def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, takes_file: bool) -> None:
+def _refuse_other_kind(content: Mapping[str, Any], kind: str) -> None:
+    """Some classes have one way to split a text, and do not read what tokenizer.json says of another."""
+    if kind not in _DEFAULTS:
+        return
+    wanted = ("BertNormalizer", "BertPreTokenizer") if kind in _BERT_LIKE else (None, "ByteLevel")
+    for part, name in zip(("normalizer", "pre_tokenizer"), wanted, strict=True):
+        if (found := (content.get(part) or {}).get("type")) != name:
+            raise _contradiction("the kind of tokenizer", kind, f"its {part} is {found}, not {name}")
+
+
+def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, obeyed: bool) -> None:
     """Whether texts become lower case, lose accents, and have spaces around Chinese characters."""
     nodes = list(_nodes(content.get("normalizer"), "normalizers"))
     bert = [node for node in nodes if node.get("type") == "BertNormalizer"]
@@ -94,7 +105,7 @@ def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, takes
         value = values[name]
         if not isinstance(value, bool) and not (name == "strip_accents" and value is None):
             raise ValueError(f"{name} {value!r} in {SETTINGS_FILE} must be true or false")
-        if bert and not takes_file:
+        if bert and obeyed:
             for node in bert:
                 node[flag] = value
         elif bert and value is not None and any(_in_effect(node, flag) != value for node in bert):
@@ -110,7 +121,7 @@ def _in_effect(node: Mapping[str, Any], flag: str) -> Any:
     return node["lowercase"] if node.get(flag) is None else node[flag]
 
 
-def _set_prefix_space(content: dict[str, Any], values: Mapping[str, Any], *, takes_file: bool) -> None:
+def _set_prefix_space(content: dict[str, Any], values: Mapping[str, Any], *, obeyed: bool) -> None:
     """Whether a text's first word is read like one after a space."""
     value = values.get("add_prefix_space")
     if value is None:
@@ -119,16 +130,14 @@ def _set_prefix_space(content: dict[str, Any], values: Mapping[str, Any], *, tak
         raise ValueError(f"add_prefix_space {value!r} in {SETTINGS_FILE} must be true or false")
     for node in _nodes(content.get("pre_tokenizer"), "pretokenizers"):
         if node.get("type") == "ByteLevel":
-            key, wanted, found = "add_prefix_space", value, node.get("add_prefix_space")
+            found = node.get("add_prefix_space")
         elif node.get("type") == "Metaspace":
             found = node.get("prepend_scheme", "always") != "never"
-            key, wanted = "prepend_scheme", "always" if value else "never"
         else:
             continue
-        if found != value and takes_file:
+        if found != value and not obeyed:
             raise _contradiction("add_prefix_space", value, f"that of its pre-tokenizer is {found!r}")
-        if found != value:
-            node[key] = wanted
+        node["add_prefix_space"] = value
 
 
 def _nodes(node: Any, parts: str) -> Iterator[dict[str, Any]]:
@@ -139,8 +148,8 @@ def _nodes(node: Any, parts: str) -> Iterator[dict[str, Any]]:
             yield from _nodes(part, parts)
 
 
-def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Tokens that are matched in a text before it is split into pieces."""
+def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]], num_weights: int) -> None:
+    """Tokens that are matched in a text before it is split into pieces; the model has weights for so many."""
     known = {token["content"]: token for token in content.get("added_tokens") or []}
     vocabulary = _vocabulary(content["model"])
     named = _special_tokens({**files.get(SPECIAL_TOKENS_FILE, {}), **files.get(SETTINGS_FILE, {})})
@@ -154,13 +163,21 @@ def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]])
         if text not in known and not any(token["content"] == text for _, token in found):
             flags = dict.fromkeys(_FLAGS, False) | {"special": text in named, "normalized": text not in named}
             found.append((ADDED_TOKENS_FILE, {"id": index, "content": text, **flags}))
+    taken_ids = [token["id"] for token in (*known.values(), *(token for _, token in found))]
+    free = max([len(vocabulary) - 1, *taken_ids]) + 1
     for text in named:
-        # One that has no id has no weights either, so no model was trained to read it.
-        if text in vocabulary and text not in known and not any(token["content"] == text for _, token in found):
-            flags = dict.fromkeys(_FLAGS, False) | {"special": True}
-            found.append((SETTINGS_FILE, {"id": vocabulary[text], "content": text, **flags}))
+        if text in known or any(token["content"] == text for _, token in found):
+            continue
+        index = vocabulary.get(text, free)
+        if index == free and free >= num_weights:
+            continue  # without a weight, so no model was trained to read it
+        free += index == free
+        flags = dict.fromkeys(_FLAGS, False) | {"special": True}
+        found.append((SETTINGS_FILE, {"id": index, "content": text, **flags}))
+    if not found:
+        return
     taken = {token["id"]: token["content"] for token in known.values()}
-    words = {index: text for text, index in vocabulary.items()} if found else {}
+    words = {index: text for text, index in vocabulary.items()}
     for file, token in found:
         text, index = token["content"], token["id"]
         other = taken.get(index, words.get(index, text))

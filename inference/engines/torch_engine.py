@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from common.text import segments_of, type_separator
-from common.windows import ATTENTION_KEY
+from common.weights import changes_nothing, read_weights
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 from inference.engines.windowed import widened_config, widened_weights
 
@@ -28,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 # In passes of 512 tokens a GPU spends most of its time reading the weights.
 _GPU_BATCH_TOKENS = 8192
-_OLD_NORM = re.compile(r"layer_?norm\.(gamma|beta)$", re.IGNORECASE)
-# Buffers that are always the same, which older versions of transformers wrote with the weights.
-_CONSTANTS = ("position_ids", "token_type_ids")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -88,22 +83,6 @@ class TorchEngine:
         return output.logits.float().cpu().numpy()
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file, or an old pytorch_model.bin of plain tensors, into memory.
-
-    `load_file` only maps it. Overwriting the file would then change answers, and truncating it kill the process.
-    """
-    found = torch.load(path, map_location="cpu", weights_only=True) if path.suffix == ".bin" else load_file(path)
-    return {_today(name): tensor.clone() for name, tensor in found.items()}
-
-
-def _today(name: str) -> str:
-    """A weight's name, which was another in models converted from the first BERT."""
-    if (old := _OLD_NORM.search(name)) is None:
-        return name
-    return name[: old.start(1)] + {"gamma": "weight", "beta": "bias"}[old[1]]
-
-
 def token_types(separator: int | None, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a model with this `type_separator` is told besides ids and mask."""
     return {} if separator is None else {"token_type_ids": segments_of(input_ids, separator)}
@@ -127,32 +106,14 @@ def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) 
         ignore_mismatched_sizes=True,  # reported below with the rest, in one line
         output_loading_info=True,
     )
-    # transformers fills what is missing with random numbers, which a server must not answer from.
-    others = [name for name in report["unexpected_keys"] if _is_of_another_head(name, model)]
+    others = {name for name in report["unexpected_keys"] if changes_nothing(name, model)}
     if others:
-        what = "%d weights of other heads, which change no answer of %s, are not used, first %s"
-        logger.info(what, len(others), model_class.__name__, min(others))
-    report["unexpected_keys"] = set(report["unexpected_keys"]).difference(others)
+        what = "%d weights change no answer of %s and are not used, first %s"
+        logger.warning(what, len(others), model_class.__name__, min(others))
+    report["unexpected_keys"] = set(report["unexpected_keys"]) - others
+    # transformers fills what is missing with random numbers, which a server must not answer from.
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:
             names = sorted(key[0] if isinstance(key, tuple) else key for key in report[kind])
             raise ValueError(f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}")
     return model
-
-
-def _is_of_another_head(name: str, model: PreTrainedModel) -> bool:
-    """Whether a weight that the classifier does not have changes none of its answers.
-
-    Such are the heads of pretraining (``cls.*``, ``lm_head.*``), a pooler that this classifier does not read, weights of
-    the loss: whole modules beside the encoder or at its end. What is inside of the modules that the classifier has, such
-    as a seventh block, or a bias where config.json says that there is none, would change them.
-    """
-    if name.rpartition(".")[2] in _CONSTANTS:
-        return True
-    if name == ATTENTION_KEY:  # of a model whose config.json has lost its windows
-        return False
-    modules = {one for one, _ in model.named_modules()}
-    parent, _, rest = "", "", name
-    while (child := f"{parent}.{rest.partition('.')[0]}".lstrip(".")) in modules:
-        parent, rest = child, rest.partition(".")[2]
-    return parent in ("", model.base_model_prefix) and "." in rest

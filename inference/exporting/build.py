@@ -42,11 +42,12 @@ from common.problem_types import REGRESSION, ProblemType
 from common.rows import LabelledRows, evenly_spread
 from common.text import Text, TextTokenizer
 from common.tokenizer_files import TOKENIZER_FILE
+from common.weights import read_weights
 from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
-from inference.engines.torch_engine import TorchEngine, read_weights
+from inference.engines.torch_engine import TorchEngine
 from inference.engines.windowed import widened_config, widened_weights, with_windows
 from inference.errors import ExportRefusedError
 from inference.exporting.comparison import compare
