@@ -103,7 +103,7 @@ def test_the_old_names_of_a_layer_norm_are_read_by_torch_and_by_the_native_expor
     assert read.keys() == weights.keys()
     TorchEngine(config, tmp_path / "model.safetensors", "fp32", device="cpu")
     write_native(config, read, tmp_path)
-    NativeEngine(tmp_path, config)
+    NativeEngine(tmp_path, config, threads=1)
 
 
 @pytest.mark.parametrize("length", [..., None, 10**30, 1e30, "1e30", "512"])
