@@ -77,11 +77,20 @@ class ModelLoadError(UserError):
 
     code = "model-unusable"
 
-    def __init__(
-        self, where: Path | str, what: str = "", remedy: str = "export the model again", **details: Any
-    ) -> None:
+    def __init__(self, where: Path | str, what: str = "", remedy: str = "", **details: Any) -> None:
         # A rank that repeats the error of another has the whole message already.
+        remedy = remedy or _how_to_replace(Path(where))
         super().__init__(f"{where}: {what}; {remedy}" if what else str(where), **details)
+
+
+def _how_to_replace(model: Path) -> str:
+    """What makes a damaged model whole: that depends on who wrote it."""
+    folder = model if model.is_dir() else model.parent
+    if (folder / "manifest.json").is_file():
+        return "export the model again"
+    if model.suffix == ".pt" or (folder / "metrics.json").is_file():
+        return "copy the model from its training run again, or train it again"
+    return "download the model again, or write it with save_pretrained of transformers"
 
 
 class StopAsked(BaseException):

@@ -7,13 +7,14 @@ model folder, with a manifest that says what it was made from and what was measu
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from common.encoders import max_positions
-from common.errors import ModelLoadError
+from common.errors import ModelLoadError, first_line
 from common.files import sha256_of
 from common.problem_types import (
     DEFAULT_THRESHOLD,
@@ -25,11 +26,35 @@ from common.problem_types import (
     ProblemType,
 )
 from common.text import CLEANINGS, PAIR_KEY, TextTokenizer, vocabulary_misfit
+from common.tokenizer_files import OPTIONAL_FILES, SETTINGS_FILE, TOKENIZER_FILE, combined
 from common.windows import Windows
 
 WEIGHTS_FILE = "model.safetensors"
-# What a model folder has besides its weights; an artefact folder has a copy of each.
-DESCRIPTION_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+# Some models have their weights in this file of PyTorch instead.
+OLD_WEIGHTS_FILE = "pytorch_model.bin"
+METRICS_FILE = "metrics.json"
+# What training writes there.
+METRICS_KEYS = frozenset(
+    (
+        *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision"),
+        *(
+            "train_split",
+            "validation_split",
+            "test_split",
+            "seed",
+            "bad_rows",
+            "base_model",
+            "max_length",
+            "best_epoch",
+        ),
+        *("best_epoch", "created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
+        *("test", "test_precision", "validation"),
+    )
+)
+# What a model folder has besides its weights; an artefact folder has a copy of each. Of the files of the tokenizer only
+# the first is always there.
+DESCRIPTION_FILES = ("config.json", TOKENIZER_FILE, SETTINGS_FILE, *OPTIONAL_FILES)
+_NEEDED_FILES = ("config.json", TOKENIZER_FILE)
 CHECKPOINT_KEYS: dict[str, type] = {"model_state_dict": dict, "config": dict}
 CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
     "labels": list,
@@ -54,6 +79,8 @@ _CODE_KEYS = frozenset(
         "use_kernels",
     )
 )
+# Classes of transformers with another head than a classifier of texts: of tokens, spans, pairs, images and so on.
+_OTHER_TASK = re.compile(r"For(?!.*SequenceClassification)[A-Z]")
 # The key of config.json in which training notes how texts were cleaned.
 CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
@@ -63,6 +90,11 @@ MANIFEST_FORMAT = 1
 # The precisions that each engine's artefact may have.
 PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
 EXPORT_AGAIN = "write it again with python -m inference.export"
+_SAVE_AGAIN = "AutoModelForSequenceClassification.from_pretrained({0}).save_pretrained({0})"
+_SAVE_TOKENIZER = "AutoTokenizer.from_pretrained({0}).save_pretrained({0})"
+# The files from which transformers makes a tokenizer.json, and those that say how weights are spread over several.
+_VOCABULARY_FILES = ("vocab.txt", "vocab.json", "spiece.model", "spm.model", "sentencepiece.bpe.model")
+_SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
 _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
 
@@ -130,7 +162,29 @@ def artefact_folder(model: Path, engine: str) -> Path:
 
 
 def weights_file(model: Path) -> Path:
-    return model if model.is_file() else model / WEIGHTS_FILE
+    if model.is_file():
+        return model
+    names = (WEIGHTS_FILE, OLD_WEIGHTS_FILE)
+    return next((model / name for name in names if (model / name).is_file()), model / WEIGHTS_FILE)
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """A file of a model folder, which may be a link only to files of the same model.
+
+    A link may lead into the folder itself, as Kubernetes mounts them (``config.json -> ..data/config.json``), from an
+    artefact into the model's folder, and from a snapshot in the hub's cache into its ``blobs``. A link to anywhere else
+    may have come with a downloaded model, and would publish a file of this machine.
+
+    Raises:
+        ModelLoadError: it leads elsewhere.
+    """
+    path = folder / name
+    home, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    roots = [home, *([home.parent] if home.name in PRECISIONS else [])]
+    roots += [above.parent / "blobs" for above in (home, *home.parents) if above.name == "snapshots"]
+    if any(found.is_relative_to(root) for root in roots):
+        return path
+    raise ModelLoadError(path, f"is a link to {found}, outside of the model", "put the file itself into the folder")
 
 
 def read_saved_model(path: Path) -> SavedModel:
@@ -139,10 +193,13 @@ def read_saved_model(path: Path) -> SavedModel:
     Raises:
         ModelLoadError: It does not exist, something is missing or damaged, or its answers would mean nothing.
     """
-    if path.is_dir():
-        return _checked(_read_folder(path))
-    if path.is_file():
-        return _checked(_read_checkpoint(path))
+    try:
+        if path.is_dir():
+            return _checked(_read_folder(path))
+        if path.is_file():
+            return _checked(_read_checkpoint(path))
+    except RecursionError as error:
+        raise ModelLoadError(path, "one of its JSON files is nested too deep") from error
     raise ModelLoadError(
         path,
         "no such model",
@@ -151,23 +208,74 @@ def read_saved_model(path: Path) -> SavedModel:
 
 
 def _read_folder(folder: Path) -> SavedModel:
-    weights = None if is_artefact(folder) else folder / WEIGHTS_FILE
-    wanted = sorted(DESCRIPTION_FILES + ((WEIGHTS_FILE,) if weights else ()))
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if missing:
-        raise ModelLoadError(folder, f"not a complete model folder, it lacks {', '.join(missing)}")
+    weights = None if is_artefact(folder) else weights_file(folder)
+    _refuse_incomplete(folder, weights)
+    for name in filter(None, (*DESCRIPTION_FILES, METRICS_FILE, weights and weights.name)):
+        file_inside(folder, name)
     config = without_code(_read_json(folder / "config.json"))
     labels = _labels(folder / "config.json", config)
-    metrics = folder / "metrics.json"
+    metrics = folder / METRICS_FILE
     return SavedModel(
         path=folder,
         config={**config, "id2label": {str(class_id): label for class_id, label in enumerate(labels)}},
         weights=weights,
-        tokenizer_json=_read_text(folder / "tokenizer.json"),
+        tokenizer_json=read_tokenizer(folder, config),
         labels=labels,
-        max_length=_within_positions(folder, _max_length(folder / "tokenizer_config.json"), config),
+        max_length=_max_length(folder / SETTINGS_FILE, config),
         metadata=_read_json(metrics) if metrics.is_file() else {},
     )
+
+
+def _refuse_incomplete(folder: Path, weights: Path | None) -> None:
+    """Name what a model folder lacks, and what would make it complete."""
+    has = {path.name for path in folder.iterdir()}
+    missing = [name for name in (*_NEEDED_FILES, weights and weights.name) if name and not (folder / name).is_file()]
+    if TOKENIZER_FILE in missing and has.intersection(_VOCABULARY_FILES):
+        missing.remove(TOKENIZER_FILE)  # it can be made
+    if not missing:
+        return
+    what = f"not a complete model folder, it lacks {', '.join(sorted(missing))}"
+    place = repr(str(folder))
+    if (snapshots := folder / "snapshots").is_dir():
+        found = next((one for one in sorted(snapshots.iterdir()) if (one / "config.json").is_file()), snapshots)
+        raise ModelLoadError(folder, what, f"give the folder of the model in it: {found}")
+    if missing == [WEIGHTS_FILE] and (sharded := has.intersection(_SHARDED)):
+        what += f" (the weights are in several files, named in {min(sharded)})"
+        raise ModelLoadError(folder, what, f"write them into one with transformers: {_SAVE_AGAIN.format(place)}")
+    if missing == [TOKENIZER_FILE]:
+        remedy = f"copy it from the model that this one was trained from, or write it: {_SAVE_TOKENIZER.format('NAME')}"
+        raise ModelLoadError(folder, what, remedy)
+    raise ModelLoadError(folder, what)
+
+
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
+    """The tokenizer of a model folder as one tokenizer.json, with what its other files say.
+
+    Raises:
+        ModelLoadError: they contradict each other, or there is no tokenizer.
+    """
+    files = {name: _read_json(folder / name) for name in DESCRIPTION_FILES[2:] if (folder / name).is_file()}
+    try:
+        return combined(_tokenizer_json(folder), files, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = str(error) if type(error) is ValueError else f"the files of the tokenizer are damaged ({error!r})"
+        remedy = f"write them from the tokenizer that the model was trained with: {_SAVE_TOKENIZER.format('NAME')}"
+        raise ModelLoadError(folder, what, remedy) from error
+
+
+def _tokenizer_json(folder: Path) -> str:
+    """The contents of tokenizer.json; if there are only the files of a slow tokenizer, transformers makes it."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return _read_text(folder / TOKENIZER_FILE)
+    try:
+        from transformers import AutoTokenizer  # a server with an exported model has none, nor needs it
+
+        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return made.backend_tokenizer.to_str()
+    except Exception as error:  # no transformers, or a vocabulary that it cannot read
+        what = f"it lacks {TOKENIZER_FILE}, and it cannot be made from its vocabulary here ({first_line(error)})"
+        remedy = f"write it where transformers is installed: {_SAVE_TOKENIZER.format(repr(str(folder)))}"
+        raise ModelLoadError(folder, what, remedy) from error
 
 
 def without_code(config: dict[str, Any]) -> dict[str, Any]:
@@ -180,14 +288,20 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(path: Path, config: dict[str, Any]) -> list[str]:
-    if "id2label" not in config:
-        kinds = [str(name) for name in config.get("architectures") or []]
+    kinds = [str(name) for name in config.get("architectures") or []]
+    train = f"python -m training.train_single --model {path.parent}"
+    if kinds and not any(re.search(r"Classif", name) for name in kinds):
         if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in kinds):
-            remedy = f"train it to classify: python -m training.train_single --model {path.parent}"
-            raise ModelLoadError(path.parent, "a language model, which does not label texts", remedy)
-        if not any("Classification" in name for name in kinds):
-            remedy = f"train it: python -m training.train_single --model {path.parent}"
-            raise ModelLoadError(path.parent, "an encoder without classes", remedy)
+            what = "a language model, which does not label texts"
+            raise ModelLoadError(path.parent, what, f"train it to classify: {train}")
+        if "id2label" not in config:
+            raise ModelLoadError(path.parent, "an encoder without classes", f"train it: {train}")
+    if other := next((name for name in kinds if _OTHER_TASK.search(name)), None):
+        what = f"a {other}, which does not give a whole text one answer"
+        raise ModelLoadError(path.parent, what, f"serve a ...ForSequenceClassification, or train one: {train}")
+    if "id2label" not in config:
+        if not kinds:
+            raise ModelLoadError(path.parent, "an encoder without classes", f"train it: {train}")
         # transformers leaves its own default names out, and two is its default number of labels.
         return [f"LABEL_{i}" for i in range(config.get("num_labels", 2))]
     names = config["id2label"]
@@ -196,23 +310,25 @@ def _labels(path: Path, config: dict[str, Any]) -> list[str]:
     return [str(names[str(i)]) for i in range(len(names))]
 
 
-def _max_length(path: Path) -> int:
-    max_length = _read_json(path).get("model_max_length")
-    if not isinstance(max_length, int):
-        raise ModelLoadError(
-            path,
-            f"model_max_length must be a number of tokens, got {max_length!r}",
-            "set it to the max_length of training",
-        )
-    return max_length
+def _max_length(path: Path, config: dict[str, Any]) -> int:
+    """The tokens per text that the tokenizer cuts at, else those that the model has positions for."""
+    named = _read_json(path).get("model_max_length") if path.is_file() else None
+    try:
+        number = float(named) if named is not None and not isinstance(named, bool) else float("inf")
+    except (OverflowError, TypeError, ValueError):
+        number = 0.5
+    if number != float("inf") and number != int(number):
+        what = f"model_max_length must be a number of tokens, got {named!r}"
+        raise ModelLoadError(path, what, "set it to the number of tokens that a text may have")
+    return _within_positions(path.parent, number, config)
 
 
-def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> int:
+def _within_positions(path: Path, max_length: float, config: dict[str, Any]) -> int:
     max_length = min(max_length, max_positions(config) or max_length)
     if max_length > _UNLIMITED:
         what = f"model_max_length {max_length:g}: no limit, and config.json has no max_position_embeddings"
-        raise ModelLoadError(path, what, "set it to the number of tokens that a text may have")
-    return max_length
+        raise ModelLoadError(path, what, f"set it in {SETTINGS_FILE} to the number of tokens that a text may have")
+    return int(max_length)
 
 
 def _checked(saved: SavedModel) -> SavedModel:
@@ -372,8 +488,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read an artefact's manifest."""
     path = folder / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file_inside(folder, MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(path, f"cannot be read ({error})", EXPORT_AGAIN) from error
     if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
@@ -401,12 +517,14 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare an artefact's files with its manifest."""
+    """Compare an artefact's files with its manifest, and look where links lead."""
+    for path in folder.iterdir():  # a runtime may read more files than the manifest lists
+        file_inside(folder, path.name)
     for name, wanted in manifest.files.items():
         path = folder / name
         if Path(name).name != name:
             raise ModelLoadError(folder / MANIFEST_FILE, f"{name!r} is not a plain file name", EXPORT_AGAIN)
-        if not path.is_file():
+        if not file_inside(folder, name).is_file():
             raise ModelLoadError(path, "is missing", EXPORT_AGAIN)
         if sha256_of(path) != wanted.get("sha256"):
             raise ModelLoadError(path, "is not the file that was exported, its SHA-256 differs", EXPORT_AGAIN)
@@ -448,6 +566,6 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
         raise ModelLoadError(folder, f"was made from other weights than {weights.name}", EXPORT_AGAIN)
     for name in DESCRIPTION_FILES:
         file = model / name  # not there if the model is a .pt file
-        if file.is_file() and sha256_of(file) != manifest.files.get(name, {}).get("sha256"):
+        if file.is_file() and sha256_of(file_inside(model, name)) != manifest.files.get(name, {}).get("sha256"):
             raise ModelLoadError(folder, f"was made before {name} changed", EXPORT_AGAIN)
     return manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html.entities import html5
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Raise it whenever a text may come to other tokens than before: cached tokens are then made again, and a run that began
 # with the old ones is not resumed with the new.
-VERSION = 2
+VERSION = 3
 
 # AG News lost the ampersand of its references: one space stands in its place ("Israel #39;s", "AT amp;T",
 # "about  #36;5"). Only references that are no English word are taken for one without their ampersand.
@@ -46,6 +46,11 @@ _TAG = re.compile(
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069"
     r"\ud800-\udfff\ufdd0-\ufdef\ufeff\ufffe\uffff]"
+)
+# White space, and all that is drawn without a mark of its own: joiners, fillers, selectors, marks for direction.
+_INVISIBLE = re.compile(
+    r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    r"\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]*+"
 )
 _LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 _MAX_ROUNDS = 4
@@ -92,7 +97,7 @@ def _clean_once(text: str) -> str:
     if "<" in text:
         text = _TAG.sub(_drop_tag, text)
     text = _UNPRINTABLE.sub("", text)
-    return " ".join(text.split())
+    return "" if _INVISIBLE.fullmatch(text) else " ".join(text.split())
 
 
 def _clean_traced(text: str) -> tuple[str, list[int]]:
@@ -116,6 +121,8 @@ def _clean_once_traced(text: str, places: list[int]) -> tuple[str, list[int]]:
             kept += places[end : match.start()] + places[match.start() : match.start() + 1] * len(new)
             end = match.end()
         text, places = "".join([*parts, text[end:]]), kept + places[end:]
+    if _INVISIBLE.fullmatch(text):
+        return "", []
     first, last = len(text) - len(text.lstrip()), len(text.rstrip())
     return text[first:last], places[first:last]
 
@@ -148,7 +155,7 @@ _STEPS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 
 def _as_it_is(text: str) -> str:
     # Half a character ("\\ud83d" in JSON) is all that no tokenizer takes.
-    return _LONE_SURROGATES.sub("\ufffd", text) if text.strip() else ""
+    return "" if _INVISIBLE.fullmatch(text) else _LONE_SURROGATES.sub("\ufffd", text)
 
 
 def texts_in(text: Text) -> tuple[str, ...]:
@@ -207,12 +214,15 @@ class Encoded:
         num_tokens: How many ids the whole text has before cutting, special tokens included.
         truncated: Whether the text was cut.
         passages: Where each window begins and ends in the cleaned text, in characters; empty if there is only one.
+        blank: Which text has nothing to classify, because the tokenizer leaves no token of it or only special ones: 0,
+            of a pair 0, 1 or both.
     """
 
     ids: list[int]
     num_tokens: int
     truncated: bool
     passages: tuple[tuple[int, int], ...] = ()
+    blank: tuple[int, ...] = ()
 
 
 class TextTokenizer:
@@ -238,9 +248,17 @@ class TextTokenizer:
         self.reads_pairs = reads_pairs
         self.clean = cleaner(cleaning)
         self._tokenizer = tokenizer
-        # A saved tokenizer.json may carry the cutting and padding of whoever saved it.
-        self._tokenizer.enable_truncation(max_length, stride=windows.overlap if windows else 0)
+        # A saved tokenizer.json may carry the cutting and padding of whoever saved it. Only the side is the model's.
+        side = (tokenizer.truncation or {}).get("direction", "right")
+        self._tokenizer.enable_truncation(max_length, stride=windows.overlap if windows else 0, direction=side)
         self._tokenizer.no_padding()
+        # An unknown word is a word, although its token is a special one.
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._special = frozenset(
+            index
+            for index, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special and token.content != unknown and "unk" not in token.content.lower()
+        )
 
     @classmethod
     def from_file(
@@ -311,13 +329,27 @@ class TextTokenizer:
     def encode_cleaned(self, texts: Sequence[Text]) -> list[Encoded]:
         """Tokenise texts that `clean` gave; else as `encode`."""
         if self.windows:
-            return [_in_windows(encoding, self.windows) for encoding in self._tokenizer.encode_batch(texts)]
-        # "Fast" leaves out the places in the text, which nobody asks for.
-        encodings = self._tokenizer.encode_batch_fast(texts)
-        return [
-            _encoded(encoding) if isinstance(text, str) or not encoding.overflowing else self._cut_pair(encoding, text)
-            for encoding, text in zip(encodings, texts, strict=True)
-        ]
+            encodings = self._tokenizer.encode_batch(texts)
+            found = [_in_windows(encoding, self.windows) for encoding in encodings]
+        else:
+            # "Fast" leaves out the places in the text, which nobody asks for.
+            encodings = self._tokenizer.encode_batch_fast(texts)
+            found = [
+                _encoded(one) if isinstance(text, str) or not one.overflowing else self._cut_pair(one, text)
+                for one, text in zip(encodings, texts, strict=True)
+            ]
+        blank = [self._blank_texts(*one) for one in zip(encodings, texts, strict=True)]
+        return [replace(one, blank=which) if which else one for one, which in zip(found, blank, strict=True)]
+
+    def is_blank(self, ids: Iterable[int]) -> bool:
+        """Whether these ids of a text have nothing to classify: there are none, or only special ones."""
+        return self._special.issuperset(ids)
+
+    def _blank_texts(self, encoding: Encoding, text: Text) -> tuple[int, ...]:
+        if isinstance(text, str):
+            return (0,) if self.is_blank(encoding.ids) else ()
+        places = list(zip(encoding.sequence_ids, encoding.ids, strict=True))
+        return tuple(which for which in (0, 1) if self.is_blank(id_ for place, id_ in places if place == which))
 
     def _cut_pair(self, encoding: Encoding, pair: tuple[str, str]) -> Encoded:
         # What was cut off comes in all combinations of the two texts, so each is counted alone.
@@ -366,12 +398,14 @@ class ManyTexts:
         self._words: dict[str, list[int]] = {}
         self._num_chars = 0
         self.num_cut = 0  # texts so far
+        self.blank: list[int] = []  # the positions of those of the last call that have nothing to classify
         self._frame = _frame_of(tokenizer)
 
     def token_ids(self, texts: Sequence[Text]) -> list[list[int]]:
         if self._frame is None or (texts and not isinstance(texts[0], str)):
             encoded = self._texts.encode_cleaned(texts)
             self.num_cut += sum(one.truncated for one in encoded)
+            self.blank = [i for i, one in enumerate(encoded) if one.blank]
             return [one.ids for one in encoded]
         begin, end = self._frame
         room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows
@@ -396,6 +430,7 @@ class ManyTexts:
             self.num_cut += len(starts) > windows.most
             starts = starts[: windows.most]
             found.append([id_ for start in starts for id_ in (*begin, *ids[start : start + room], *end)])
+        self.blank = [i for i, ids in enumerate(found) if self._texts.is_blank(ids)]
         return found
 
 

@@ -7,7 +7,15 @@ import tomllib
 from pathlib import Path
 
 from common.errors import ModelLoadError, UserError
-from common.model_folder import DESCRIPTION_FILES, MANIFEST_FILE, Manifest, is_artefact, verified_manifest
+from common.model_folder import (
+    DESCRIPTION_FILES,
+    MANIFEST_FILE,
+    METRICS_FILE,
+    Manifest,
+    file_inside,
+    is_artefact,
+    verified_manifest,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"
@@ -37,12 +45,15 @@ def image_files(model: Path) -> dict[str, Path]:
         DeploymentError: the folder is not a model, or has no artefact that belongs to it.
     """
     artefacts = exported_artefacts(model)
-    names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
+    names = [name for name in (*DESCRIPTION_FILES, METRICS_FILE) if (model / name).is_file()]
     for engine, manifest in artefacts.items():
         names += [f"{engine}/{name}" for name in sorted({*manifest.files, MANIFEST_FILE})]
     locks = ["deployment/requirements.txt", *_extra_locks(SERVING_EXTRAS)]
     files = {name: ROOT / name for name in (*locks, *_KERNEL_FILES, *_sources("common"), *_sources("inference"))}
-    return files | {f"{MODEL_FOLDER}/{name}": model / name for name in names}
+    try:
+        return files | {f"{MODEL_FOLDER}/{name}": file_inside(model, name) for name in names}
+    except ModelLoadError as error:
+        raise DeploymentError(str(error), code=error.code) from error
 
 
 def torch_image_files() -> dict[str, Path]:

@@ -6,14 +6,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from itertools import islice
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from common.errors import OneLineParser, UserError, run_command
 from common.escaping import printable
+from common.rows import check_utf8, text_lines
 from common.text import Text, texts_in
 from inference.engines.answering import Answering
 from inference.engines.model_loader import ModelLoader
@@ -110,18 +109,23 @@ def _given(prediction: dict[str, Any]) -> str:
 
 
 def _predict_file(options: argparse.Namespace) -> None:
-    with nullcontext(sys.stdin.buffer) if options.file == "-" else Path(options.file).open("rb") as source:
-        lines = _lines(source)
-        chunk = list(islice(lines, _LINES_AT_ONCE))
-        if not chunk:
-            raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
-        model = _load_model(options)
-        while chunk:
-            readable = [line for line in chunk if model.tokenizer.clean(line)]
-            texts = [_pair(options.file, line) for line in readable] if model.reads_pairs else readable
-            answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
-            _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
-            chunk = list(islice(lines, _LINES_AT_ONCE))
+    data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
+    lines = _lines(f"--file {options.file}", data)
+    if not lines:
+        raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
+    model = _load_model(options)
+    blank = []
+    for start in range(0, len(lines), _LINES_AT_ONCE):
+        chunk = lines[start : start + _LINES_AT_ONCE]
+        texts = [_pair(options.file, line) if model.reads_pairs else line for _, line in chunk]
+        encoded = model.tokenizer.encode(texts)
+        blank += [number for (number, _), one in zip(chunk, encoded, strict=True) if one.blank]
+        texts = [text for text, one in zip(texts, encoded, strict=True) if not one.blank]
+        answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
+        _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
+    if blank:
+        what = f"{len(blank)} lines have nothing that the model reads and were left out, the first is line {blank[0]}"
+        print(f"--file {options.file}: {what}", file=sys.stderr)
 
 
 def _pair(file: str, line: str) -> tuple[str, str]:
@@ -132,9 +136,17 @@ def _pair(file: str, line: str) -> tuple[str, str]:
     return first, second
 
 
-def _lines(source: BinaryIO) -> Iterator[str]:
-    lines = (line.decode("utf-8", errors="replace") for line in source)
-    return (line for line in lines if line.strip())
+def _lines(name: str, data: bytes) -> list[tuple[int, str]]:
+    """The texts of a file with the numbers of their lines, without those that are empty."""
+    lines = []
+    for number, line in enumerate(text_lines(name, data), start=1):
+        try:
+            check_utf8(line)
+        except ValueError as error:
+            raise UserError(f"{name} line {number}: {error}", code="data-unreadable") from error
+        if line.strip():
+            lines.append((number, line.rstrip("\r\n")))
+    return lines
 
 
 def _print_lines(answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answering, *, as_json: bool) -> None:

@@ -125,9 +125,9 @@ class TokenizerThread:
 
 def _unless_blank(cleaned: Text, encoded: Encoded) -> Encoded | RefusedTextError:
     # Whoever reports it names the text before this.
-    if isinstance(cleaned, str):
-        return encoded if cleaned else RefusedTextError("blank_text", "is blank: there is nothing to classify")
-    if all(cleaned):
+    if not encoded.blank:
         return encoded
-    which = "second" if cleaned[0] else "first"
+    if isinstance(cleaned, str):
+        return RefusedTextError("blank_text", "is blank: there is nothing to classify")
+    which = "first" if 0 in encoded.blank else "second"
     return RefusedTextError("blank_text", f"has a blank {which} text: there is nothing to classify")

@@ -260,7 +260,7 @@ class Scoring:
 
     def _prepared(self, file: FileParts, number: int, part: Part, passes: Passes) -> Prepared:
         tokenizer = self._model.tokenizer
-        positions, cleaned = [], []
+        positions, cleaned, blank = [], [], []
         for position, text in enumerate(part.texts):
             if text is None:
                 continue
@@ -269,12 +269,17 @@ class Scoring:
                 positions.append(position)
                 cleaned.append(clean)
             else:
-                row = file.place(number).rows + position + 1
-                part.problems[position] = f"{file.file.path} row {row}: the text is blank"
+                blank.append(position)
+        token_ids = self._tokenize.token_ids(cleaned) if cleaned else []
+        for i in reversed(self._tokenize.blank if cleaned else []):
+            blank.append(positions.pop(i))
+            del token_ids[i]
+        for position in blank:
+            row = file.place(number).rows + position + 1
+            part.problems[position] = f"{file.file.path} row {row}: the text is blank"
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         part.texts.clear()  # they are in the rows
-        token_ids = self._tokenize.token_ids(cleaned) if cleaned else []
         return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
 
     def _write(self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]) -> None:

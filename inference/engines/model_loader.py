@@ -71,7 +71,7 @@ class ModelLoader:
     def predict(self, text: Text) -> Prediction:
         """Classify one text, or if the model reads pairs, two texts."""
         self._refuse_unreadable("text", text)
-        return self._classify([text])[0]
+        return self._classify([text], ["text"])[0]
 
     def predict_batch(self, texts: Sequence[Text]) -> list[Prediction]:
         """Classify texts, or pairs of texts; the answers come in their order.
@@ -81,12 +81,17 @@ class ModelLoader:
             ValueError: A text is blank, or is a pair and the model reads single texts, or the other way round; the
                 message gives its position.
         """
-        for position, text in enumerate(texts):
-            self._refuse_unreadable(f"texts[{position}]", text)
-        return self._classify(texts)
+        names = [f"texts[{position}]" for position in range(len(texts))]
+        for name, text in zip(names, texts, strict=True):
+            self._refuse_unreadable(name, text)
+        return self._classify(texts, names)
 
-    def _classify(self, texts: Sequence[Text]) -> list[Prediction]:
-        token_ids = [encoded.ids for encoded in self.tokenizer.encode(texts)]
+    def _classify(self, texts: Sequence[Text], names: Sequence[str]) -> list[Prediction]:
+        encoded = self.tokenizer.encode(texts)
+        for name, one in zip(names, encoded, strict=True):
+            if one.blank:
+                raise _blank(name)
+        token_ids = [one.ids for one in encoded]
         return [self._prediction(row) for row in answers_of(self.engine, self.answering.problem_type, token_ids)]
 
     def _prediction(self, answers: NDArray[np.float64]) -> Prediction:
@@ -99,7 +104,11 @@ class ModelLoader:
             expected = "pairs (text, text_pair)" if self.reads_pairs else "single texts"
             raise RefusedTextError("wrong_kind_of_text", f"{name}: this model reads {expected}")
         if not all(map(self.tokenizer.clean, texts_in(text))):
-            raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
+            raise _blank(name)
+
+
+def _blank(name: str) -> RefusedTextError:
+    return RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
 
 
 def _name(path: Path) -> str:

@@ -307,7 +307,7 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
         raise
     except Exception as error:  # every library has its own errors for damaged files
         what = f"the weights do not load into the model that config.json describes ({first_line(error)})"
-        raise ModelLoadError(place, what, "copy the files again or export the model again") from error
+        raise ModelLoadError(place, what, "copy the files again, or write them again with what wrote them") from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
     answering = with_windows(engine, saved.config)
     check_engine(saved.path, answering, tokenizer, saved.labels, tolerance, saved.problem_type)

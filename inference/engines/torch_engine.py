@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from common.text import segments_of, type_separator
+from common.weights import changes_nothing, read_weights
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 from inference.engines.windowed import widened_config, widened_weights
 
 # Errors are raised as one line. Progress bars and loading reports do not belong in a server's log.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
+
+logger = logging.getLogger(__name__)
 
 # In passes of 512 tokens a GPU spends most of its time reading the weights.
 _GPU_BATCH_TOKENS = 8192
@@ -80,14 +83,6 @@ class TorchEngine:
         return output.logits.float().cpu().numpy()
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file into memory.
-
-    `load_file` only maps it. Overwriting the file would then change answers, and truncating it kill the process.
-    """
-    return {name: tensor.clone() for name, tensor in load_file(path).items()}
-
-
 def token_types(separator: int | None, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a model with this `type_separator` is told besides ids and mask."""
     return {} if separator is None else {"token_type_ids": segments_of(input_ids, separator)}
@@ -111,6 +106,11 @@ def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) 
         ignore_mismatched_sizes=True,  # reported below with the rest, in one line
         output_loading_info=True,
     )
+    others = {name for name in report["unexpected_keys"] if changes_nothing(name, model)}
+    if others:
+        what = "%d weights change no answer of %s and are not used, first %s"
+        logger.warning(what, len(others), model_class.__name__, min(others))
+    report["unexpected_keys"] = set(report["unexpected_keys"]) - others
     # transformers fills what is missing with random numbers, which a server must not answer from.
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:

@@ -116,6 +116,8 @@ def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextToke
         if any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")):
             what = f"{file}: the added token {token['content']!r} is matched in a special way"
             raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
+    if (settings.get("truncation") or {}).get("direction") == "Left":
+        raise UserError(f"{file}: long texts lose their beginning{_OTHER_TOKENIZER}", code="browser-tokenizer")
     model, normalizer = settings["model"], settings["normalizer"]
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
     if model["unk_token"] not in added:

@@ -27,6 +27,7 @@ from common.hardware import cpu_name, usable_cpus
 from common.model_folder import (
     CLEANING_KEY,
     DESCRIPTION_FILES,
+    METRICS_FILE,
     Manifest,
     SavedModel,
     artefact_folder,
@@ -39,11 +40,13 @@ from common.model_folder import (
 from common.problem_types import REGRESSION, ProblemType
 from common.rows import LabelledRows, evenly_spread
 from common.text import Text, TextTokenizer
+from common.tokenizer_files import TOKENIZER_FILE
+from common.weights import read_weights
 from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
-from inference.engines.torch_engine import TorchEngine, read_weights
+from inference.engines.torch_engine import TorchEngine
 from inference.engines.windowed import widened_config, widened_weights, with_windows
 from inference.errors import ExportRefusedError
 from inference.exporting.comparison import compare
@@ -221,7 +224,7 @@ def end_unfinished(*_: object) -> None:
 def _files_now(saved: SavedModel) -> list[tuple[int, int, int]]:
     """What changes when a file of the model is written again or replaced."""
     described = [saved.path / name for name in DESCRIPTION_FILES] if saved.path.is_dir() else []
-    found = (path.stat() for path in (weights_file(saved.path), *described))
+    found = [path.stat() for path in (weights_file(saved.path), *described) if path.is_file()]
     return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
 
@@ -270,14 +273,16 @@ def _refuse_distance(
 def _write_description(saved: SavedModel, folder: Path) -> None:
     """Copy what serving needs besides weights: configuration, tokenizer, metrics."""
     if saved.path.is_dir():
-        for name in (*DESCRIPTION_FILES, "metrics.json"):
+        for name in (*DESCRIPTION_FILES, METRICS_FILE):
             if (saved.path / name).is_file():
                 shutil.copyfile(saved.path / name, folder / name)
+        if not (folder / TOKENIZER_FILE).is_file():  # the model has only a vocabulary
+            (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
         return
     # A .pt file has the same facts in a dict.
     names = {str(class_id): label for class_id, label in enumerate(saved.labels)}
     write_json(folder / "config.json", {**saved.config, "id2label": names, CLEANING_KEY: saved.cleaning})
-    (folder / "tokenizer.json").write_text(saved.tokenizer_json, encoding="utf-8")
+    (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
     write_json(folder / "tokenizer_config.json", {"model_max_length": saved.max_length})
     if saved.metadata:
-        write_json(folder / "metrics.json", saved.metadata)
+        write_json(folder / METRICS_FILE, saved.metadata)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.model_folder import METRICS_KEYS
 from common.problem_types import MULTI_LABEL
 from inference.engines.model_loader import ModelLoader
 
@@ -228,7 +229,8 @@ class ModelResponse(BaseModel):
             engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
             training_data=dataset if isinstance(dataset, str) else None,
             test_accuracy=accuracy if isinstance(accuracy, int | float) else None,
-            metrics=model.metadata,
+            # What else lies in the file was not measured, and may be nobody's business.
+            metrics={name: value for name, value in model.metadata.items() if name in METRICS_KEYS},
         )
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from common.errors import UserError, first_line
 from common.files import nearest_folder, remove_unfinished, write_json, writing_folder, writing_whole
-from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE
+from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE, read_tokenizer
 from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
 from training.tasks import Classification, Task
@@ -153,7 +153,7 @@ def write_model(
                 "max_length": metrics["max_length"],
                 "labels": labels,
                 "encoder_config": json.loads((aside / "config.json").read_text(encoding="utf-8")),
-                "tokenizer_json": (aside / "tokenizer.json").read_text(encoding="utf-8"),
+                "tokenizer_json": read_tokenizer(aside, architecture.to_dict()),
                 "metrics": metrics,
             },
         }

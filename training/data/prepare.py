@@ -19,6 +19,7 @@ from torch import nn
 from common.errors import UserError, first_line
 from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
+from common.tokenizer_files import SETTINGS_FILE, combined
 from common.windows import WINDOWS_KEY, Windows
 from training.config import STARTER, STARTER_FOLDER, TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, row_numbers, split_rows
@@ -192,7 +193,9 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
             vocabulary = _vocabulary_of(tokenizer)
             task.check_vocabulary(config.model, vocabulary)
             blocks = Blocks(config.max_length, vocabulary.end)
-        tokenizer_json = tokenizer.backend_tokenizer.to_str()
+        # transformers keeps the side on which texts are cut outside of the tokenizer itself.
+        side = {SETTINGS_FILE: {"truncation_side": tokenizer.truncation_side}}
+        tokenizer_json = combined(tokenizer.backend_tokenizer.to_str(), side)
         # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
         # source.
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,6 +27,7 @@ from transformers import (
 from common.encoders import max_positions
 from common.errors import ModelLoadError, UserError, first_line
 from common.model_folder import SavedModel
+from common.weights import changes_nothing, read_weights
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import TINY, model_place
 from training.data.dataset import AG_NEWS_LABELS
@@ -103,12 +103,14 @@ class NewsClassifier(nn.Module):
         # Build the network without loading anything from its original place: the weights are in `saved`.
         config = AutoConfig.for_model(**saved.config)
         network = AutoModelForSequenceClassification.from_config(config)
-        weights = dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
+        weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights)
         attention = weights.pop(ATTENTION_KEY, None)
         if (attention is None) != (saved.windows is None):
             what = f"has one of {ATTENTION_KEY} in the weights and {WINDOWS_KEY} in config.json, but not both"
             raise ModelLoadError(saved.path, what, "copy the files of the training run again")
-        network.load_state_dict(weights)
+        known = network.state_dict()
+        unread = {name for name in weights if name not in known and changes_nothing(name, network)}
+        network.load_state_dict({name: value for name, value in weights.items() if name not in unread})
         classifier._adopt(network, TASK_OF_PROBLEM[saved.problem_type.name](saved.labels))
         if saved.windows:
             classifier.widen_head(saved.windows, attention)

@@ -29,9 +29,7 @@ _FILES = (
     *DESCRIPTION_FILES,
     WEIGHTS_FILE,
     _METRICS,
-    "added_tokens.json",
     "merges.txt",
-    "special_tokens_map.json",
     "vocab.json",
     "vocab.txt",
 )

@@ -69,6 +69,8 @@ class EncoderShape:
             return cls._of(config)
         except KeyError as error:  # transformers has a default for each
             raise ValueError(f"config.json has no {error.args[0]}, which the native engine needs") from error
+        except (AttributeError, TypeError) as error:  # such as a text where a number belongs
+            raise ValueError(f"config.json has a value of the wrong type ({error})") from error
 
     @classmethod
     def _of(cls, config: Mapping[str, Any]) -> EncoderShape:
@@ -82,11 +84,20 @@ class EncoderShape:
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise ValueError("position_embedding_type: the native engine supports absolute positions only")
         num_layers = config[family.num_layers_key]
-        if num_layers < 1:
-            raise ValueError(f"{family.num_layers_key} {num_layers}: the native engine needs at least 1")
         num_positions = max_positions(config)
-        if num_positions is None or num_positions < 1:
-            raise ValueError(f"max_position_embeddings {num_positions}: the native engine needs at least 1 position")
+        # The kernels would read past the end of an array for a size of 0, so this comes before all arithmetic.
+        for name, size in (
+            (family.num_layers_key, num_layers),
+            (family.hidden_size_key, config[family.hidden_size_key]),
+            ("embedding_size", config.get("embedding_size", 1) if family.embedding_projection else 1),
+            (family.intermediate_size_key, config[family.intermediate_size_key]),
+            (family.num_heads_key, config[family.num_heads_key]),
+            ("vocab_size", config["vocab_size"]),
+            ("max_position_embeddings", num_positions),
+            ("id2label", len(config["id2label"])),
+        ):
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name} {size!r}: the native engine needs a whole number, at least 1")
         windows, thetas = (0,) * num_layers, (None,) * num_layers
         head_activation = family.pooler_activation
         if family is MODERNBERT:
@@ -151,6 +162,9 @@ def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], t
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer % every else "full_attention" for layer in range(config["num_hidden_layers"])
     ]
+    if len(kinds) != config["num_hidden_layers"] or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        what = f"layer_types {kinds!r}: must name full_attention or sliding_attention for each of the"
+        raise ValueError(f"{what} {config['num_hidden_layers']} layers")
     thetas: dict[str, float] = {}
     for kind, old_key, usual in (
         ("full_attention", "global_rope_theta", 160_000.0),

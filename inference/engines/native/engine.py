@@ -296,7 +296,10 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
+        try:
+            header = json.loads(file.read(header_bytes))
+        except RecursionError as error:
+            raise ValueError(f"{path.name} has a header that is nested too deep") from error
         header.pop("__metadata__", None)
         # Small arrays of odd sizes shift all that follow, so it is the largest that gets its place.
         begins = {end - begin: begin for begin, end in (entry["data_offsets"] for entry in header.values())}

@@ -111,7 +111,7 @@ def _assert_refused(path: Path, *parts: str) -> None:
     line = str(refusal.value)
     assert len(line.splitlines()) == 1
     assert line.startswith(str(path))
-    assert re.search("train|export|give|copy|set", line.rpartition(";")[2]), f"says not what to do: {line}"
+    assert re.search("train|export|give|copy|set|write", line.rpartition(";")[2]), f"says not what to do: {line}"
     for part in parts:
         assert part in line
 
@@ -154,13 +154,13 @@ def _poison_the_head(folder: Path) -> None:
         (lambda folder: _edit_json(folder / "config.json", vocab_size=7), "token ids, the model only 7"),
         (lambda folder: _edit_json(folder / "config.json", id2label=None), "id2label must name the classes"),
         (
-            lambda folder: _edit_json(folder / "tokenizer_config.json", model_max_length=None),
+            lambda folder: _edit_json(folder / "tokenizer_config.json", model_max_length="many"),
             "model_max_length",
         ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json: is not a JSON object"),
         (lambda folder: (folder / "metrics.json").write_bytes(b"\xff"), "metrics.json: cannot be read"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json holds no tokenizer"),
     ],
 )
 def test_a_damaged_folder_is_refused(folder_copy: Path, damage: Callable[[Path], object], what: str) -> None:
@@ -244,13 +244,6 @@ def test_no_code_that_a_model_names_runs_and_it_answers_as_without(
     config = read_saved_model(path).config
     assert not _CODE.keys() & config.keys()
     assert config["text_config"] == {}
-
-
-def test_a_folder_whose_weights_are_a_pickle_is_refused(folder_copy: Path) -> None:
-    torch.save(load_file(folder_copy / "model.safetensors"), folder_copy / "pytorch_model.bin")
-    (folder_copy / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"lacks model\.safetensors"):
-        ModelLoader(folder_copy, "torch")
 
 
 def test_a_link_is_resolved_once_and_names_the_model(folder_copy: Path, tmp_path: Path) -> None:

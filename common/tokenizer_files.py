@@ -1,0 +1,215 @@
+"""Combine the files of a tokenizer into one tokenizer.json, so that no engine needs transformers to read texts.
+
+tokenizer.json is a whole tokenizer. But transformers lets tokenizer_config.json, added_tokens.json and
+special_tokens_map.json change it, and a model was trained with what they make together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE = "added_tokens.json", "special_tokens_map.json"
+# Not every model has these. An artefact has a copy of those that there are.
+OPTIONAL_FILES = (ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE)
+
+# Classes of transformers, or types of models, that build their tokenizer around the vocabulary of tokenizer.json, with
+# these settings, here with their defaults. For all other classes tokenizer.json is the whole tokenizer.
+_BERT_LIKE = (
+    *("bert", "distilbert", "electra", "ernie", "funnel", "layoutlm", "lxmert", "megatron-bert", "mobilebert"),
+    *("mpnet", "nezha", "retribert", "squeezebert"),
+)
+_BYTE_LEVEL = ("bart", "blenderbot", "deberta", "gpt2", "led", "longformer", "mvp", "roberta", "roberta-prelayernorm")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **{kind: {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True} for kind in _BERT_LIKE},
+    **{kind: {"add_prefix_space": False} for kind in _BYTE_LEVEL},
+}
+_NORMALIZER_FLAGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+def combined(
+    tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any] | None = None
+) -> str:
+    """Return tokenizer.json as the other files change it.
+
+    Args:
+        files: the contents of `SETTINGS_FILE` and `OPTIONAL_FILES`, as far as they exist, by name.
+        config: the contents of config.json. Its type of model decides if the settings name no class.
+
+    Raises:
+        ValueError: the files contradict each other; the message names both.
+    """
+    content = json.loads(tokenizer_json)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ValueError(f"{TOKENIZER_FILE} holds no tokenizer")
+    before = _without_model(content)
+    settings = files.get(SETTINGS_FILE, {})
+    _set_direction(content, settings)
+    config = config or {}
+    kind = str(settings.get("tokenizer_class") or config.get("model_type", "")).lower()
+    kind = kind.removesuffix("fast").removesuffix("tokenizer")
+    _refuse_other_kind(content, kind)
+    values = {**_DEFAULTS.get(kind, {}), **settings}
+    _set_normalizer(content, values, obeyed=kind in _DEFAULTS)
+    _set_prefix_space(content, values, obeyed=kind in _DEFAULTS)
+    if settings.get("split_special_tokens"):
+        raise _contradiction("split_special_tokens", True, "special tokens in a text are never split")
+    _add_tokens(content, files, config.get("vocab_size") or 0)
+    return tokenizer_json if _without_model(content) == before else json.dumps(content, ensure_ascii=False)
+
+
+def _without_model(content: Mapping[str, Any]) -> str:
+    """All that may change; the vocabulary is large and stays."""
+    return json.dumps({name: part for name, part in content.items() if name != "model"})
+
+
+def _contradiction(name: str, value: Any, found: str) -> ValueError:
+    return ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {name} is {value!r}, but {found}")
+
+
+def _set_direction(content: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """On which side long texts are cut; how long they may be is said elsewhere."""
+    truncation = content.get("truncation") or {}
+    side = settings.get("truncation_side") or str(truncation.get("direction", "right")).lower()
+    if side not in ("left", "right"):
+        raise ValueError(f"truncation_side {side!r} in {SETTINGS_FILE} must be left or right")
+    if truncation or side == "left":
+        usual = {"max_length": 512, "strategy": "LongestFirst", "stride": 0}
+        content["truncation"] = {**usual, **truncation, "direction": side.capitalize()}
+
+
+def _refuse_other_kind(content: Mapping[str, Any], kind: str) -> None:
+    """Some classes have one way to split a text, and do not read what tokenizer.json says of another."""
+    if kind not in _DEFAULTS:
+        return
+    wanted = ("BertNormalizer", "BertPreTokenizer") if kind in _BERT_LIKE else (None, "ByteLevel")
+    for part, name in zip(("normalizer", "pre_tokenizer"), wanted, strict=True):
+        if (found := (content.get(part) or {}).get("type")) != name:
+            raise _contradiction("the kind of tokenizer", kind, f"its {part} is {found}, not {name}")
+
+
+def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, obeyed: bool) -> None:
+    """Whether texts become lower case, lose accents, and have spaces around Chinese characters."""
+    nodes = list(_nodes(content.get("normalizer"), "normalizers"))
+    bert = [node for node in nodes if node.get("type") == "BertNormalizer"]
+    for name, flag in _NORMALIZER_FLAGS.items():
+        if name not in values:
+            continue
+        value = values[name]
+        if not isinstance(value, bool) and not (name == "strip_accents" and value is None):
+            raise ValueError(f"{name} {value!r} in {SETTINGS_FILE} must be true or false")
+        if bert and obeyed:
+            for node in bert:
+                node[flag] = value
+        elif bert and value is not None and any(_in_effect(node, flag) != value for node in bert):
+            raise _contradiction(name, value, f"{flag} of its normalizer is {_in_effect(bert[0], flag)!r}")
+        elif not bert and name == "do_lower_case" and nodes:
+            found = any(node.get("type") == "Lowercase" for node in nodes)
+            if found != value:
+                raise _contradiction(name, value, f"its normalizer {'makes' if found else 'does not make'} lower case")
+
+
+def _in_effect(node: Mapping[str, Any], flag: str) -> Any:
+    # Who makes lower case strips accents too, unless told otherwise.
+    return node["lowercase"] if node.get(flag) is None else node[flag]
+
+
+def _set_prefix_space(content: dict[str, Any], values: Mapping[str, Any], *, obeyed: bool) -> None:
+    """Whether a text's first word is read like one after a space."""
+    value = values.get("add_prefix_space")
+    if value is None:
+        return
+    if not isinstance(value, bool):
+        raise ValueError(f"add_prefix_space {value!r} in {SETTINGS_FILE} must be true or false")
+    for node in _nodes(content.get("pre_tokenizer"), "pretokenizers"):
+        if node.get("type") == "ByteLevel":
+            found = node.get("add_prefix_space")
+        elif node.get("type") == "Metaspace":
+            found = node.get("prepend_scheme", "always") != "never"
+        else:
+            continue
+        if found != value and not obeyed:
+            raise _contradiction("add_prefix_space", value, f"that of its pre-tokenizer is {found!r}")
+        node["add_prefix_space"] = value
+
+
+def _nodes(node: Any, parts: str) -> Iterator[dict[str, Any]]:
+    """A normalizer or pre-tokenizer, or those in its sequence."""
+    if isinstance(node, dict):
+        yield node
+        for part in node.get(parts) or []:
+            yield from _nodes(part, parts)
+
+
+def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]], num_weights: int) -> None:
+    """Tokens that are matched in a text before it is split into pieces; the model has weights for so many."""
+    known = {token["content"]: token for token in content.get("added_tokens") or []}
+    vocabulary = _vocabulary(content["model"])
+    named = _special_tokens({**files.get(SPECIAL_TOKENS_FILE, {}), **files.get(SETTINGS_FILE, {})})
+    found: list[tuple[str, dict[str, Any]]] = []
+    for index, token in (files.get(SETTINGS_FILE, {}).get("added_tokens_decoder") or {}).items():
+        token = token if isinstance(token, dict) else {"content": str(token)}
+        usual = {"normalized": not token.get("special", False)}
+        flags = {flag: bool(token.get(flag, usual.get(flag, False))) for flag in _FLAGS}
+        found.append((SETTINGS_FILE, {"id": int(index), "content": token["content"], **flags}))
+    for text, index in files.get(ADDED_TOKENS_FILE, {}).items():
+        if text not in known and not any(token["content"] == text for _, token in found):
+            flags = dict.fromkeys(_FLAGS, False) | {"special": text in named, "normalized": text not in named}
+            found.append((ADDED_TOKENS_FILE, {"id": index, "content": text, **flags}))
+    taken_ids = [token["id"] for token in (*known.values(), *(token for _, token in found))]
+    free = max([len(vocabulary) - 1, *taken_ids]) + 1
+    for text in named:
+        if text in known or any(token["content"] == text for _, token in found):
+            continue
+        index = vocabulary.get(text, free)
+        if index == free and free >= num_weights:
+            continue  # without a weight, so no model was trained to read it
+        free += index == free
+        flags = dict.fromkeys(_FLAGS, False) | {"special": True}
+        found.append((SETTINGS_FILE, {"id": index, "content": text, **flags}))
+    if not found:
+        return
+    taken = {token["id"]: token["content"] for token in known.values()}
+    words = {index: text for text, index in vocabulary.items()}
+    for file, token in found:
+        text, index = token["content"], token["id"]
+        other = taken.get(index, words.get(index, text))
+        has = known[text]["id"] if text in known else vocabulary.get(text, index)
+        if other != text or has != index:
+            what = f"{has}" if has != index else f"that of {other!r}"
+            raise ValueError(f"{file} and {TOKENIZER_FILE} disagree: the token {text!r} has the id {index}, not {what}")
+        known[text] = token
+        taken[index] = text
+    tokens = content["added_tokens"] = sorted(known.values(), key=lambda token: token["id"])
+    # The tokenizers library numbers them itself, behind the vocabulary, whatever id the file gives.
+    highest = len(vocabulary) - 1
+    for token in tokens:
+        given = vocabulary.get(token["content"], highest + 1)
+        if given != token["id"]:
+            what = f"the token {token['content']!r} has the id {token['id']}, and reading the vocabulary gives {given}"
+            raise ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {what}")
+        highest = max(highest, given)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> list[str]:
+    """The tokens that settings name for a purpose, such as ``cls_token``."""
+    named = [value for key, value in settings.items() if key.endswith("_token") and not key.startswith("add_")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key) or []
+        named += more.values() if isinstance(more, dict) else more
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    return list(dict.fromkeys(text for text in texts if isinstance(text, str) and text))
+
+
+def _vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
+    found = model.get("vocab")
+    if isinstance(found, list):  # Unigram: pieces with their scores
+        return {piece[0]: index for index, piece in enumerate(found)}
+    return found or {}
