@@ -77,7 +77,9 @@ class ModelLoadError(UserError):
 
     def __init__(self, where: Path | str, what: str = "", remedy: str = "", **details: Any) -> None:
         # A rank that repeats the error of another has the whole message already.
-        super().__init__(f"{where}: {what}; {remedy or _how_to_replace(Path(where))}" if what else str(where), **details)
+        super().__init__(
+            f"{where}: {what}; {remedy or _how_to_replace(Path(where))}" if what else str(where), **details
+        )
 
 
 def _how_to_replace(model: Path) -> str:
