@@ -34,23 +34,12 @@ WEIGHTS_FILE = "model.safetensors"
 OLD_WEIGHTS_FILE = "pytorch_model.bin"
 METRICS_FILE = "metrics.json"
 # What training writes there.
-METRICS_KEYS = frozenset(
-    (
-        *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision"),
-        *(
-            "train_split",
-            "validation_split",
-            "test_split",
-            "seed",
-            "bad_rows",
-            "base_model",
-            "max_length",
-            "best_epoch",
-        ),
-        *("best_epoch", "created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
-        *("test", "test_precision", "validation"),
-    )
-)
+METRICS_KEYS = {
+    *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision"),
+    *("train_split", "validation_split", "test_split", "seed", "bad_rows", "base_model", "max_length", "best_epoch"),
+    *("created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
+    *("test", "test_precision", "validation"),
+}
 # What a model folder has besides its weights; an artefact folder has a copy of each. Of the files of the tokenizer only
 # the first is always there.
 DESCRIPTION_FILES = ("config.json", TOKENIZER_FILE, SETTINGS_FILE, *OPTIONAL_FILES)
@@ -95,6 +84,7 @@ _SAVE_TOKENIZER = "AutoTokenizer.from_pretrained({0}).save_pretrained({0})"
 # The files from which transformers makes a tokenizer.json, and those that say how weights are spread over several.
 _VOCABULARY_FILES = ("vocab.txt", "vocab.json", "spiece.model", "spm.model", "sentencepiece.bpe.model")
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MOST_NESTED = 100  # levels; the libraries that read or write JSON after us fail at some hundreds
 _UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
 _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
 
@@ -146,7 +136,10 @@ class SavedModel:
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         highest = tokenizer.highest_id
-        if what := vocabulary_misfit(highest, self.config.get("vocab_size", highest + 1)):
+        num_embeddings = self.config.get("vocab_size", highest + 1)
+        if type(num_embeddings) is not int:
+            raise ModelLoadError(self.path, f"vocab_size {num_embeddings!r:.80} in config.json: must be a whole number")
+        if what := vocabulary_misfit(highest, num_embeddings):
             raise ModelLoadError(self.path, what, "use the tokenizer and the model of the same training run")
         return tokenizer
 
@@ -171,18 +164,17 @@ def weights_file(model: Path) -> Path:
 def file_inside(folder: Path, name: str) -> Path:
     """A file of a model folder, which may be a link only to files of the same model.
 
-    A link may lead into the folder itself, as Kubernetes mounts them (``config.json -> ..data/config.json``), from an
-    artefact into the model's folder, and from a snapshot in the hub's cache into its ``blobs``. A link to anywhere else
-    may have come with a downloaded model, and would publish a file of this machine.
+    A link may lead into the folder itself, as Kubernetes mounts them (``config.json -> ..data/config.json``), and from
+    a snapshot in the hub's cache into its ``blobs``. A link to anywhere else may have come with a downloaded model, and
+    would publish a file of this machine.
 
     Raises:
         ModelLoadError: it leads elsewhere.
     """
     path = folder / name
     home, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-    roots = [home, *([home.parent] if home.name in PRECISIONS else [])]
-    roots += [above.parent / "blobs" for above in (home, *home.parents) if above.name == "snapshots"]
-    if any(found.is_relative_to(root) for root in roots):
+    blobs = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+    if any(found.is_relative_to(root) for root in (home, *blobs)):
         return path
     raise ModelLoadError(path, f"is a link to {found}, outside of the model", "put the file itself into the folder")
 
@@ -199,7 +191,10 @@ def read_saved_model(path: Path) -> SavedModel:
         if path.is_file():
             return _checked(_read_checkpoint(path))
     except RecursionError as error:
-        raise ModelLoadError(path, "one of its JSON files is nested too deep") from error
+        raise ModelLoadError(path, f"its {TOKENIZER_FILE} is nested too deeply") from error
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        what = f"a value in its config.json is of the wrong type ({first_line(error)})"
+        raise ModelLoadError(path, what) from error
     raise ModelLoadError(
         path,
         "no such model",
@@ -438,13 +433,22 @@ def _check_keys(path: Path, prefix: str, found: dict[str, Any], wanted: dict[str
             raise ModelLoadError(path, what, _RIGHT_FILE)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, remedy: str = "") -> dict[str, Any]:
+    too_deep = ModelLoadError(path, f"is nested more than {_MOST_NESTED} levels deep", remedy)
     try:
         content = json.loads(_read_text(path))
     except ValueError as error:
-        raise ModelLoadError(path, f"not valid JSON ({error})") from error
+        raise ModelLoadError(path, f"not valid JSON ({error})", remedy) from error
+    except RecursionError as error:
+        raise too_deep from error
     if not isinstance(content, dict):
-        raise ModelLoadError(path, "is not a JSON object")
+        raise ModelLoadError(path, "is not a JSON object", remedy)
+    level: list[Any] = [content]
+    for _ in range(_MOST_NESTED):
+        values = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
+        level = [value for value in values if isinstance(value, dict | list)]
+    if level:
+        raise too_deep
     return content
 
 
@@ -487,13 +491,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read an artefact's manifest."""
     path = folder / MANIFEST_FILE
-    try:
-        content = json.loads(file_inside(folder, MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(path, f"cannot be read ({error})", EXPORT_AGAIN) from error
-    if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
-        found = content.get("format") if isinstance(content, dict) else None
-        raise ModelLoadError(path, f"format {found!r}, this version reads format {MANIFEST_FORMAT}", EXPORT_AGAIN)
+    content = _read_json(file_inside(folder, MANIFEST_FILE), EXPORT_AGAIN)
+    if (found := content.get("format")) != MANIFEST_FORMAT:
+        raise ModelLoadError(path, f"format {found!r:.80}, this version reads format {MANIFEST_FORMAT}", EXPORT_AGAIN)
     kinds = {"str": str, "float": float}
     values: dict[str, Any] = {}
     for field in fields(Manifest):

@@ -114,7 +114,7 @@ def _predict_file(options: argparse.Namespace) -> None:
     if not lines:
         raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
     model = _load_model(options)
-    blank = []
+    blank: list[int] = []
     for start in range(0, len(lines), _LINES_AT_ONCE):
         chunk = lines[start : start + _LINES_AT_ONCE]
         texts = [_pair(options.file, line) if model.reads_pairs else line for _, line in chunk]
@@ -123,9 +123,12 @@ def _predict_file(options: argparse.Namespace) -> None:
         texts = [text for text, one in zip(texts, encoded, strict=True) if not one.blank]
         answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
         _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
+    if len(blank) == len(lines):
+        raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
     if blank:
-        what = f"{len(blank)} lines have nothing that the model reads and were left out, the first is line {blank[0]}"
-        print(f"--file {options.file}: {what}", file=sys.stderr)
+        what = f"line {blank[0]}: is blank to the model and was left out"
+        more = f", and {len(blank) - 1} more" if len(blank) > 1 else ""
+        print(f"--file {options.file} {what}{more}", file=sys.stderr)
 
 
 def _pair(file: str, line: str) -> tuple[str, str]:

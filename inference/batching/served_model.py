@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import cast
 
 from common.errors import ModelLoadError, first_line
@@ -26,6 +25,11 @@ from inference.settings import Settings
 LoadModel = Callable[[Path, str], ModelLoader]
 
 logger = logging.getLogger(__name__)
+
+# The C library's functions that keep memory in bounds; only glibc on Linux has both.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_GLIBC = _LIBC if hasattr(_LIBC, "mallopt") and hasattr(_LIBC, "malloc_trim") else None
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,6 @@ class ServedModel:
         self.public_name = self.path.absolute().name
         self._load_error = f"{self.public_name}: the model is still loading; try again in a few seconds"
         self._loading = asyncio.Lock()
-        self._loader = _Loader()
         self._draining: set[asyncio.Task[None]] = set()
         metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
         metrics.watch(
@@ -127,7 +130,9 @@ class ServedModel:
         """
         async with self._loading:
             try:
-                model = await self._loader.run(lambda: self._load_model(self.path, self._engine))
+                if self._current is None:
+                    _limit_memory_pools()
+                model = await _in_background(lambda: self._load_model(self.path, self._engine))
                 budget, longest = self._limits.max_batch_tokens, model.tokenizer.most_ids
                 if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
                     what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
@@ -177,47 +182,30 @@ class ServedModel:
             await asyncio.wait(self._draining)
 
 
-class _Loader:
-    """One thread for all loads, for which a process that is to end does not wait.
+async def _in_background(load: Callable[[], ModelLoader]) -> ModelLoader:
+    """Like `asyncio.to_thread`, except that a process that is to end does not wait for the thread."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[ModelLoader] = loop.create_future()
 
-    The C library keeps a pool of memory for each thread that asks for much. With a new thread for every load the pools
-    of earlier loads would remain, and a server would grow by a model's size with each of its first reloads.
-    """
+    def settle(model: ModelLoader | None, error: BaseException | None) -> None:
+        if loaded.done():  # cancelled
+            return
+        if error is not None:
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(cast("ModelLoader", model))
 
-    def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def run() -> None:
+        model, error = None, None
+        try:
+            model = load()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, model, error)
 
-    async def run(self, load: Callable[[], ModelLoader]) -> ModelLoader:
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[ModelLoader] = loop.create_future()
-
-        def settle(model: ModelLoader | None, error: BaseException | None) -> None:
-            if loaded.done():  # cancelled
-                return
-            if error is not None:
-                loaded.set_exception(error)
-            else:
-                loaded.set_result(cast("ModelLoader", model))
-
-        def work() -> None:
-            model, error = None, None
-            try:
-                model = load()
-            except BaseException as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, model, error)
-
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="load", daemon=True)
-            self._thread.start()
-        self._work.put(work)
-        return await loaded
-
-    def _serve(self) -> None:
-        while True:
-            self._work.get()()
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await loaded
 
 
 def refusal_of(path: Path, error: Exception) -> ModelLoadError:
@@ -237,13 +225,16 @@ async def _drain(classifier: Classifier) -> None:
     # may wait long, so without this every reload would add a model's size.
     del classifier
     gc.collect()
-    _return_free_memory()
+    if _GLIBC:
+        _GLIBC.malloc_trim(0)  # otherwise glibc keeps most of what is free now
 
 
-def _return_free_memory() -> None:
-    """Give the system back what the old model has freed; glibc keeps most of it otherwise, other C libraries do not."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+def _limit_memory_pools() -> None:
+    # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new threads: their pools
+    # would add several times a model's size during a server's first reloads. This counts for pools that do not exist
+    # yet, so it comes before the first load.
+    if _GLIBC:
+        _GLIBC.mallopt(_M_ARENA_MAX, 2)
 
 
 def _freeze_what_stays() -> None:

@@ -99,3 +99,26 @@ def test_a_model_that_is_not_exported_is_refused_in_one_line(model_folder: Path)
     assert (done.returncode, done.stdout) == (2, "")
     remedy = f"write one with python -m inference.export {model_folder}"
     assert done.stderr == f"error: {model_folder}: no native or onnx artefact in it; {remedy} [artefact-missing]\n"
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "config.json", "onnx/manifest.json", "onnx/model.onnx", "onnx/more"])
+def test_no_file_from_outside_of_the_model_is_copied(exported_copy: Path, tmp_path: Path, name: str) -> None:
+    (exported_copy / "metrics.json").write_text("{}")
+    secret = tmp_path / "secret"
+    if (exported_copy / name).exists():
+        shutil.copy(exported_copy / name, secret)
+        (exported_copy / name).unlink()
+    (exported_copy / name).symlink_to(secret)
+    secret.touch()
+    with pytest.raises(DeploymentError, match=rf"{name}: is a link to .*, outside of the model"):
+        image_files(exported_copy)
+
+
+def test_a_model_in_the_hub_s_cache_is_copied(exported_copy: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--news"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot = Path(shutil.copytree(exported_copy, repository / "snapshots" / "0a1b"))
+    for number, file in enumerate(sorted(path for path in snapshot.rglob("*") if path.is_file())):
+        file.rename(repository / "blobs" / str(number))
+        file.symlink_to(Path("../" * (len(file.relative_to(snapshot).parts) + 1)) / "blobs" / str(number))
+    assert image_files(snapshot).keys() == image_files(exported_copy).keys()

@@ -129,7 +129,7 @@ def test_a_batch_is_answered_with_a_list_in_order(server: httpx.Client, texts: l
     assert confidences == pytest.approx([one["confidence"] for one in singles], abs=1e-5)
 
 
-@pytest.mark.parametrize("text", ["", "   ", "\\", "&lt;p&gt;", "\x00"])
+@pytest.mark.parametrize("text", ["", "   ", "\\", "&lt;p&gt;", "\x00", "\u200b\u200d\ufeff"])
 def test_a_blank_text_is_refused_with_422(server: httpx.Client, text: str) -> None:
     _assert_refused(server.post("/predict", json={"text": text}), 422, "blank_text", "text is blank")
     batch = server.post("/predict/batch", json={"texts": ["News", text]})

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
+from common.errors import UserError
 from common.problem_types import THRESHOLDS_KEY
+from common.text import PAIR_KEY, texts_in
 from inference.engines.model_loader import ModelLoader
 from inference.predict import main
 from tests.inference.conftest import THRESHOLDS, TINY, MakeFolder
@@ -64,14 +73,112 @@ def test_a_file_is_answered_line_by_line_without_its_blank_lines(
 
 
 @pytest.mark.slow
-def test_input_and_terminal_need_not_be_utf8(model_folder: Path, labels: list[str]) -> None:
-    news = b"Goal!\tby \xff\nOil\n" * 300
+def test_the_terminal_need_not_be_utf8(model_folder: Path, labels: list[str]) -> None:
+    news = "Goal!\tby \u00ff\nOil\n".encode() * 300
     run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=news, PYTHONIOENCODING="ascii")
     answers = [json.loads(line) for line in run.stdout.splitlines()]
     assert run.returncode == 0
     assert len(answers) == 600
     assert answers[0]["text"] == "Goal! by ?"
     assert set(answers[0]["probabilities"]) == set(labels)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """Models of which every byte of a text changes the answer, for single texts and for pairs."""
+
+    def make(pairs: bool) -> Path:
+        folder = tmp_path_factory.mktemp("bytes") / "model"
+        special = ["[PAD]", "[CLS]", "[SEP]"]
+        vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        tokenizer = Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.add_special_tokens(special)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
+        torch.manual_seed(0)
+        sizes = {"n_layers": 1, "dim": 32, "hidden_dim": 64, "n_heads": 2, "max_position_embeddings": 128}
+        settings = DistilBertConfig(vocab_size=len(vocabulary), initializer_range=0.5, num_labels=4, **sizes)
+        DistilBertForSequenceClassification(settings).save_pretrained(folder)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
+        if pairs:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {PAIR_KEY: 2}))
+        return folder
+
+    return cache(make)
+
+
+FORMS: dict[str, Callable[[str], bytes]] = {
+    "LF": str.encode,
+    "CRLF": lambda text: text.replace("\n", "\r\n").encode(),
+    "lone CR": lambda text: text.replace("\n", "\r").encode(),
+    "no end of the last line": lambda text: text.removesuffix("\n").encode(),
+    "empty lines": lambda text: text.replace("\n", "\n \r\n\n").encode(),
+    "a byte order mark": lambda text: text.encode("utf-8-sig"),
+    "UTF-16": lambda text: text.encode("utf-16"),
+    "UTF-16, big first": lambda text: b"\xfe\xff" + text.replace("\n", "\r\n").encode("utf-16-be"),
+}
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["single", "pairs"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_line_of_a_file_is_answered_as_its_text_alone(
+    byte_level: Callable[[bool], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    pairs: bool,
+) -> None:
+    folder = byte_level(pairs)
+    texts: list[Any] = ["Shares fell", "Zwölf  Ölpreise\u2028steigen", " goal\x85"]
+    texts = [(text, f"{text} again") for text in texts] if pairs else texts
+    data = FORMS[form]("".join("\t".join(texts_in(text)) + "\n" for text in texts))
+    expected = ModelLoader(folder).predict_batch(texts)
+
+    file = tmp_path / "texts"
+    file.write_bytes(data)
+    main(["--file", str(file), "--model", str(folder), "--json"])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    main(["--file", "-", "--model", str(folder), "--json"])
+
+    lines = capsys.readouterr().out.splitlines()
+    found = [json.loads(line)["probabilities"] for line in lines]
+    assert found == [one["probabilities"] for one in expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ("Öl\ncaf\xe9\n".encode("latin-1"), "line 1: not UTF-8 text"),
+        (b"oil\n\ncaf\xe9\n", "line 3: not UTF-8 text"),
+        ("oil prices\n".encode("utf-16-le"), "it looks like UTF-16"),
+        (b"\xff\xfeo\x00i", "UTF-16 text that is damaged"),
+        ("\u200b\ufeff\n".encode(), "has no text to classify"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_before_any_answer(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, what: str
+) -> None:
+    file = tmp_path / "texts"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=rf"--file {file}[ :].*{what}"):
+        main(["--file", str(file), "--model", str(model_folder)])
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_of_which_nothing_remains_are_left_out_and_counted(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "texts"
+    file.write_text("Goal!\n\n\u200b\u200d\nOil\n&lt;p&gt;\n", encoding="utf-8")
+    main(["--file", str(file), "--model", str(model_folder)])
+    printed = capsys.readouterr()
+    assert [line.split("\t")[2] for line in printed.out.splitlines()] == ["Goal!", "Oil"]
+    assert printed.err == f"--file {file} line 3: is blank to the model and was left out, and 1 more\n"
 
 
 def test_a_reader_may_stop_early(model_folder: Path, tmp_path: Path) -> None:
@@ -108,6 +215,12 @@ def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 def test_a_blank_text_is_one_line_and_exit_code_2() -> None:
     _assert_refused(_run("  "), "the text is blank")
+
+
+@pytest.mark.parametrize("text", ["\u200b\u200d\ufeff", "\x00", "&lt;p&gt;"])
+def test_a_text_of_which_nothing_remains_is_refused(model_folder: Path, text: str) -> None:
+    with pytest.raises(UserError, match="text is blank: there is nothing to classify"):
+        main([text, "--model", str(model_folder)])
 
 
 def test_a_file_without_text_is_one_line_and_exit_code_2() -> None:

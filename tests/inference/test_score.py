@@ -185,6 +185,18 @@ def test_a_bad_row_ends_the_job_with_its_line_unless_it_is_to_be_kept(model_fold
     ]
 
 
+def test_a_text_of_which_nothing_remains_is_a_bad_row(model_folder: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text("id,text\n1,oil\n2,\u200b\u200d\ufeff\n3,&lt;p&gt;\n4,goal\n", encoding="utf-8")
+
+    assert f"{source} row 2: the text is blank" in refusal(source, out, model_folder)
+    score(source, out, model_folder, "--bad_rows", "keep", "--restart")
+
+    rows = rows_of(out)
+    assert [bool(row["label"]) for row in rows] == [True, False, False, True]
+    assert [row["error"].partition(": ")[2] for row in rows[1:3]] == ["the text is blank"] * 2
+
+
 def test_bad_json_lines_keep_their_place(model_folder: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(

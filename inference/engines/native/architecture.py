@@ -26,6 +26,9 @@ LANES = 16  # floats that one step of the kernels takes, see model.h
 MAX_INPUTS = (2**31 - 1) // (182 * 45) // 2
 ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in model.h
 _HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": 2}
+# Bounds of a config.json that may be wrong: a size within them costs no memory to speak of before the tensors are there
+# to compare it with.
+_MOST_LAYERS, _MOST = 1_000, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class EncoderShape:
             return cls._of(config)
         except KeyError as error:  # transformers has a default for each
             raise ValueError(f"config.json has no {error.args[0]}, which the native engine needs") from error
-        except (AttributeError, TypeError) as error:  # such as a text where a number belongs
+        except (AttributeError, OverflowError, TypeError) as error:  # such as a text where a number belongs
             raise ValueError(f"config.json has a value of the wrong type ({error})") from error
 
     @classmethod
@@ -85,32 +88,37 @@ class EncoderShape:
             raise ValueError("position_embedding_type: the native engine supports absolute positions only")
         num_layers = config[family.num_layers_key]
         num_positions = max_positions(config)
+        embedding_size = config[family.hidden_size_key]
+        if family.embedding_projection:
+            embedding_size = config.get("embedding_size", embedding_size)
+        epsilon, padding = (
+            config[key] if isinstance(key, str) else key for key in (family.norm_epsilon, family.padding_id)
+        )
         # The kernels would read past the end of an array for a size of 0, so this comes before all arithmetic.
-        for name, size in (
-            (family.num_layers_key, num_layers),
-            (family.hidden_size_key, config[family.hidden_size_key]),
-            ("embedding_size", config.get("embedding_size", 1) if family.embedding_projection else 1),
-            (family.intermediate_size_key, config[family.intermediate_size_key]),
-            (family.num_heads_key, config[family.num_heads_key]),
-            ("vocab_size", config["vocab_size"]),
-            ("max_position_embeddings", num_positions),
-            ("id2label", len(config["id2label"])),
+        for name, size, most in (
+            (family.num_layers_key, num_layers, _MOST_LAYERS),
+            (family.hidden_size_key, config[family.hidden_size_key], _MOST),
+            ("embedding_size", embedding_size, _MOST),
+            (family.intermediate_size_key, config[family.intermediate_size_key], _MOST),
+            (family.num_heads_key, config[family.num_heads_key], _MOST),
+            ("vocab_size", config["vocab_size"], _MOST),
+            ("max_position_embeddings", num_positions, _MOST),
+            ("id2label", len(config["id2label"]), _MOST),
         ):
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name} {size!r}: the native engine needs a whole number, at least 1")
+            _check_whole(name, size, 1, most)
+        if padding is not None:
+            _check_whole("pad_token_id", padding, 0, config["vocab_size"] - 1)
+        _check_positive("norm epsilon", epsilon)
         windows, thetas = (0,) * num_layers, (None,) * num_layers
         head_activation = family.pooler_activation
         if family is MODERNBERT:
             windows, thetas = _modernbert_attention(config)
             head_activation = config.get("classifier_activation", "gelu")
-        epsilon, padding = family.norm_epsilon, family.padding_id
         shape = cls(
             family=family,
             num_layers=num_layers,
             hidden_size=config[family.hidden_size_key],
-            embedding_size=config.get("embedding_size", config[family.hidden_size_key])
-            if family.embedding_projection
-            else config[family.hidden_size_key],
+            embedding_size=embedding_size,
             intermediate_size=config[family.intermediate_size_key],
             num_heads=config[family.num_heads_key],
             num_labels=len(config["id2label"]),
@@ -118,8 +126,8 @@ class EncoderShape:
             vocab_size=config["vocab_size"],
             activation=_activation(family.activation_key, config[family.activation_key], ACTIVATIONS),
             head_activation=_activation("classifier_activation", head_activation, _HEAD_ACTIVATIONS),
-            norm_epsilon=config[epsilon] if isinstance(epsilon, str) else epsilon,
-            padding_id=config[padding] if isinstance(padding, str) else padding,
+            norm_epsilon=epsilon,
+            padding_id=padding,
             separator=type_separator(config) if family.token_type_embeddings else None,
             mean_pool=family is MODERNBERT and config.get("classifier_pooling", "cls") == "mean",
             windows=windows,
@@ -150,6 +158,16 @@ class EncoderShape:
                 )
 
 
+def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} {value!r:.80}: the native engine needs a whole number from {least} to {most}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} {value!r:.80}: the native engine needs a number greater than 0")
+
+
 def _activation(key: str, name: str, known: Mapping[str, int]) -> int:
     if name not in known:
         raise ValueError(f"{key} {name!r}: the native engine supports {' and '.join(known)}")
@@ -158,12 +176,14 @@ def _activation(key: str, name: str, known: Mapping[str, int]) -> int:
 
 def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
     """Return the window and the base of the rotary frequencies of every layer, from old and new forms of the file."""
-    every = config.get("global_attn_every_n_layers", 3)
+    every, window = config.get("global_attn_every_n_layers", 3), config.get("local_attention", 128)
+    _check_whole("global_attn_every_n_layers", every, 1, _MOST)
+    _check_whole("local_attention", window, 2, _MOST)
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer % every else "full_attention" for layer in range(config["num_hidden_layers"])
     ]
     if len(kinds) != config["num_hidden_layers"] or not {"full_attention", "sliding_attention"}.issuperset(kinds):
-        what = f"layer_types {kinds!r}: must name full_attention or sliding_attention for each of the"
+        what = f"layer_types {kinds!r:.200}: must name full_attention or sliding_attention for each of the"
         raise ValueError(f"{what} {config['num_hidden_layers']} layers")
     thetas: dict[str, float] = {}
     for kind, old_key, usual in (
@@ -175,9 +195,10 @@ def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], t
         if rope_type != "default" or config.get("rope_scaling"):
             raise ValueError(f"rope_type {rope_type!r}: the native engine supports the default rotary positions only")
         # A layer kind without a theta of its own has the usual one of the family.
-        thetas[kind] = float(parameters.get("rope_theta") or config.get(old_key) or usual)
-    window = config.get("local_attention", 128) // 2
+        theta = parameters.get("rope_theta") or config.get(old_key) or usual
+        _check_positive("rope_theta", theta)
+        thetas[kind] = float(theta)
     return (
-        tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        tuple(window // 2 if kind == "sliding_attention" else 0 for kind in kinds),
         tuple(thetas[kind] for kind in kinds),
     )

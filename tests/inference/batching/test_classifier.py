@@ -107,7 +107,7 @@ def test_a_deadline_is_answered_though_the_queue_does_not_move() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("blank", ["", " \n\t", "\ud800\x00", "&nbsp;"])
+@pytest.mark.parametrize("blank", ["", " \n\t", "\ud800\x00", "&nbsp;", "\u200d", "\u200b\ufeff"])
 def test_a_blank_text_is_refused_and_its_neighbours_are_answered(blank: str) -> None:
     async def test() -> None:
         async with running() as bench:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
 from common.errors import ModelLoadError
-from common.model_folder import read_saved_model
+from common.model_folder import describe_files, read_manifest, read_saved_model, write_manifest
 from common.text import clean_text
+from inference import export
 from inference.app import create_app
 from inference.engines.base import PADDED_TEXTS
 from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
-from tests.processes import wait_until
+from tests.processes import REPOSITORY, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def test_an_empty_batch_has_no_answers(model: ModelLoader) -> None:
     assert model.predict_batch([]) == []
 
 
-@pytest.mark.parametrize("text", ["", " \n\t", "\\", "&lt;b&gt;&lt;/b&gt;", "\ud83d", "\x00"])
+@pytest.mark.parametrize("text", ["", " \n\t", "\\", "&lt;b&gt;&lt;/b&gt;", "\ud83d", "\x00", "\u200b\u200d\ufeff"])
 def test_a_blank_text_is_refused(model: ModelLoader, text: str) -> None:
     with pytest.raises(ValueError, match="text is blank"):
         model.predict(text)
@@ -309,3 +312,66 @@ def test_a_label_that_no_answer_can_carry_is_refused_when_the_model_loads(folder
     (folder_copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=r"half of a surrogate pair.*; correct id2label in config.json"):
         ModelLoader(folder_copy)
+
+
+def _with_token(folder: Path, index: int) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["zeppelin"] = index  # a hole before it: the number of tokens is in order
+    path.write_text(json.dumps(content))
+
+
+def test_a_token_id_that_the_model_has_no_row_for_is_refused_by_load_and_export(
+    folder_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_rows = json.loads((folder_copy / "config.json").read_text())["vocab_size"]
+    what = f"the tokenizer has {num_rows + 51} token ids, the model only {num_rows}"
+    _with_token(folder_copy, num_rows + 50)
+    _assert_refused(folder_copy, what)
+    with pytest.raises(ModelLoadError, match=what):
+        export.main([str(folder_copy), "--engine", "native"])
+    assert not (folder_copy / "native").exists()
+
+
+@pytest.mark.parametrize("engine", ["native", "onnx"])
+def test_a_token_id_that_an_artefact_has_no_row_for_is_refused(
+    exported_copy: Path, tmp_path: Path, engine: str
+) -> None:
+    artefact = exported_copy / "onnx"
+    if engine == "native":
+        artefact = Path(shutil.copytree(REPOSITORY / "checkpoints" / "news", tmp_path / "native"))
+    num_rows = json.loads((artefact / "config.json").read_text())["vocab_size"]
+    _with_token(artefact, num_rows)
+    write_manifest(artefact, replace(read_manifest(artefact), files=describe_files(artefact)))
+    _assert_refused(artefact, f"the tokenizer has {num_rows + 1} token ids, the model only {num_rows}")
+
+
+def test_special_tokens_around_a_text_are_no_exception(folder_copy: Path) -> None:
+    path = folder_copy / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["post_processor"]["special_tokens"]["[CLS]"]["ids"] = [9999]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r"^[^\n]*$"):
+        ModelLoader(folder_copy)
+
+
+def test_a_text_of_which_the_tokenizer_leaves_nothing_is_blank(folder_copy: Path) -> None:
+    path = folder_copy / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[^a-z ]"}, "content": ""}
+    for frame in (content["post_processor"], None):  # with special tokens around a text, and without
+        path.write_text(json.dumps(content | {"post_processor": frame}))
+        model = ModelLoader(folder_copy)
+        assert model.predict("oil")["label"]
+        with pytest.raises(ValueError, match="text is blank"):
+            model.predict("1918")
+        with pytest.raises(ValueError, match=r"texts\[1\] is blank"):
+            model.predict_batch(["oil", "1918"])
+
+
+def test_only_what_training_measured_is_published(folder_copy: Path) -> None:
+    metrics = {"dataset": "tiny", "max_length": 24, "test": {"accuracy": 0.5}}
+    (folder_copy / "metrics.json").write_text(json.dumps(metrics | {"auths": {"registry": {"auth": "secret"}}}))
+    with TestClient(create_app(Settings(model_checkpoint=folder_copy))) as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        assert client.get("/model").json()["metrics"] == metrics

@@ -81,8 +81,9 @@ def test_the_hub_client_is_told_its_address_and_may_end_it_with_a_slash(client: 
 
 
 def test_the_hub_client_shows_why_it_was_refused(hub: InferenceClient) -> None:
-    with pytest.raises(HfHubHTTPError, match="inputs is blank"):
-        hub.text_classification("   ")
+    for blank in ("   ", "\u200b\u200d\ufeff"):
+        with pytest.raises(HfHubHTTPError, match="inputs is blank"):
+            hub.text_classification(blank)
 
 
 def test_triton_s_client_finds_server_and_model_ready_and_described(triton: Any, model_folder: Path) -> None:
@@ -148,9 +149,10 @@ def test_triton_s_client_is_told_which_extensions_are_not_served(triton: Any, mo
 
 def test_triton_s_client_shows_why_it_was_refused(triton: Any, model_folder: Path) -> None:
     tensor = http.InferInput("text", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([" "], dtype=object))
-    with pytest.raises(Exception, match=r"data\[0\] is blank"):
-        triton.infer(model_folder.name, [tensor])
+    for blank in (" ", "\u200b\u200d\ufeff"):
+        tensor.set_data_from_numpy(np.array([blank], dtype=object))
+        with pytest.raises(Exception, match=r"data\[0\] is blank"):
+            triton.infer(model_folder.name, [tensor])
     with pytest.raises(Exception, match="no model of this name; tiny is served"):
         triton.infer("another", [tensor])
 

@@ -51,7 +51,7 @@ def test_words_of_a_group_share_its_weight(client: httpx.Client) -> None:
     assert [word["weight"] for word in words[0::2]] == [word["weight"] for word in words[1::2]]
 
 
-@pytest.mark.parametrize("text", ["", "  ", "&lt;p&gt;", "\x00"])
+@pytest.mark.parametrize("text", ["", "  ", "&lt;p&gt;", "\x00", "\u200b\u200d\ufeff"])
 def test_a_blank_text_cannot_be_explained(client: httpx.Client, text: str) -> None:
     response = client.post("/explain", json={"text": text})
     assert response.status_code == 422

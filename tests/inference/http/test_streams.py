@@ -42,7 +42,7 @@ def test_every_line_is_answered_in_order_as_a_single_request_is(model_folder: Pa
 
 def test_a_bad_line_is_answered_with_an_error_for_it_alone(model_folder: Path) -> None:
     body = (
-        b'{"text": "Oil prices", "top_k": 1}\n\n{"text": " "}\n{oil}\n{"txet": "Oil"}\n{"text": "\xff"}\r\n'
+        b'{"text": "Oil prices", "top_k": 1}\n\n{"text": "\\u200d"}\n{oil}\n{"txet": "Oil"}\n{"text": "\xff"}\r\n'
         b'{"text": "penalties penalties"}\n{"text": "\\ud83d"}\n"Oil"\n{"text": "'
         + b"a" * 70_000
         + b'"}\n{"text": "Goal!"}'
