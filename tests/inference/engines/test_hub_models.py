@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig
 
 from common.errors import ModelLoadError
 from common.model_folder import read_saved_model
@@ -203,3 +205,26 @@ def test_a_folder_that_was_never_exported_gets_a_remedy_that_fits(folder_copy: P
 def test_a_model_that_gives_no_answer_for_a_whole_text_is_refused(folder_copy: Path, architecture: str) -> None:
     _edit(folder_copy / "config.json", architectures=[architecture])
     assert f"a {architecture}, which does not give a whole text one answer" in _refusal(folder_copy)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_folder_with_only_a_vocabulary_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
+    texts = ["Shares of the oil company fell", "Goal for the strikers", "Ünï code"]
+    if family == "bert":
+        vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "shares", "of", "the", "oil", "goal", "##s", "uni"]
+        (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    else:
+        vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    more = {"pad_token_id": vocabulary.index("[PAD]" if family == "bert" else "<pad>"), "initializer_range": 0.5}
+    config = AutoConfig.for_model(family, vocab_size=len(vocabulary), num_labels=3, **sizes, **more)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+
+    ours = ModelLoader(tmp_path, "torch").predict_batch(texts)
+    theirs = transformers.pipeline("text-classification", model=str(tmp_path), device="cpu")(texts)
+    assert [answer["label"] for answer in ours] == [answer["label"] for answer in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["confidence"] == pytest.approx(other["score"], abs=1e-5)
