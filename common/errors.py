@@ -160,7 +160,7 @@ def in_one_line(error: BaseException) -> str:
 def reason_to_record(error: BaseException) -> str:
     """An error as one line for a log; unforeseen ones with their type, without which they say little."""
     if isinstance(error, ForeseenError):
-        return " ".join(error.line.split())
+        return printable(in_one_line(error) + f" [{error.code}]" * bool(error.code))
     if isinstance(error, StopAsked):
         return in_one_line(error)
     return f"{type(error).__name__}: {in_one_line(error)}"

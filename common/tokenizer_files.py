@@ -55,7 +55,8 @@ def combined(
     config = config or {}
     kind = str(settings.get("tokenizer_class") or config.get("model_type", "")).lower()
     kind = kind.removesuffix("fast").removesuffix("tokenizer")
-    _refuse_other_kind(content, kind)
+    if settings.get("tokenizer_class"):  # a type of model alone does not say that transformers made the tokenizer
+        _refuse_other_kind(content, kind)
     values = {**_DEFAULTS.get(kind, {}), **settings}
     _set_normalizer(content, values, obeyed=kind in _DEFAULTS)
     _set_prefix_space(content, values, obeyed=kind in _DEFAULTS)

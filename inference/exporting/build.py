@@ -165,7 +165,7 @@ def export(
             )
             write_manifest(folder, manifest)
             if _files_now(saved) != before:  # the manifest would name weights that gave none of these answers
-                raise ModelLoadError(saved.path, "changed while it was exported")
+                raise ModelLoadError(saved.path, "changed while it was exported", "export the model again")
             load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest, comparison.table())
 

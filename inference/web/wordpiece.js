@@ -23,6 +23,12 @@ const TAG_NAMES =
 const TAG = new RegExp(`</?(?:${TAG_NAMES.replaceAll("i", "[iİı]")})(?=[${SPACE}/>])([^<>]*)>`, "giu");
 const UNPRINTABLE =
   /[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ud800-\udfff\ufdd0-\ufdef\ufeff\ufffe\uffff]/gu;
+// As in common/text.py: a text of nothing else has nothing to read.
+const INVISIBLE = new RegExp(
+  `^[${SPACE}\\x00-\\x1f\\x7f-\\x9f\\xad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u200b-\\u200f\\u202a-` +
+    "\\u202e\\u2060-\\u206f\\u2800\\u3164\\ufe00-\\ufe0f\\ufeff\\uffa0\\ufff0-\\ufff8\\u{e0000}-\\u{e0fff}]*$",
+  "u",
+);
 const LONE_SURROGATE = /[\ud800-\udfff]/gu;
 const SPACES = new RegExp(`[${SPACE}]+`, "u");
 const MAX_ROUNDS = 4;
@@ -63,7 +69,8 @@ function cleanOnce(text, entities) {
       attributes.includes("=") || /^[ /]*$/.test(attributes) ? " " : tag,
     );
   }
-  return withoutEdges(text.replace(UNPRINTABLE, ""));
+  text = text.replace(UNPRINTABLE, "");
+  return INVISIBLE.test(text) ? "" : withoutEdges(text);
 }
 
 function cleanNews(text, entities) {
@@ -166,7 +173,7 @@ export class Tokenizer {
   /** A text as it is tokenised; empty if there is nothing to read. */
   clean(text) {
     if (this.settings.cleaning === "news") return cleanNews(text, this.entities);
-    return withoutEdges(text) ? text.replace(LONE_SURROGATE, "\ufffd") : "";
+    return INVISIBLE.test(text) ? "" : text.replace(LONE_SURROGATE, "\ufffd");
   }
 
   /** The ids of a cleaned text, cut to what the model reads, and how many the whole text has. */
