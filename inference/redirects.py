@@ -6,12 +6,15 @@ import contextlib
 import socket
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPMessage, HTTPResponse, HTTPSConnection
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import IO, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request
 
 _NAT64 = IPv6Network("64:ff9b::/96")
+# What ipaddress takes for public depends on the version of Python. Some cloud has its metadata service in the first.
+_FOR_PROTOCOLS = IPv4Network("192.0.0.0/24")
+_PUBLIC_V6 = IPv6Network("2000::/3")
 
 
 class RedirectRefused(Exception):
@@ -92,8 +95,11 @@ class _TlsConnection(HTTPSConnection, _Connection):
 
 def _written_address(host: str | None) -> str | None:
     """The address that a host is, however it is spelled: 2852039166 and 0251.0376.0251.0376 are 169.254.169.254."""
+    host = unquote(host or "-").rstrip(".")
+    if f".{host}".endswith(".localhost"):
+        return "127.0.0.1"
     with contextlib.suppress(OSError, ValueError):
-        return str(socket.getaddrinfo(unquote(host or "-"), None, flags=socket.AI_NUMERICHOST)[0][4][0])
+        return str(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
     return None
 
 
@@ -109,7 +115,8 @@ def kind_of(address: str | None) -> str:
         return "loopback"
     if ip.is_link_local:
         return "link-local"
-    return "public" if ip.is_global and not ip.is_multicast else "private"
+    is_unicast = ip in _PUBLIC_V6 if isinstance(ip, IPv6Address) else not ip.is_multicast and ip not in _FOR_PROTOCOLS
+    return "public" if ip.is_global and is_unicast else "private"
 
 
 def _origin(url: SplitResult) -> tuple[str, str | None, int]:
