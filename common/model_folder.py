@@ -311,7 +311,7 @@ def _max_length(path: Path, config: dict[str, Any]) -> int:
     try:
         number = float(named) if named is not None and not isinstance(named, bool) else float("inf")
     except (OverflowError, TypeError, ValueError):
-        number = 0.5
+        number = 0.5  # no whole number, so it is refused below
     if number != float("inf") and number != int(number):
         what = f"model_max_length must be a number of tokens, got {named!r}"
         raise ModelLoadError(path, what, "set it to the number of tokens that a text may have")

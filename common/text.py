@@ -248,7 +248,7 @@ class TextTokenizer:
         self.reads_pairs = reads_pairs
         self.clean = cleaner(cleaning)
         self._tokenizer = tokenizer
-        # A saved tokenizer.json may carry the cutting and padding of whoever saved it. Only the side is the model's.
+        # A saved tokenizer.json may contain settings for truncation and padding. Only the side is the model's.
         side = (tokenizer.truncation or {}).get("direction", "right")
         self._tokenizer.enable_truncation(max_length, stride=windows.overlap if windows else 0, direction=side)
         self._tokenizer.no_padding()

@@ -325,7 +325,7 @@ class BoundedBody:
 
 
 def create_app(session: Session, token: str, folder: Path) -> FastAPI:
-    """The page's server for whoever knows the ``token``; the page may have files below ``folder`` read."""
+    """The page's server for anyone who has the ``token``; the page may have files below ``folder`` read."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state.session, app.state.token = session, token
     app.state.reach = PageReach(session.pipeline, folder)

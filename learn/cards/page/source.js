@@ -34,7 +34,7 @@ const server = {
   follow(onState, onLost) {
     const events = new EventSource("/api/events");
     events.onmessage = (event) => onState(JSON.parse(event.data));
-    // It tries again by itself unless it was refused; then a question gets the reason.
+    // The browser reconnects unless it was refused; then a request shows the reason.
     events.onerror = () => (events.readyState === EventSource.CLOSED ? server.pipeline().catch(onLost) : onLost(new Error("the server does not answer")));
   },
 };
