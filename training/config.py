@@ -218,7 +218,7 @@ class TrainConfig(BaseModel):
     max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; for language models, tokens per block, into which all texts are joined", ge=8, le=8192)
     long: Literal["cut", "windows"] = _field("cut", "data", "what happens to texts of more than max_length tokens: cut = only their beginning is read; windows = they are read in up to 16 windows of max_length tokens, each of which repeats the last quarter of the one before, and learned attention weights the answers of the windows")
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
-    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data has validation rows", ge=0, lt=0.9)
+    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; unset = 0.1, or 0 for few rows, where folds validate the fitted head; 0 = train on all rows and keep the last epoch; not used if the data has validation rows", ge=0, lt=0.9)
     duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, which have 80% of all their word triples in common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself doubts: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
@@ -241,15 +241,16 @@ class TrainConfig(BaseModel):
 
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count equally; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some rows of frequent labels wait for a later epoch")
-    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; for multi_label micro_f1, macro_f1, exact_match or loss; for regression rmse, mae, r2, spearman or loss; for embedding cosine or loss; for language models perplexity, token_accuracy or loss; unset = the first of the task")
+    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; for multi_label micro_f1, macro_f1, exact_match or loss; for regression rmse, mae, r2, spearman or loss; for embedding cosine or loss; for language models perplexity, token_accuracy or loss; unset = the first of the task, or macro_f1 if some label is rare")
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a better score; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
+    method: Literal["auto", "fine_tune", "head"] = _field("auto", "optimization", "how the model is fitted to the rows: fine_tune = all weights, beginning with a head that logistic regression has fitted to what the encoder says of the rows; head = only that head, in seconds; auto = fine_tune, but with a random head where you give --learning_rate, --budget, --lora, --loss or --long windows")
     budget: str = _field("", "optimization", "how long the run may take, from its start to the written and tested model, such as 90s, 10m or 1h: it trains as many steps as fit, at most 10 epochs unless --epochs says how many, with a learning rate that ends at zero in time; it chooses --max_length, --learning_rate, --dropout and --freeze, and keeps 2% of the rows for validation, unless you set them; unset = --epochs decides", on_resume="any")
-    epochs: int = _field(3, "optimization", "passes over the training rows; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
-    batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
+    epochs: int = _field(3, "optimization", "passes over the training rows; unset = 3, or as many more as few rows or many labels need; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
+    batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; unset = 32, or 8 or 16 for few rows; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
-    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, 1.5e-4 for starter, or 2e-4 with --lora", gt=0, lt=1)
+    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = by the width and depth of the encoder, or 2e-4 with --lora, or 1e-3 for a network that begins at random", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its square root")
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine fall to 0 at the end, inverse_sqrt falls with the square root of the step, constant does not fall")
     warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 it is a share of all steps, from 1 on a number of steps; 0 = off", ge=0)
@@ -395,16 +396,10 @@ class TrainConfig(BaseModel):
     def _defaults_of_budget(cls, values: Any) -> Any:
         return {**DEFAULTS_WITH_BUDGET, **values} if values.get("budget") else values
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_metric(cls, values: Any) -> Any:
-        """Every configuration names its metric, so that a resumed run can be compared with it."""
-        task = values.get("task", "classification")
-        metrics = METRICS_OF_TASKS.get(task) if isinstance(task, str) else None
-        return values if values.get("best_metric") or not metrics else {**values, "best_metric": metrics[0]}
-
     @model_validator(mode="after")
     def _check_across(self) -> TrainConfig:
+        if not self.best_metric:  # every configuration names it; it does not count as given
+            self.__dict__["best_metric"] = METRICS_OF_TASKS[self.task][0]
         if self.best_metric not in METRICS_OF_TASKS[self.task] and not self.metric:
             raise ValueError(
                 f"--best_metric {self.best_metric} and --task {self.task}: this task has "
@@ -626,15 +621,6 @@ class TrainConfig(BaseModel):
     def not_saved_exit_code(self) -> int:
         """The exit code of a run that was asked to stop and had nothing to save; never that of a finished run."""
         return self.stopped_exit_code or os.EX_TEMPFAIL
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The learning rate after the warm-up, before scaling by ranks."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        if self.model in (TINY, STARTER):
-            return 1e-3 if self.model == TINY else 1.5e-4
-        return 2e-4 if self.lora else 2e-5
 
     @property
     def adapter_alpha(self) -> float:

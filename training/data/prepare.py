@@ -50,6 +50,7 @@ from training.model.own import NOTHING_OWN, Own
 from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
+from training.run.recipe import validation_fraction
 from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Regression, Vocabulary
 
 if TYPE_CHECKING:
@@ -348,6 +349,7 @@ def _split(
     """``chosen``: the training rows to choose from, ascending; those without a label are all trained on."""
     chosen, unlabelled = np.split(chosen, [np.searchsorted(chosen, tokens.num_labelled)])
     labels = TASKS[config.task].strata(tokens.train.labels[: tokens.num_labelled])
+    fraction = validation_fraction(config, len(chosen))
     if len(chosen) == 0:
         raise UserError(f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few")
     if 0 < config.max_train_rows < len(chosen):
@@ -356,13 +358,13 @@ def _split(
         chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
     if tokens.validation:
         train, validation = chosen, row_numbers(len(tokens.validation))
-    elif not config.validation_fraction:
+    elif not fraction:
         _check_no_validation_needed(config)
         train, validation = chosen, chosen[:0]
     else:
-        kept, held_out = split_rows(labels[chosen], config.validation_fraction, config.seed)
+        kept, held_out = split_rows(labels[chosen], fraction, config.seed)
         train, validation = chosen[kept], chosen[held_out]
-    if len(validation) == 0 and config.validation_fraction:
+    if len(validation) == 0 and fraction:
         raise UserError(
             f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; add more rows, or "
             "separate validation rows (validation.csv beside train.csv), or train on all rows with "
@@ -397,8 +399,11 @@ def prepare_model(
     precision: str,
     say: Callable[[str], None],
     own: Own = NOTHING_OWN,
+    pooling: str = "",
 ) -> tuple[NewsClassifier, str]:
     """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
+
+    ``pooling``: what its head reads, see :class:`NewsClassifier`.
 
     Returns:
         The model, and the precision in which it can be trained: ``precision``, or fp32 if the flag leaves it open.
@@ -484,6 +489,7 @@ def prepare_model(
                 revision=config.model_revision,
                 task=TASKS[config.task],
                 layers=config.layers,
+                pooling=pooling,
             ),
             say,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,12 @@ from common.text import VERSION, TextTokenizer
 from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData
 from training.data.tokenized import TokenizedNews, TokenizedRows, check_vocabulary, load_from
+from training.model.pooling import FIRST, trained_pooling
 from training.model.precision import autocast, why_not_in_half
 from training.model.weights import read_network
 
 BATCH_TOKENS = 8192
 TEXTS_AT_ONCE = 20_000  # sorted by length
-# What sentence-transformers calls the folder that says how the vectors of tokens become one.
-POOLING = "1_Pooling/config.json"
 
 
 def vectors_file(folder: Path, data: NewsData, teacher: str, cleaning: str, max_length: int) -> Path:
@@ -81,8 +79,7 @@ def write_vectors(
     longest = min(max_length, max_positions(network.config.to_dict()) or max_length)
     tokenizer = TextTokenizer.from_file(place / "tokenizer.json", longest, cleaning)
     check_vocabulary(asked, tokenizer.highest_id, network.get_input_embeddings().num_embeddings)
-    about = json.loads((place / POOLING).read_text(encoding="utf-8")) if (place / POOLING).is_file() else {}
-    reads_first = about.get("pooling_mode_cls_token", False)
+    reads_first = trained_pooling(place) == FIRST
 
     @torch.inference_mode()
     def vectors(rows: list[list[int]]) -> np.ndarray:

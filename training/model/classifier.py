@@ -33,7 +33,8 @@ from training.config import TINY, model_place
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import RowDropout, use_row_dropout
-from training.model.layers import keep_blocks
+from training.model.layers import FAMILY_OF, keep_blocks
+from training.model.pooling import MEAN, add_mean_block, can_have_mean_block
 from training.model.precision import why_not_in_half
 from training.model.weights import read_network, redraw, stored_dtype
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
@@ -56,6 +57,7 @@ class NewsClassifier(nn.Module):
             to fp32 only what a rank keeps (:func:`widen`), so that not every rank of a machine holds the whole
             model.
         layers: how many of its blocks to keep; 0 for all.
+        pooling: ``mean`` to let the head read the mean of all tokens, where that is possible.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -72,6 +74,7 @@ class NewsClassifier(nn.Module):
         revision: str = "",
         task: type[Task] = Classification,
         layers: int = 0,
+        pooling: str = "",
     ) -> None:
         super().__init__()
         if label_names is None:
@@ -82,9 +85,14 @@ class NewsClassifier(nn.Module):
             about["label2id"] = {name: i for i, name in enumerate(names)}
             if task is not Classification and task.has_labels:  # which is what transformers assumes
                 about["problem_type"] = task.problem_type.name
-        network, self.notes = _load_network(pretrained_model, task, about, vocab_size, revision or None)
+        network, self.notes, fresh = _load_network(pretrained_model, task, about, vocab_size, revision or None)
+        family = FAMILY_OF.get(type(network).__name__)
+        # Whether the layer between the encoder and the last layer is one that was trained with the encoder.
+        self.has_stored_pooler = bool(family and family.pooler and f"{family.pooler}.weight" not in fresh)
         if layers:  # before the last block learns to compute a single token
             keep_blocks(network, layers, pretrained_model)
+        if pooling == MEAN and can_have_mean_block(network):
+            add_mean_block(network)
         self._adopt(network, task(names))
         if not as_stored:
             widen(self)
@@ -318,7 +326,8 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
 
 def _load_network(
     name: str, task: type[Task], about: dict[str, Any], vocab_size: int, revision: str | None
-) -> tuple[PreTrainedModel, list[str]]:
+) -> tuple[PreTrainedModel, list[str], list[str]]:
+    """The network, notes for the user, and the names of the weights that begin at random."""
     auto = getattr(transformers, task.auto_class)
     if name == TINY and task is CausalLanguageModel:
         special = {f"{which}_token_id": id for which, id in zip(("pad", "bos", "eos"), (0, 2, 3), strict=True)}
@@ -331,7 +340,7 @@ def _load_network(
             max_position_embeddings=8192,
             **special,  # as in SPECIAL_TOKENS
         )
-        return auto.from_config(config), []
+        return _at_random(auto.from_config(config))
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,
@@ -341,7 +350,7 @@ def _load_network(
             n_heads=4,
             **about,
         )
-        return auto.from_config(config), []
+        return _at_random(auto.from_config(config))
     place, asked = model_place(name), f"--model {name}"
     about |= {"revision": revision} if revision else {}
     generator, dtype = torch.get_rng_state(), stored_dtype(place, revision)
@@ -358,7 +367,11 @@ def _load_network(
             f"{asked} has no head for --task {task.name}: {len(reading.fresh)} weights begin at random, first "
             f"{reading.fresh[0]}"
         )
-    return reading.network, notes
+    return reading.network, notes, list(reading.fresh)
+
+
+def _at_random(network: PreTrainedModel) -> tuple[PreTrainedModel, list[str], list[str]]:
+    return network, [], list(network.state_dict())
 
 
 def widen(module: nn.Module) -> None:

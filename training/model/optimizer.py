@@ -55,7 +55,8 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:
     """The peak learning rate for this many data ranks (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
     factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}[config.scale_lr]
-    return config.peak_learning_rate * factor
+    assert config.learning_rate is not None  # settled by the recipe
+    return config.learning_rate * factor
 
 
 def learning_rate_at(step: int, total_steps: int, peak: float, warmup: float, schedule: str) -> float:

@@ -83,10 +83,10 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
 def _of_flags(config: TrainConfig) -> Settings:
     """What a file's optimizer and scheduler would have to say if they were to say what the flags do."""
     kinds = {schedule: kind for kind, schedule in SCHEDULES.items()}
-    steps = {"warmup_max_lr": config.peak_learning_rate, "warmup_num_steps": config.warmup}
+    steps = {"warmup_max_lr": config.learning_rate, "warmup_num_steps": config.warmup}
     numbers = {"betas": list(config.betas), "eps": config.epsilon, "weight_decay": config.weight_decay}
     return {
-        "optimizer": {"params": {"lr": config.peak_learning_rate, **numbers}},
+        "optimizer": {"params": {"lr": config.learning_rate, **numbers}},
         "scheduler": {"type": kinds.get(config.schedule, config.schedule), "params": steps},
     }
 

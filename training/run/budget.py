@@ -37,6 +37,7 @@ from training.monitoring.events import process_started
 from training.monitoring.records import format_percent, format_time
 from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
+from training.run.recipe import rate_for
 from training.run.suspects import ask_words
 
 # Set aside for the end, beside the answers to the test rows: the plots of the report and the end of the processes; the
@@ -173,7 +174,7 @@ def settle_learning(
         # A checkpoint of an older version does not know all flags; that run did as the default does.
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in _LEARNING}
     else:
-        chosen = {"learning_rate": _rate_of(config, model)}
+        chosen = {"learning_rate": rate_for(config, model)}
         if can_be_timed:
             per_row = _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
             testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
@@ -190,19 +191,12 @@ def settle_learning(
     return config
 
 
-def _rate_of(config: TrainConfig, model: NewsClassifier) -> float | None:
-    if config.lora or config.model == TINY or config.network:
-        return config.learning_rate
-    width = getattr(model.config, "hidden_size", None) or 768
-    return float(f"{min(1e-3, 5e-5 * (768 / width) ** 2):.2g}")
-
-
-def _learning_of(rows: float, of_rows: int, model: NewsClassifier, rate: float | None) -> dict[str, Any]:
+def _learning_of(rows: float, of_rows: int, model: NewsClassifier, rate: float) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     has_known_layers = type(model.network).__name__ in FAMILY_OF
     if rows < FEW_PASSES * of_rows:
         chosen["dropout"] = 0.0
-    if rows >= SEVERAL_PASSES * of_rows and has_known_layers and rate:
+    if rows >= SEVERAL_PASSES * of_rows and has_known_layers:
         chosen |= {"learning_rate": GENTLER_RATE * rate, "layer_decay": GENTLER_DECAY}
     if has_known_layers and rows < FEW_ROWS and (blocks := model.network.config.num_hidden_layers) >= LEAST_BLOCKS:
         chosen["freeze"] = str(blocks // 2)

@@ -17,6 +17,7 @@ from training.monitoring import Console, EventStream, Exporter
 from training.monitoring.status import StatusFile
 from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
+from training.run.head_start import Start
 from training.run.phases import Phases
 from training.run.state import RunState
 
@@ -30,7 +31,8 @@ class StepPlan:
     ``sources``: hashes of what checkpoints leave out and a resumed run must find unchanged, by their names in the
     checkpoint: the data, the weights that are not trained (None if checkpoints hold all), the teacher's answers (None
     without a teacher);
-    ``ideal_seconds``: that the devices would need for a token of a language model at their peak, otherwise None.
+    ``ideal_seconds``: that the devices would need for a token of a language model at their peak, otherwise None;
+    ``start``: the fitted head that the run began with, None if it began with a random one.
     """
 
     global_batch_size: int
@@ -41,6 +43,7 @@ class StepPlan:
     class_weights: np.ndarray | None
     sources: Mapping[str, str | None]
     ideal_seconds: float | None
+    start: Start | None
 
 
 @dataclass(frozen=True)

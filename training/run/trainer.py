@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ from training.fault_tolerance.watchdog import Watchdog
 from training.model.lora import check_lora, frozen_hash
 from training.model.optimizer import scaled_learning_rate
 from training.model.own import Own
+from training.model.pooling import POOLING_KEY
 from training.model.precision import allow_tf32, choose_precision
 from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
 from training.monitoring.events import (
@@ -64,8 +65,10 @@ from training.run.budget import settle_flags, settle_learning, start_budget
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
 from training.run.finish import finish_run
+from training.run.head_start import Start, start_from_head, wanted_pooling
 from training.run.phases import Phases
 from training.run.quiet import quiet_libraries
+from training.run.recipe import fits_head, settle_recipe
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.subscribers import make_subscribers
@@ -123,8 +126,19 @@ class Trainer:
         config, news = settle_flags(config, news, began)
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
-        model, precision = prepare_model(config, ranks, news, precision, say, own)
+        fits = fits_head(config)
+        pooling = began.get("pooling", "") if began else wanted_pooling(config) if fits else ""
+        load = partial(prepare_model, config, ranks, news, precision, own=own)
+        model, precision = load(say, pooling=pooling)
+        num_rows = len(news.labelled_index) + (0 if news.tokens.validation else len(news.validation_index))
+        labels = news.tokens.train.labels[news.labelled_index]
+        config = settle_recipe(config, model, labels, num_rows, len(news.train_index), began)
         config = settle_learning(config, model, ranks, news, precision, began)
+        start = Start(**began["start"]) if began.get("start") else None
+        if fits and not began:
+            again = partial(load, _say_nothing)
+            found = start_from_head(config, model, ranks, news, precision, lambda pooling: again(pooling=pooling)[0])
+            model, start = found or (model, None)
         # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         ideal_seconds = None
@@ -161,13 +175,14 @@ class Trainer:
                 global_batch_size=global_batch,
                 accumulation=accumulation,
                 steps_per_epoch=len(self.sampler),
-                total_steps=config.epochs * len(self.sampler),
+                total_steps=0 if config.method == "head" else config.epochs * len(self.sampler),
                 peak_learning_rate=resumed.state["peak_learning_rate"]
                 if resumed
                 else scaled_learning_rate(config, strategy.data_shard.size),
                 class_weights=class_weights,
                 sources=sources,
                 ideal_seconds=ideal_seconds,
+                start=start,
             ),
             precision=precision,
             model_config=model.config,
@@ -328,7 +343,9 @@ class Trainer:
     def _validates_at(self, step: int) -> bool:
         every, plan = self.context.config.evaluate_every, self.context.plan
         ends = step == plan.total_steps or (step % plan.steps_per_epoch == 0 and not self.budget)
-        return step > 0 and (ends or (every > 0 and step % every == 0))
+        if step == 0:  # what the fitted head is worth without a step of training
+            return self.context.plan.start is not None and not self.budget
+        return ends or (every > 0 and step % every == 0)
 
     def _steps_left(self) -> int:
         """How many more steps this rank's clock allows."""
@@ -408,6 +425,8 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validate and save; returns whether it was completed. After a stop the validation is still pending."""
+        if self.context.state.step == 0 and (start := self.context.plan.start):
+            self.context.state.epoch_loss.update(start.loss)
         try:
             metrics = validate(self.context)
         except EvaluationStopped:
@@ -415,7 +434,8 @@ class Trainer:
             return False
         self.context.state.epochs.append(metrics)
         self.context.events.publish(metrics)
-        if self.suspects and self.context.state.step % self.context.plan.steps_per_epoch == 0:
+        state, plan = self.context.state, self.context.plan
+        if self.suspects and state.step and state.step % plan.steps_per_epoch == 0:
             self.suspects.merge(self.context.ranks)
             self.suspects.end_epoch()
         self._save()
@@ -432,6 +452,8 @@ class Trainer:
             # The file that they came from may have changed or gone by the time the run resumes.
             "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
             "budget": self.budget.to_plain() if self.budget else None,
+            "start": context.plan.start and asdict(context.plan.start),
+            "pooling": getattr(context.model_config, POOLING_KEY, ""),
             **context.plan.sources,
         }
         if self.suspects:

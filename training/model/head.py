@@ -1,0 +1,364 @@
+"""The head before the first step: a linear model, fitted to what the pretrained encoder says of the training rows.
+
+A new head is random, so the first steps of fine-tuning teach it what a linear model knows in a second, and push the
+encoder about meanwhile. With few rows nothing is left after that. So the head starts from the solution of logistic
+regression (Kumar et al., "Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054: linear probing, then
+fine-tuning), whose penalty cross-validation chooses. `benchmarks/few_rows.md` compares what comes of it.
+
+An encoder can be read in several ways, and what was trained for one says little in another: its first token or the mean
+of all (see ``pooling.py``), through the pooler that it was pretrained with or past it. If its files do not say how it
+was trained, the way that the linear model likes best is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from training.data.batching import pad
+from training.data.tokenized import TokenizedRows
+from training.model.classifier import NewsClassifier
+from training.model.layers import FAMILY_OF
+from training.model.pooling import FIRST, MEAN
+from training.model.precision import autocast
+from training.parallelism.distributed import Ranks
+from training.tasks import MultiLabelClassification, Regression, Task
+
+# Penalties are weak for large numbers: scikit-learn's C, on vectors of length 1.
+PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
+# A label's name counts as so many rows of it. With two rows per label of Banking77 or SIB-200 that is worth 10 points.
+NAME_WEIGHTS = (0.0, 2.0)
+MOST_FOLDS, FEWER_FOLDS = 5, 3
+# Scores (rows x labels) of a fit: with more of them, fewer folds; rows beyond that do not help to choose.
+MANY_SCORES, ROWS_TO_CHOOSE = 20_000, 1_500
+# From a third to thirty times as sure, in steps of a tenth.
+SHARPNESS = tuple(1.1**step for step in range(-12, 37))
+ROWS_AT_ONCE = 64
+# A pooler that shall pass its input on: how large that input is, in standard deviations, where its activation bends.
+THROUGH_TANH = 0.3
+ABOVE_ZERO = 0.5
+STORED = "stored pooler"
+
+
+@dataclass(frozen=True)
+class FittedHead:
+    """A head for an encoder that is read in one way.
+
+    ``pooling``: mean or first; ``through_pooler``: as the encoder was pretrained; otherwise the pooler becomes
+    ``scale`` times the identity plus ``shift``, (hidden,). ``weight``: (labels, hidden) and ``bias``: (labels,), of the
+    last layer. ``score``: accuracy of the linear model on held-out folds, for several labels micro F1, for numbers R²;
+    None if there are too few rows; ``folds``: how many; ``loss``: the task's, of the rows that it was fitted to.
+    """
+
+    pooling: str
+    through_pooler: bool
+    scale: float
+    shift: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    score: float | None
+    folds: int
+    loss: float
+
+    @torch.no_grad()
+    def apply_to(self, model: NewsClassifier) -> None:
+        """Write it into the model, in place."""
+        network = model.network
+        if not self.through_pooler:
+            pooler = _pooler_of(model)
+            assert pooler is not None
+            nn.init.eye_(pooler.weight).mul_(self.scale)
+            pooler.bias.copy_(torch.from_numpy(self.shift))
+        head = network.get_submodule(model.head)
+        head.weight.copy_(torch.from_numpy(self.weight))
+        if head.bias is not None:
+            head.bias.copy_(torch.from_numpy(self.bias))
+
+
+def _pooler_of(model: NewsClassifier) -> nn.Linear | None:
+    family = FAMILY_OF.get(type(model.network).__name__)
+    pooler = model.network.get_submodule(family.pooler) if family and family.pooler else None
+    return pooler if isinstance(pooler, nn.Linear) and pooler.bias is not None else None
+
+
+# What the encoder says
+
+
+@torch.inference_mode()
+def read_rows(
+    model: NewsClassifier, rows: TokenizedRows, index: np.ndarray, device: torch.device, precision: str
+) -> dict[str, np.ndarray]:
+    """What the layers before the head say of rows, without dropout: fp32, (rows, hidden) each.
+
+    ``first`` and ``mean`` are what a pooler would get of them, as far as the model has both; ``head`` is what its last
+    layer gets.
+    """
+    family = FAMILY_OF.get(type(model.network).__name__)
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[torch.Tensor, ...], *result: torch.Tensor) -> None:
+            states = result[0] if result else given[0]
+            states = states[0] if isinstance(states, tuple) else states
+            seen[name] = states[:, 0] if states.dim() == 3 else states
+
+        return hook
+
+    hooks = [model.network.get_submodule(model.head).register_forward_pre_hook(keep("head"))]
+    has_mean = getattr(model.config, "pooling", None) == MEAN
+    if _pooler_of(model) is not None:
+        pooler = model.network.get_submodule(family.pooler)
+        hooks.append(pooler.register_forward_pre_hook(keep(MEAN if has_mean else FIRST)))
+        if has_mean:  # the block before it says what there would be without
+            hooks.append(model.blocks[-2].register_forward_hook(keep(FIRST)))
+    order = index[np.argsort(rows.lengths[index], kind="stable")]
+    found: dict[str, list[np.ndarray]] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, len(order), ROWS_AT_ONCE):
+            batch = order[start : start + ROWS_AT_ONCE]
+            ids, mask = pad(rows, batch, int(rows.lengths[batch].max()))
+            with autocast(precision, device):
+                model(ids.to(device), None if mask is None else mask.to(device))
+            for name, states in seen.items():
+                found.setdefault(name, []).append(states.float().cpu().numpy())
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    back = np.argsort(np.argsort(rows.lengths[index], kind="stable"), kind="stable")
+    return {name: np.concatenate(parts)[back] for name, parts in found.items()}
+
+
+def read_on_all_ranks(
+    model: NewsClassifier, rows: TokenizedRows, index: np.ndarray, ranks: Ranks, precision: str
+) -> dict[str, np.ndarray]:
+    """The same, each rank reading its share; a collective call."""
+    own = index[ranks.rank :: ranks.world_size]
+    place = next(model.parameters()).device
+    model.to(ranks.device)
+    parts = ranks.gather(read_rows(model, rows, own, ranks.device, precision) if len(own) else {})
+    model.to(place)
+    found = {name: np.zeros((len(index), states.shape[1]), np.float32) for name, states in parts[0].items()}
+    for rank, part in enumerate(parts):
+        for name, states in part.items():
+            found[name][rank :: ranks.world_size] = states
+    return found
+
+
+# The linear model
+
+
+@dataclass(frozen=True)
+class _Features:
+    """One way to read the encoder: what the last layer gets of rows and of the labels' names, centred and scaled to
+    a mean length of 1, and how that came about.
+    """
+
+    pooling: str
+    through_pooler: bool
+    rows: np.ndarray
+    names: np.ndarray
+    scale: float = 1.0
+    shift: float | np.ndarray = 0.0
+    mean: float | np.ndarray = 0.0
+    length: float = 1.0
+
+
+def _ways_to_read(
+    model: NewsClassifier, rows: dict[str, np.ndarray], names: dict[str, np.ndarray], *, trained: str | None
+) -> list[_Features]:
+    """The most natural one first."""
+    family = FAMILY_OF.get(type(model.network).__name__)
+    pooler = _pooler_of(model)
+    ways = []
+    if pooler is not None:
+        activation = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0), "gelu": _gelu}[family.pooler_activation]
+        for pooling in (MEAN, FIRST):
+            if pooling not in rows or (trained and pooling != trained and MEAN in rows):
+                continue
+            scale = 1 / max(float(rows[pooling].std()), 1e-6)
+            shift: np.ndarray = np.zeros(rows[pooling].shape[1], np.float32)
+            if family.pooler_activation == "tanh":
+                scale *= THROUGH_TANH
+            else:  # which pass on what is above zero, so all of it is moved there
+                shift = np.maximum(0, -(scale * rows[pooling]).min(axis=0)) + ABOVE_ZERO
+                shift = shift.astype(np.float32)
+            read = [activation(scale * states[pooling] + shift) for states in (rows, names)]
+            ways.append(_Features(pooling, False, *read, scale=scale, shift=shift))
+    if pooler is None or (model.has_stored_pooler and not trained):
+        # With the block of the mean, the head has just read the mean through a pooler that was trained on the first.
+        states = [rows["head"], names["head"]]
+        if pooler is not None and MEAN in rows:
+            weight, bias = (part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias))
+            states = [activation(one[FIRST] @ weight.T + bias) for one in (rows, names)]
+        ways.append(_Features(FIRST, True, *states))
+    return [_normalised(way) for way in ways]
+
+
+def _gelu(states: np.ndarray) -> np.ndarray:
+    return F.gelu(torch.from_numpy(states)).numpy()
+
+
+def _normalised(way: _Features) -> _Features:
+    mean = way.rows.mean(axis=0)
+    # The length before the shift, which says nothing about a row.
+    length = float(np.sqrt(((way.rows - way.shift) ** 2).sum(axis=1)).mean()) or 1.0
+    return _Features(
+        way.pooling,
+        way.through_pooler,
+        (way.rows - mean) / length,
+        (way.names - mean) / length,
+        way.scale,
+        way.shift,
+        mean,
+        length,
+    )
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Scores are ``rows @ weight.T + bias``."""
+
+    weight: np.ndarray
+    bias: np.ndarray
+
+    def scores(self, rows: np.ndarray) -> np.ndarray:
+        return rows @ self.weight.T + self.bias
+
+
+def _fit(task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, C: float, name_weight: float) -> _Linear:
+    """The linear model of the task for the rows ``own``, and the names of the labels with their weight."""
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    rows, targets = way.rows[own], targets[own]
+    weights = np.ones(len(rows))
+    if isinstance(task, Regression):
+        model = Ridge(alpha=1 / C).fit(rows, (targets - task.mean) / task.deviation)
+        return _Linear(model.coef_[None], np.array([model.intercept_]))
+    num_labels = len(task.label_names)
+    if name_weight:
+        rows = np.concatenate([rows, way.names])
+        weights = np.concatenate([weights, np.full(num_labels, name_weight)])
+        of_names = np.eye(num_labels) if isinstance(task, MultiLabelClassification) else np.arange(num_labels)
+        targets = np.concatenate([targets, of_names])
+    fresh = {"C": C, "max_iter": 200, "tol": 1e-3}
+    if isinstance(task, MultiLabelClassification):
+        weight, bias = np.zeros((num_labels, rows.shape[1])), np.zeros(num_labels)
+        for label in range(num_labels):
+            applies = targets[:, label] > 0
+            if applies.all() or not applies.any():  # its log-odds, as if it had been seen once or missed once
+                bias[label] = np.log((applies.sum() + 1) / ((~applies).sum() + 1))
+                continue
+            model = LogisticRegression(**fresh).fit(rows, applies, sample_weight=weights)
+            weight[label], bias[label] = model.coef_[0], model.intercept_[0]
+        return _Linear(weight, bias)
+    model = LogisticRegression(**fresh).fit(rows, targets, sample_weight=weights)
+    weight, bias = model.coef_, model.intercept_
+    if len(model.classes_) == 2:  # one row of weights stands for both
+        weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+    if len(model.classes_) < num_labels:  # no row, no name: as unlikely as the least likely one
+        whole, of_all = np.zeros((num_labels, weight.shape[1])), np.full(num_labels, bias.min() - 1.0)
+        whole[model.classes_], of_all[model.classes_] = weight, bias
+        weight, bias = whole, of_all
+    return _Linear(weight, bias)
+
+
+def _score(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
+    figures = task.metrics(scores, targets, {"thresholds": [0.5] * len(task.label_names)})
+    return next(figures[name] for name in ("accuracy", "micro_f1", "r2") if name in figures)
+
+
+def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
+    """Rows to hold out, several times; empty if some label has a single row."""
+    strata = task.strata(targets)
+    rng = np.random.default_rng([seed, 7])
+    order = rng.permutation(len(targets))[:ROWS_TO_CHOOSE]
+    counts = np.bincount(strata[order])
+    fewest = counts[counts > 0].min()
+    if fewest < 2 and np.median(counts[counts > 0]) < 3:
+        return []
+    many = len(order) * len(task.label_names) > MANY_SCORES
+    folds = FEWER_FOLDS if many else MOST_FOLDS
+    order = order[np.argsort(strata[order], kind="stable")]  # so that each fold gets its share of each label
+    return [order[fold::folds] for fold in range(folds)]
+
+
+def _sharpness(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
+    """What scores are multiplied by so that they are as sure as they are right, on rows that were held out.
+
+    A strong penalty keeps scores small, so that nothing is ever sure (Guo et al., arXiv 1706.04599, temperature
+    scaling).
+    """
+    given, wanted = torch.from_numpy(scores), torch.from_numpy(targets)
+    return min(SHARPNESS, key=lambda factor: float(task.row_losses(factor * given, wanted, 0.0).mean()))
+
+
+def fit_head(
+    model: NewsClassifier,
+    rows: dict[str, np.ndarray],
+    names: dict[str, np.ndarray],
+    targets: np.ndarray,
+    *,
+    trained: str | None,
+    has_words: bool,
+    seed: int,
+) -> FittedHead:
+    """Choose how to read the encoder, how strong the penalty is and whether the labels' names help; then fit.
+
+    Args:
+        rows, names: what :func:`read_rows` found for the training rows and the names of the labels.
+        targets: of the rows, as the task takes them.
+        trained: the pooling that the encoder was trained for, if that is known.
+        has_words: whether the names say anything.
+    """
+    task, ways = model.task, _ways_to_read(model, rows, names, trained=trained)
+    held_out = _folds(task, targets, seed)
+    everything = np.concatenate(held_out) if held_out else np.arange(len(targets))
+
+    def answers(way: _Features, C: float, name_weight: float) -> tuple[np.ndarray, np.ndarray]:
+        """The scores of rows by models that did not see them, and their targets."""
+        scores, wanted = [], []
+        for fold in held_out:
+            own = np.setdiff1d(everything, fold)
+            scores.append(_fit(task, way, targets, own, C, name_weight).scores(way.rows[fold]))
+            wanted.append(targets[fold])
+        return np.concatenate(scores).astype(np.float32), np.concatenate(wanted)
+
+    def held_out_score(way: _Features, C: float, name_weight: float) -> float:
+        return _score(task, *answers(way, C, name_weight))
+
+    name_weight = NAME_WEIGHTS[-1] if has_words else 0.0
+    way, C, score = ways[0], PENALTIES[1], None
+    if held_out:
+        way = max(ways, key=lambda one: held_out_score(one, 3.0, name_weight)) if len(ways) > 1 else way
+        found = {C: held_out_score(way, C, name_weight) for C in PENALTIES}
+        C = max(found, key=lambda C: (found[C], -C))
+        score = found[C]
+        if name_weight and (without := held_out_score(way, C, 0.0)) > score:
+            name_weight, score = 0.0, without
+    linear = _fit(task, way, targets, np.arange(len(targets)), C, name_weight)
+    if held_out and not isinstance(task, Regression):
+        sharpness = _sharpness(task, *answers(way, C, name_weight))
+        linear = _Linear(linear.weight * sharpness, linear.bias * sharpness)
+    scores = linear.scores(way.rows).astype(np.float32)
+    loss = model.task.row_losses(torch.from_numpy(scores), torch.from_numpy(targets), 0.0).mean().item()
+    # The last layer gets vectors as they are, neither centred nor scaled.
+    weight = linear.weight / way.length
+    return FittedHead(
+        pooling=way.pooling,
+        through_pooler=way.through_pooler,
+        scale=way.scale,
+        shift=np.asarray(way.shift, np.float32),
+        weight=weight.astype(np.float32),
+        bias=(linear.bias - weight @ way.mean).astype(np.float32),
+        score=score,
+        folds=len(held_out),
+        loss=loss,
+    )

@@ -1,0 +1,79 @@
+"""What the head of an encoder reads of a text: the first token, or the mean of all tokens.
+
+Sentence encoders were trained so that the mean of a text's tokens says what it is about; their first token says less.
+transformers' classifiers only read the first one. So the mean is not computed in another head, which every engine,
+strategy and exporter would have to learn, but in one more block like the others, which starts as a plain average:
+
+    attention   query and key are 0, so each token attends to all tokens alike; the value is the token itself
+    output      `MEAN_WEIGHT` times the mean, which outweighs the token that the residual connection adds
+    feed-forward adds 0
+
+The first token of that block is the mean, normalised. Everything that computes blocks computes it, plain transformers
+included, and fine-tuning may turn the average into a better one. Since only the first token of a last block is
+computed, it costs a sixth of a block, besides the rest of the block below.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from training.model.layers import FAMILY_OF
+
+# Where sentence-transformers says how an encoder's tokens are pooled.
+POOLING_FILE = "1_Pooling/config.json"
+MEAN, FIRST = "mean", "first"
+# In the config.json of a model that has the block, so that it does not get another one.
+POOLING_KEY = "pooling"
+MEAN_WEIGHT = 32.0
+
+
+def trained_pooling(place: Path) -> str | None:
+    """How the texts of the encoder in this folder were pooled when it was trained, if its files say so."""
+    try:
+        about = json.loads((place / POOLING_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if about.get("pooling_mode_cls_token"):
+        return FIRST
+    return MEAN if about.get("pooling_mode_mean_tokens") else None
+
+
+def can_have_mean_block(network: nn.Module) -> bool:
+    """Whether the blocks are known well enough to add one, and there is none yet."""
+    family = FAMILY_OF.get(type(network).__name__)
+    if not isinstance(network, PreTrainedModel) or family is None or hasattr(network.config, POOLING_KEY):
+        return False
+    # A bias by distance would give near tokens more weight; a norm before the block is not one that follows the mean.
+    return not (family.relative_positions or family.final_norm or family.gate) and bool(family.pooler)
+
+
+@torch.no_grad()
+def add_mean_block(network: PreTrainedModel) -> None:
+    """Add the block, in place; before the last block learns to compute a single token."""
+    family = FAMILY_OF[type(network).__name__]
+    blocks = network.get_submodule(family.blocks)
+    block = copy.deepcopy(blocks[-1])
+
+    def part(name: str) -> nn.Module:
+        return block.get_submodule(name)
+
+    for name in (family.query, family.key):
+        nn.init.zeros_(part(name).weight)
+        nn.init.zeros_(part(name).bias)
+    nn.init.eye_(part(family.value).weight)
+    nn.init.eye_(part(family.attention_output).weight).mul_(MEAN_WEIGHT)
+    nn.init.zeros_(part(family.output).weight)
+    for name in (family.value, family.attention_output, family.output):
+        nn.init.zeros_(part(name).bias)
+    for name in (family.attention_norm, family.output_norm):
+        nn.init.ones_(part(name).weight)
+        nn.init.zeros_(part(name).bias)
+    blocks.append(block)
+    network.config.num_hidden_layers = len(blocks)
+    setattr(network.config, POOLING_KEY, MEAN)

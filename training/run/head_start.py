@@ -1,0 +1,96 @@
+"""Before the first step: the head is fitted to all that the encoder says of the training rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from training.config import TrainConfig, model_place
+from training.data.prepare import PreparedNews
+from training.data.tokenized import TokenizedRows
+from training.model.classifier import NewsClassifier, widen
+from training.model.head import fit_head, read_on_all_ranks
+from training.model.pooling import MEAN, trained_pooling
+from training.parallelism.distributed import Ranks
+
+# Rows to fit a head to that is only a start: reading them takes a third of an epoch at most.
+ROWS_TO_START, ROWS_PER_LABEL = 4_096, 32
+# Larger models stay in their files until a strategy has shared them out.
+MOST_WEIGHTS = 500_000_000
+# A name is words if it has three letters in a row.
+WORD = re.compile(r"[^\W\d_]{3}")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with; see :class:`FittedHead`."""
+
+    pooling: str
+    score: float | None
+    folds: int
+    loss: float
+
+
+def wanted_pooling(config: TrainConfig) -> str:
+    """How to load the encoder; with the block of the mean it can be read in both ways."""
+    return trained_pooling(Path(model_place(config.model))) or MEAN
+
+
+def start_from_head(
+    config: TrainConfig,
+    model: NewsClassifier,
+    ranks: Ranks,
+    news: PreparedNews,
+    precision: str,
+    load: Callable[[str], NewsClassifier],
+) -> tuple[NewsClassifier, Start] | None:
+    """Choose how to read the encoder, and fit its head; a collective call.
+
+    ``load``: loads the model again, read in another way.
+
+    Returns:
+        The model, the same on all ranks; None if its head cannot be reached, or its weights are too large to be held
+        by every rank.
+    """
+    if not model.head or sum(parameter.numel() for parameter in model.parameters()) > MOST_WEIGHTS:
+        return None
+    widen(model)
+    names = ranks.broadcast(_names(model.label_names, news) if ranks.is_first else None)
+    index = _rows_to_read(config, news)
+    trained = trained_pooling(Path(model_place(config.model)))
+
+    rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
+    of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
+    head = None
+    if ranks.is_first:
+        targets = news.tokens.train.labels[index]
+        has_words = not config.columns.pair and all(WORD.search(name) for name in model.label_names)
+        head = fit_head(model, rows, of_names, targets, trained=trained, has_words=has_words, seed=config.seed)
+    head = ranks.broadcast(head)
+    if head.pooling != MEAN and trained is None:  # without the block that only read the mean
+        model = load("")
+        widen(model)
+    head.apply_to(model)
+    return model, Start(head.pooling, head.score, head.folds, head.loss)
+
+
+def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
+    """All training rows with a label, or where the head is only a start, some, drawn with the seed."""
+    index = news.labelled_index
+    most = max(ROWS_TO_START, ROWS_PER_LABEL * len(news.tokens.label_names))
+    if config.method != "fine_tune" or len(index) <= most:
+        return index
+    return np.sort(np.random.default_rng([config.seed, 13]).permutation(index)[:most])
+
+
+def _names(labels: list[str], news: PreparedNews) -> TokenizedRows:
+    """The names of the labels as rows."""
+    assert news.tokenizer is not None
+    words = [re.sub(r"[\W_]+", " ", name).strip() or name for name in labels]
+    found = [news.tokenizer(text)["input_ids"] for text in words]
+    offsets = np.cumsum([0, *map(len, found)])
+    return TokenizedRows(np.concatenate(found).astype(np.int32), offsets, np.zeros(len(found), np.int64), num_cut=0)

@@ -1,0 +1,123 @@
+"""The recipe: what a run does where no flag says it, from the rows, the labels and the encoder.
+
+A flag that is given always wins. Nothing here looks at a model's name: an encoder is its width, its depth, and how its
+files say it was trained. `benchmarks/recipe.md` compares the choices with a grid of others.
+
+**Learning rate.** AdamW moves every weight by about the rate in each step, whatever the gradient's size. A layer of
+width w sums w of them, and a narrow encoder has larger weights, so it takes a higher rate: with the square of the
+width. Changes of successive blocks add up, so deep encoders take a lower one. ``RATE`` is what is usual for BERT base:
+768 wide, 12 blocks deep.
+
+**Steps.** What fine-tuning needs is steps, not passes: a run of three epochs takes 9 steps with 80 rows, and a label
+that is seen three times is not learned. More labels need more steps, several labels per text twice as many.
+
+**Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to ``FEW_ROWS`` all rows
+train, and folds say how good the fitted head is on rows that it has not seen. From there a few gentle epochs go a long
+way, and more of them learn the rows by heart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from training.config import LABELLED, TINY, TrainConfig
+
+if TYPE_CHECKING:
+    from training.model.classifier import NewsClassifier
+
+RATE, WIDTH, DEPTH = 3e-5, 768, 12
+HIGHEST_RATE = 1e-3
+RATE_OF_LORA, RATE_OF_RANDOM, USUAL_RATE = 2e-4, 1e-3, 2e-5
+STEPS, STEPS_PER_LABEL, LEAST_EPOCHS, MOST_EPOCHS = 150, 5, 3, 20
+BATCHES = ((2_000, 16), (math.inf, 32))  # up to so many rows, rows per batch
+FEW_ROWS, FEW_EPOCHS, GENTLE = 1_000, 10, 0.3
+# Where a label has less than this of its even share of the rows, accuracy says little about it.
+RARE = 0.1
+CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
+
+
+def is_pretrained(config: TrainConfig) -> bool:
+    """Whether the run fine-tunes an encoder for labels."""
+    return config.model != TINY and not config.network and config.task in LABELLED
+
+
+def fits_head(config: TrainConfig) -> bool:
+    """Whether a head is fitted before the first step.
+
+    Who gives a rate has a recipe of his own, whose results must stay what they were.
+    """
+    asked = config.method != "auto" or config.learning_rate is None
+    return asked and is_pretrained(config) and not (config.budget or config.lora or config.loss or config.long != "cut")
+
+
+def validation_fraction(config: TrainConfig, num_rows: int) -> float:
+    """The share of so many labelled rows that is kept for validation: none where folds validate the head."""
+    has_folds = fits_head(config) and (config.method == "head" or num_rows <= FEW_ROWS)
+    return config.validation_fraction if "validation_fraction" in config.model_fields_set or not has_folds else 0.0
+
+
+def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
+    """The peak learning rate for this encoder, with many rows."""
+    if config.lora:
+        return RATE_OF_LORA
+    if config.model == TINY or config.network:
+        return RATE_OF_RANDOM
+    width, depth = (getattr(model.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
+    if not (width and depth):
+        return USUAL_RATE
+    return _rounded(min(HIGHEST_RATE, RATE * (WIDTH / width) ** 2 * math.sqrt(DEPTH / depth)))
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.2g}")
+
+
+def settle_recipe(
+    config: TrainConfig,
+    model: NewsClassifier,
+    labels: np.ndarray,
+    num_rows: int,
+    num_train: int,
+    began: Mapping[str, Any],
+) -> TrainConfig:
+    """The configuration with what its flags leave open; a run that is resumed keeps what it began with.
+
+    Args:
+        labels: of the training rows that have one, as the task takes them.
+        num_rows: those and the rows that are kept for validation.
+        num_train: all training rows.
+    """
+    if config.budget:  # which makes its own choices, see budget.py
+        return config
+    if began:  # a run of an older version did as the defaults then were
+        chosen = {name: began["config"].get(name, getattr(config, name)) for name in CHOSEN}
+    else:
+        chosen = _choose(config, model, labels, num_rows, num_train)
+    return config.model_copy(update={name: chosen[name] for name in chosen if name not in config.model_fields_set})
+
+
+def _choose(
+    config: TrainConfig, model: NewsClassifier, labels: np.ndarray, num_rows: int, num_train: int
+) -> dict[str, Any]:
+    rate, num_labels = rate_for(config, model), len(model.task.label_names)
+    if not is_pretrained(config):
+        return {"learning_rate": rate}
+    is_few = fits_head(config) and num_rows <= FEW_ROWS
+    size = next(rows for most, rows in BATCHES if num_train <= most)
+    steps = (STEPS + STEPS_PER_LABEL * num_labels) * (2 if config.task == "multi_label" else 1)
+    epochs = FEW_EPOCHS if is_few else min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
+    chosen: dict[str, Any] = {
+        "learning_rate": _rounded(GENTLE * rate) if is_few else rate,
+        "validation_fraction": validation_fraction(config, num_rows),
+        "batch_size": size,
+        "epochs": epochs,
+    }
+    if config.task in ("classification", "pair"):
+        counts = np.bincount(labels, minlength=num_labels)
+        if counts.min() < RARE * counts.mean():
+            chosen["best_metric"] = "macro_f1"
+    return chosen
