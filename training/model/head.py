@@ -308,6 +308,7 @@ def fit_head(
     *,
     trained: str | None,
     has_words: bool,
+    is_final: bool,
     seed: int,
 ) -> FittedHead:
     """Choose how to read the encoder, how strong the penalty is and whether the labels' names help; then fit.
@@ -317,6 +318,8 @@ def fit_head(
         targets: of the rows, as the task takes them.
         trained: the pooling that the encoder was trained for, if that is known.
         has_words: whether the names say anything.
+        is_final: whether the head is to be used as it is. One that is trained on must not be sure of its rows, or they
+            would have nothing left to teach the encoder.
     """
     task, ways = model.task, _ways_to_read(model, rows, names, trained=trained)
     held_out = _folds(task, targets, seed)
@@ -344,7 +347,7 @@ def fit_head(
         if name_weight and (without := held_out_score(way, C, 0.0)) > score:
             name_weight, score = 0.0, without
     linear = _fit(task, way, targets, np.arange(len(targets)), C, name_weight)
-    if held_out and not isinstance(task, Regression):
+    if held_out and is_final and not isinstance(task, Regression):
         sharpness = _sharpness(task, *answers(way, C, name_weight))
         linear = _Linear(linear.weight * sharpness, linear.bias * sharpness)
     scores = linear.scores(way.rows).astype(np.float32)

@@ -69,7 +69,16 @@ def start_from_head(
     if ranks.is_first:
         targets = news.tokens.train.labels[index]
         has_words = not config.columns.pair and all(WORD.search(name) for name in model.label_names)
-        head = fit_head(model, rows, of_names, targets, trained=trained, has_words=has_words, seed=config.seed)
+        head = fit_head(
+            model,
+            rows,
+            of_names,
+            targets,
+            trained=trained,
+            has_words=has_words,
+            is_final=config.method == "head",
+            seed=config.seed,
+        )
     head = ranks.broadcast(head)
     if head.pooling != MEAN and trained is None:  # without the block that only read the mean
         model = load("")

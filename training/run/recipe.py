@@ -34,7 +34,7 @@ HIGHEST_RATE = 1e-3
 RATE_OF_LORA, RATE_OF_RANDOM, USUAL_RATE = 2e-4, 1e-3, 2e-5
 STEPS, STEPS_PER_LABEL, LEAST_EPOCHS, MOST_EPOCHS = 150, 5, 3, 20
 BATCHES = ((2_000, 16), (math.inf, 32))  # up to so many rows, rows per batch
-FEW_ROWS, FEW_EPOCHS, GENTLE = 1_000, 10, 0.3
+FEW_ROWS, FEW_EPOCHS, GENTLE = 1_000, 10, 0.5
 # Where a label has less than this of its even share of the rows, accuracy says little about it.
 RARE = 0.1
 CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
