@@ -3,7 +3,7 @@
 A new head is random, so the first steps of fine-tuning teach it what a linear model knows in a second, and push the
 encoder about meanwhile. With few rows nothing is left after that. So the head starts from the solution of logistic
 regression (Kumar et al., "Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054: linear probing, then
-fine-tuning), whose penalty cross-validation chooses. `benchmarks/few_rows.md` compares what comes of it.
+fine-tuning), whose penalty cross-validation chooses.
 
 An encoder can be read in several ways, and what was trained for one says little in another: its first token or the mean
 of all (see ``pooling.py``), through the pooler that it was pretrained with or past it. If its files do not say how it
@@ -51,8 +51,8 @@ class FittedHead:
 
     ``pooling``: mean or first; ``through_pooler``: as the encoder was pretrained; otherwise the pooler becomes
     ``scale`` times the identity plus ``shift``, (hidden,). ``weight``: (labels, hidden) and ``bias``: (labels,), of the
-    last layer. ``score``: accuracy of the linear model on held-out folds, for several labels micro F1, for numbers R²;
-    None if there are too few rows; ``folds``: how many; ``loss``: the task's, of the rows that it was fitted to.
+    last layer. ``score``: the linear model's ``metric`` on held-out folds, None if there are too few rows; ``folds``:
+    how many; ``loss``: the task's, of the rows that it was fitted to.
     """
 
     pooling: str
@@ -61,6 +61,7 @@ class FittedHead:
     shift: np.ndarray
     weight: np.ndarray
     bias: np.ndarray
+    metric: str
     score: float | None
     folds: int
     loss: float
@@ -270,9 +271,13 @@ def _fit(task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, C: fl
     return _Linear(weight, bias)
 
 
+def metric_of(task: Task) -> str:
+    """The name of the figure by which heads are compared, the larger the better."""
+    return {MultiLabelClassification: "micro_f1", Regression: "r2"}.get(type(task), "accuracy")
+
+
 def _score(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
-    figures = task.metrics(scores, targets, {"thresholds": [0.5] * len(task.label_names)})
-    return next(figures[name] for name in ("accuracy", "micro_f1", "r2") if name in figures)
+    return task.metrics(scores, targets, {"thresholds": [0.5] * len(task.label_names)})[metric_of(task)]
 
 
 def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
@@ -361,6 +366,7 @@ def fit_head(
         shift=np.asarray(way.shift, np.float32),
         weight=weight.astype(np.float32),
         bias=(linear.bias - weight @ way.mean).astype(np.float32),
+        metric=metric_of(task),
         score=score,
         folds=len(held_out),
         loss=loss,

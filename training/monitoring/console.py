@@ -116,6 +116,7 @@ class Console:
         *,
         seconds: float,
         best_epoch: int,
+        by_folds: str,
         validation: Mapping[str, Any],
         test: Mapping[str, Any],
         model_folder: Path,
@@ -130,6 +131,8 @@ class Console:
             facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
         else:
             facts = {"Last epoch": f"{best_epoch}, there were no validation rows to choose another one by"}
+            facts = facts if best_epoch else {}
+            facts |= {"Fitted head": by_folds} if by_folds else {}
         for name, metric in metrics_of(test).items():
             value, title = metric.shown(test[name]), metric.title[0].upper() + metric.title[1:]
             if name == main:

@@ -78,9 +78,9 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
     """
     with mpl.rc_context(_style(theme)):
         figures: dict[str, Figure] = {}
-        if curves.steps or curves.epochs:
+        if curves.steps or any(record["epoch"] for record in curves.epochs):  # a head alone has no curve
             figures["loss"] = _loss(curves, theme)
-        if curves.validated:
+        if any(record["epoch"] for record in curves.validated):
             figures["validation"] = _validation(curves, test, theme)
         if curves.steps:
             figures["learning_rate"] = _learning_rate(curves, theme)

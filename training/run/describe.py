@@ -7,6 +7,7 @@ import platform
 import torch
 import transformers
 
+from training.model.pooling import MEAN
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks
 from training.run.budget import Budget, expect_accuracy
@@ -42,6 +43,7 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
         "Device": describe_device(ranks),
         "Precision": context.precision,
         "Global batch": f"{context.plan.global_batch_size} rows = {batch}",
+        **_head(context),
         **_steps(context, budget),
         "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
         + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up")
@@ -50,8 +52,18 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
     }
 
 
+def _head(context: RunContext) -> dict[str, str]:
+    """The head that the run begins with, if it was fitted, and what it was chosen from."""
+    if (start := context.plan.start) is None:
+        return {}
+    read = "the mean of all tokens" if start.pooling == MEAN else "the first token"
+    return {"Head": f"fitted to {read}" + (f"; {start.by_folds}" if start.by_folds else "")}
+
+
 def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
     config, plan = context.config, context.plan
+    if config.method == "head":
+        return {"Steps": "none, since --method head trains the head alone"}
     if budget is None:
         return {"Steps": f"{plan.total_steps:,} = {config.epochs} epochs x {plan.steps_per_epoch:,}"}
     epochs = plan.total_steps / plan.steps_per_epoch

@@ -90,6 +90,8 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             "base_model": recorded_name(config.model),
             "max_length": config.max_length,
             "best_epoch": best.epoch,
+            "method": config.method,
+            **({"fitted_head": asdict(start)} if (start := context.plan.start) else {}),
             "created": datetime.now(UTC).date().isoformat(),
             **({"version": config.model_version} if config.model_version else {}),
             "train_rows": len(context.news.train_index),
@@ -126,6 +128,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
         context.console.finish(
             seconds=context.state.seconds,
             best_epoch=best.epoch,
+            by_folds=context.plan.start.by_folds if context.plan.start else "",
             validation=best.validation,
             test=test,
             model_folder=config.output_dir,
@@ -202,14 +205,16 @@ def _report_data(
     if (weights := context.plan.class_weights) is not None:
         each = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True))
         notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
-    if not context.state.epochs[-1].validation:
+    if (start := context.plan.start) and start.by_folds:
+        notes.append(f"The head was fitted before the first step: {start.by_folds}.")
+    if not context.state.epochs[-1].validation and context.config.method != "head":
         notes.append("No rows were kept for validation, so the last epoch is the one that was tested and written.")
     if context.config.ema:
         notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
     last = context.state.epochs[-1].epoch
     if context.config.budget and last < context.config.epochs:
         notes.append(f"Training ended after {last} epochs, because its time (--budget {context.config.budget}) was up.")
-    elif last < context.config.epochs:
+    elif last < context.config.epochs and context.config.method != "head":
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, because {context.config.early_stopping} "
             f"evaluations in a row had no better {context.config.best_metric} on the validation rows."

@@ -15,6 +15,7 @@ from training.data.tokenized import TokenizedRows
 from training.model.classifier import NewsClassifier, widen
 from training.model.head import fit_head, read_on_all_ranks
 from training.model.pooling import MEAN, trained_pooling
+from training.monitoring.records import METRICS
 from training.parallelism.distributed import Ranks
 
 # Rows to fit a head to that is only a start: reading them takes a third of an epoch at most.
@@ -30,9 +31,17 @@ class Start:
     """What a run begins with; see :class:`FittedHead`."""
 
     pooling: str
+    metric: str
     score: float | None
     folds: int
     loss: float
+
+    @property
+    def by_folds(self) -> str:
+        """What the fitted head is worth on rows that it has not seen, in words; empty if that could not be told."""
+        if self.score is None:
+            return ""
+        return f"{METRICS[self.metric].title} {METRICS[self.metric].shown(self.score)} by {self.folds} folds"
 
 
 def wanted_pooling(config: TrainConfig) -> str:
@@ -84,7 +93,7 @@ def start_from_head(
         model = load("")
         widen(model)
     head.apply_to(model)
-    return model, Start(head.pooling, head.score, head.folds, head.loss)
+    return model, Start(head.pooling, head.metric, head.score, head.folds, head.loss)
 
 
 def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The recipe: what a run does where no flag says it, from the rows, the labels and the encoder.
 
 A flag that is given always wins. Nothing here looks at a model's name: an encoder is its width, its depth, and how its
-files say it was trained. `benchmarks/recipe.md` compares the choices with a grid of others.
+files say it was trained.
 
 **Learning rate.** AdamW moves every weight by about the rate in each step, whatever the gradient's size. A layer of
 width w sums w of them, and a narrow encoder has larger weights, so it takes a higher rate: with the square of the
@@ -37,6 +37,8 @@ BATCHES = ((2_000, 16), (math.inf, 32))  # up to so many rows, rows per batch
 FEW_ROWS, FEW_EPOCHS, GENTLE = 1_000, 10, 0.5
 # Where a label has less than this of its even share of the rows, accuracy says little about it.
 RARE = 0.1
+# Who gives one of these wants rows to validate on.
+NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "early_stopping"}
 CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
 
 
@@ -57,7 +59,7 @@ def fits_head(config: TrainConfig) -> bool:
 def validation_fraction(config: TrainConfig, num_rows: int) -> float:
     """The share of so many labelled rows that is kept for validation: none where folds validate the head."""
     has_folds = fits_head(config) and (config.method == "head" or num_rows <= FEW_ROWS)
-    return config.validation_fraction if "validation_fraction" in config.model_fields_set or not has_folds else 0.0
+    return 0.0 if has_folds and not NEED_VALIDATION & config.model_fields_set else config.validation_fraction
 
 
 def rate_for(config: TrainConfig, model: NewsClassifier) -> float:

@@ -288,7 +288,7 @@ class Trainer:
         samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size
         progress = (
             context.console.progress(total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done)
-            if context.console
+            if context.console and plan.total_steps
             else contextlib.nullcontext()
         )
         self.first_step = state.step + 1

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import BertConfig, DistilBertConfig, PreTrainedConfig
+
+from training.config import TrainConfig
+from training.model.classifier import NewsClassifier
+from training.run.recipe import fits_head, rate_for, settle_recipe, validation_fraction
+from training.tasks import Classification
+
+
+def classifier(config: PreTrainedConfig, labels: int = 4) -> NewsClassifier:
+    """One that has the sizes of a network, and no weights."""
+    model = NewsClassifier.__new__(NewsClassifier)
+    model.__dict__ |= {"_modules": {}, "_parameters": {}, "_buffers": {}}
+    network = type("Network", (), {"config": config})()
+    model.__dict__ |= {"network": network, "task": Classification([str(i) for i in range(labels)])}
+    return model
+
+
+MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12)
+
+
+def settled(config: TrainConfig, rows: int, labels: int = 4, began: dict[str, Any] | None = None) -> TrainConfig:
+    targets = np.arange(rows) % labels
+    return settle_recipe(config, classifier(MINILM, labels), targets, rows, rows, began or {})
+
+
+def configuration(**values: Any) -> TrainConfig:
+    return TrainConfig(model="some-encoder", dataset="rows.csv", **values)
+
+
+@pytest.mark.parametrize(
+    ("network", "low", "high"),
+    [
+        (BertConfig(), 2e-5, 5e-5),
+        (DistilBertConfig(), 3e-5, 5e-5),
+        (BertConfig(hidden_size=1024, num_hidden_layers=24), 8e-6, 2e-5),
+        (MINILM, 1e-4, 2e-4),
+        (DistilBertConfig(dim=256, n_layers=3), 4e-4, 7e-4),
+        (BertConfig(hidden_size=64, num_hidden_layers=2), 1e-3, 1e-3),
+    ],
+    ids=["base", "distilled base", "large", "384 x 6", "256 x 3", "64 x 2"],
+)
+def test_narrow_and_shallow_encoders_learn_faster(network: PreTrainedConfig, low: float, high: float) -> None:
+    assert low <= rate_for(configuration(), classifier(network)) <= high
+
+
+def test_an_encoder_learns_at_the_same_rate_by_name_and_by_path(tmp_path: Path) -> None:
+    by_name, by_path = (TrainConfig(model=model) for model in ("starter", str(tmp_path)))
+
+    assert rate_for(by_name, classifier(MINILM)) == rate_for(by_path, classifier(MINILM))
+
+
+@pytest.mark.parametrize(("rows", "labels"), [(80, 10), (600, 77), (2_000, 77), (6_000, 77), (100_000, 4)])
+def test_every_label_is_seen_often_enough_and_no_row_too_often(rows: int, labels: int) -> None:
+    config = settled(configuration(), rows, labels)
+
+    steps = config.epochs * rows / config.batch_size
+    assert 3 <= config.epochs <= 20
+    assert steps >= min(20 * rows / config.batch_size, 10 * rows / 16 if rows <= 1_000 else 150 + 5 * labels)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"epochs": 2}, {"batch_size": 4}, {"learning_rate": 1e-6}, {"validation_fraction": 0.2}, {"best_metric": "loss"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_flag_that_is_given_wins(given: dict[str, Any]) -> None:
+    config = settled(configuration(**given), 500)
+
+    assert given.items() <= config.model_dump().items()
+
+
+def test_few_rows_all_train_unless_a_flag_asks_for_validation() -> None:
+    assert validation_fraction(configuration(), 500) == 0
+    assert validation_fraction(configuration(), 5_000) == 0.1
+    for flag in ({"early_stopping": 2}, {"evaluate_every": 5}, {"best_metric": "macro_f1"}):
+        assert validation_fraction(configuration(**flag), 500) == 0.1
+
+
+def test_a_rare_label_makes_macro_f1_the_metric_that_chooses() -> None:
+    targets = np.array([0] * 1900 + [1] * 40)
+    config = settle_recipe(configuration(), classifier(MINILM, 2), targets, 2_000, 1_940, {})
+
+    assert config.best_metric == "macro_f1"
+    assert settled(configuration(), 2_000).best_metric == "accuracy"
+
+
+def test_a_resumed_run_keeps_what_it_began_with_when_its_data_has_grown() -> None:
+    began = settled(configuration(), 500)
+    resumed = settled(configuration(), 50_000, began={"config": began.model_dump(mode="json")})
+
+    assert resumed == began
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"learning_rate": 1e-5}, {"budget": "5m"}, {"lora": 4}, {"model": "tiny"}, {"network": "mine:Net"}],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_recipe_of_the_users_own_begins_with_a_random_head(flags: dict[str, Any]) -> None:
+    assert not fits_head(TrainConfig(**flags))
+    assert fits_head(TrainConfig())
+    assert fits_head(TrainConfig(method="fine_tune", learning_rate=1e-5))
