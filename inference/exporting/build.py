@@ -39,7 +39,7 @@ from common.model_folder import (
 )
 from common.problem_types import REGRESSION, ProblemType
 from common.rows import LabelledRows, evenly_spread
-from common.text import Text, TextTokenizer
+from common.text import Text, TextTokenizer, counted
 from common.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 from common.weights import read_weights
 from inference.engines.base import answers_of
@@ -121,7 +121,7 @@ def export(
             found = check_engine(target, artefact, tokenizer, saved.labels, most, kind)
 
         token_ids = _encode(tokenizer, rows.texts)
-        with stages.stage(f"Compare both on {len(token_ids)} rows"):
+        with stages.stage(f"Compare both on {counted(len(token_ids), 'row')}"):
             comparison = compare(saved, reference, artefact, token_ids, rows, stages.advance)
         _refuse_distance(found, expected, comparison.spread, most, kind)
         if not comparison.loss <= max_drop:  # written so that NaN is refused too
