@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from common.errors import UserError
+from common.escaping import without_user
 
 
 def header_token(name: str, value: str | None) -> str | None:
@@ -22,4 +21,4 @@ def header_token(name: str, value: str | None) -> str | None:
 
 def without_password(address: str) -> str:
     """An address for a message: without a user, a password or a signature."""
-    return re.sub(r"(?<=://)[^/?#]*@", "", address).partition("?")[0]
+    return without_user(address).partition("?")[0]

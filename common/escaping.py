@@ -13,6 +13,8 @@ import re
 JOINERS = "\u200c\u200d"
 _SECRET_NAME = re.compile("(TOKEN|KEY|SECRET|PASSWORD)S?$")
 _SHORTEST_SECRET = 8
+# S3's secrets may have slashes in them; a number before a slash is a port.
+_PASSWORD = re.compile(r"(?<=://)[^\s/?#:@]*:(?!\d+/)[^\s'\"@]*@")
 _MARKDOWN = re.compile(r"[\\`*_\[\]<>|!&~$]")
 
 
@@ -33,8 +35,16 @@ def code_span(text: object) -> str:
     return f"{fence} {shown} {fence}" if "`" in shown else f"{fence}{shown}{fence}"
 
 
+def without_user(address: str) -> str:
+    """An address without the user and the password in front of its host."""
+    return re.sub(r"(?<=://)[^\s/?#]*@", "", address)
+
+
 def without_secrets(text: str) -> str:
-    """A message without the values of environment variables such as HF_TOKEN, which libraries quote in theirs."""
+    """A message without the passwords of addresses, and the values of environment variables such as HF_TOKEN, which
+    libraries quote in theirs.
+    """
+    text = without_user(_PASSWORD.sub("", text))
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(secret := value.strip()) >= _SHORTEST_SECRET:
             for spelled in (secret, repr(secret)[1:-1]):  # http.client and others quote with repr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,15 @@ from common.problem_types import (
     ProblemType,
 )
 from common.text import CLEANINGS, PAIR_KEY, TextTokenizer, vocabulary_misfit
-from common.tokenizer_files import OPTIONAL_FILES, SETTINGS_FILE, TOKENIZER_FILE, combined
+from common.tokenizer_files import (
+    OPTIONAL_FILES,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    class_of,
+    combined,
+    is_built_by_its_class,
+    without_unused_tokens,
+)
 from common.windows import Windows
 
 WEIGHTS_FILE = "model.safetensors"
@@ -250,27 +259,49 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
         ModelLoadError: they contradict each other, or there is no tokenizer.
     """
     files = {name: _read_json(folder / name) for name in DESCRIPTION_FILES[2:] if (folder / name).is_file()}
+    settings = files.get(SETTINGS_FILE, {})
     try:
-        return combined(_tokenizer_json(folder), files, config)
+        text = _read_text(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else ""
+        # An artefact has the tokenizer as it was when it was exported.
+        if not text or (not is_artefact(folder) and is_built_by_its_class(text, settings, config)):
+            text, settings = _made_by_transformers(folder, text, settings, config)
+            files = {SETTINGS_FILE: settings}
+        return combined(text, files, config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = str(error) if type(error) is ValueError else f"the files of the tokenizer are damaged ({error!r})"
         remedy = f"write them from the tokenizer that the model was trained with: {_SAVE_TOKENIZER.format('NAME')}"
         raise ModelLoadError(folder, what, remedy) from error
 
 
-def _tokenizer_json(folder: Path) -> str:
-    """The contents of tokenizer.json; if there are only the files of a slow tokenizer, transformers makes it."""
-    if (folder / TOKENIZER_FILE).is_file():
-        return _read_text(folder / TOKENIZER_FILE)
+def _made_by_transformers(
+    folder: Path, text: str, settings: dict[str, Any], config: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The tokenizer that transformers makes of a vocabulary, or of a tokenizer.json of which it takes only parts.
+
+    Returns:
+        A whole tokenizer.json, and the settings that it cannot contain.
+    """
     try:
         from transformers import AutoTokenizer  # a server with an exported model has none, nor needs it
 
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        return made.backend_tokenizer.to_str()
-    except Exception as error:  # no transformers, or a vocabulary that it cannot read
+        made_text = made.backend_tokenizer.to_str()
+    except Exception as error:  # no transformers, a vocabulary that it cannot read, or a tokenizer in Python
         what = f"it lacks {TOKENIZER_FILE}, and it cannot be made from its vocabulary here ({first_line(error)})"
+        if text:
+            name = class_of(settings, config) or f"the class for {config['model_type']}"
+            what = f"{SETTINGS_FILE if name in settings.values() else 'config.json'} and {TOKENIZER_FILE} disagree: "
+            what += f"{name} builds its tokenizer in its own way, and that failed here ({first_line(error)})"
         remedy = f"write it where transformers is installed: {_SAVE_TOKENIZER.format(repr(str(folder)))}"
         raise ModelLoadError(folder, what, remedy) from error
+    before, after = (json.loads(one or made_text)["model"].get("type") for one in (text, made_text))
+    if before and before != after:
+        what = f"its vocabulary is that of {before}, and {made.__class__.__name__} reads it as that of {after}"
+        raise ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {what}")
+    if num_weights := config.get("vocab_size"):
+        made_text = without_unused_tokens(made_text, text or made_text, num_weights)
+    whole = {"tokenizer_class": "PreTrainedTokenizerFast", "truncation_side": made.truncation_side}
+    return made_text, whole | {"split_special_tokens": made.split_special_tokens}
 
 
 def without_code(config: dict[str, Any]) -> dict[str, Any]:
@@ -467,7 +498,8 @@ class Manifest:
     precision: str  # int8 or fp32
     created: str  # ISO 8601, UTC
     # `name` and `weights_sha256` of the model it was made from; also `bytes` and `modified_ns` of the weights file, by
-    # which an unchanged file is recognised without hashing it.
+    # which an unchanged file is recognised without hashing it, and of a model folder `described`: the SHA-256 of each
+    # description file.
     source: dict[str, Any]
     # `sha256` and `bytes` of every other file in the folder, by name.
     files: dict[str, dict[str, Any]]
@@ -530,13 +562,16 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise ModelLoadError(path, "is not the file that was exported, its SHA-256 differs", EXPORT_AGAIN)
 
 
-def describe_source(name: str, weights: Path) -> dict[str, Any]:
+def describe_source(name: str, weights: Path, described: Iterable[str] = ()) -> dict[str, Any]:
     status = weights.stat()
     return {
         "name": name,
         "weights_sha256": sha256_of(weights),
         "bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,
+        "described": {
+            name: sha256_of(weights.parent / name) for name in described if (weights.parent / name).is_file()
+        },
     }
 
 
@@ -566,6 +601,8 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
         raise ModelLoadError(folder, f"was made from other weights than {weights.name}", EXPORT_AGAIN)
     for name in DESCRIPTION_FILES:
         file = model / name  # not there if the model is a .pt file
-        if file.is_file() and sha256_of(file_inside(model, name)) != manifest.files.get(name, {}).get("sha256"):
+        # A fetched folder of artefacts has a copy of what the artefact has, not of what the model had.
+        known = (manifest.source.get("described", {}).get(name), manifest.files.get(name, {}).get("sha256"))
+        if file.is_file() and sha256_of(file_inside(model, name)) not in known:
             raise ModelLoadError(folder, f"was made before {name} changed", EXPORT_AGAIN)
     return manifest

@@ -192,5 +192,8 @@ def _python_list(text: str) -> list[Any] | tuple[Any, ...]:
 
 def _one_of(known: Collection[str], name: str) -> str:
     if known and name not in known:
+        for one in known:  # an older model may have a label 0.0, which is read as 0 now
+            if one.strip() and label_name(one) == name:
+                return one
         raise UnknownLabel(f"label {name!r} is not one of the training labels {', '.join(list(known)[:_MOST_NAMED])}")
     return name

@@ -34,7 +34,7 @@ from common.problem_types import (
     UnknownLabel,
     UnusableRow,
 )
-from common.text import Text
+from common.text import Text, counted
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -498,7 +498,8 @@ class Reading:
         ]
         unused = [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         more = "" if self.count <= len(self.named) else " ..."
-        left_out = f"{self.count:,} rows that cannot be used were left out: {'; '.join(self.named)}{more}"
+        verb = "was" if self.count == 1 else "were"
+        left_out = f"{counted(self.count, 'row')} that cannot be used {verb} left out: {'; '.join(self.named)}{more}"
         return [*names, *unused, *([left_out] if self.count else [])]
 
 

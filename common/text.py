@@ -186,6 +186,11 @@ def segments_of(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
     return (is_separator.cumsum(dim=1) - is_separator).clamp(max=1)
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 row" and "2,000 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def vocabulary_misfit(highest_id: int, num_embeddings: int) -> str:
     """Why a tokenizer with ids up to ``highest_id`` is not that of a model; empty if it may be.
 

@@ -16,12 +16,9 @@ ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE = "added_tokens.json", "special_tokens_ma
 OPTIONAL_FILES = (ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE)
 
 # Classes of transformers, or types of models, that build their tokenizer around the vocabulary of tokenizer.json, with
-# these settings, here with their defaults. For all other classes tokenizer.json is the whole tokenizer.
-_BERT_LIKE = (
-    *("bert", "distilbert", "electra", "ernie", "funnel", "layoutlm", "lxmert", "megatron-bert", "mobilebert"),
-    *("mpnet", "nezha", "retribert", "squeezebert"),
-)
-_BYTE_LEVEL = ("bart", "blenderbot", "deberta", "gpt2", "led", "longformer", "mvp", "roberta", "roberta-prelayernorm")
+# these settings, here with their defaults.
+_BERT_LIKE = ("bert", "distilbert", "electra", "layoutlm", "lxmert", "megatron-bert", "mobilebert", "squeezebert")
+_BYTE_LEVEL = ("bart", "deberta", "gpt2", "led", "longformer", "mvp", "roberta", "roberta-prelayernorm")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **{kind: {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True} for kind in _BERT_LIKE},
     **{kind: {"add_prefix_space": False} for kind in _BYTE_LEVEL},
@@ -31,6 +28,9 @@ _NORMALIZER_FLAGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+# Classes that take tokenizer.json as it is, and types of models that never do, whatever class is named.
+_GENERIC = ("pretrained", "tokenizersbackend", "pythonbackend")
+_OWN_CLASS_ALWAYS = ("hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "siglip2")
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
@@ -53,10 +53,10 @@ def combined(
     settings = files.get(SETTINGS_FILE, {})
     _set_direction(content, settings)
     config = config or {}
-    kind = str(settings.get("tokenizer_class") or config.get("model_type", "")).lower()
-    kind = kind.removesuffix("fast").removesuffix("tokenizer")
-    if settings.get("tokenizer_class"):  # a type of model alone does not say that transformers made the tokenizer
-        _refuse_other_kind(content, kind)
+    kind = _kind(class_of(settings, config) or config.get("model_type"))
+    # A type of model alone does not say that transformers made the tokenizer.
+    if class_of(settings, config) and kind in _DEFAULTS and (found := _other_kind(content, kind)):
+        raise _contradiction("the kind of tokenizer", kind, found)
     values = {**_DEFAULTS.get(kind, {}), **settings}
     _set_normalizer(content, values, obeyed=kind in _DEFAULTS)
     _set_prefix_space(content, values, obeyed=kind in _DEFAULTS)
@@ -64,6 +64,48 @@ def combined(
         raise _contradiction("split_special_tokens", True, "special tokens in a text are never split")
     _add_tokens(content, files, config.get("vocab_size") or 0)
     return tokenizer_json if _without_model(content) == before else json.dumps(content, ensure_ascii=False)
+
+
+def class_of(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The class of the tokenizer in transformers; empty if the type of model decides."""
+    return str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "")
+
+
+def is_built_by_its_class(tokenizer_json: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether transformers takes little more than the vocabulary from tokenizer.json, in ways that `combined` does not
+    know: XLM-RoBERTa, DeBERTa-v2, ALBERT and many others have classes that normalize and split texts in their own way.
+    """
+    model_type = str(config.get("model_type") or "")
+    if not (name := class_of(settings, config)):
+        return bool(model_type) and (
+            model_type not in _DEFAULTS or bool(_other_kind(json.loads(tokenizer_json), model_type))
+        )
+    kind = _kind(name)
+    if kind in _GENERIC:
+        return model_type in _OWN_CLASS_ALWAYS
+    alike = next((names for names in (_BERT_LIKE, _BYTE_LEVEL) if kind in names), ())
+    return not alike or model_type not in ("", *alike)
+
+
+def without_unused_tokens(made: str, before: str, num_weights: int) -> str:
+    """Drop the tokens that a class adds to every tokenizer, if the model has no weights for them.
+
+    With such a token in a text, transformers makes an id that the model does not have, and fails.
+    """
+    content = json.loads(made)
+    kept = {token["content"] for token in json.loads(before).get("added_tokens") or []}
+    used = json.dumps(content.get("post_processor"))
+    tokens = content.get("added_tokens") or []
+    content["added_tokens"] = [
+        token
+        for token in tokens
+        if token["id"] < num_weights or token["content"] in kept or json.dumps(token["content"]) in used
+    ]
+    return made if len(content["added_tokens"]) == len(tokens) else json.dumps(content, ensure_ascii=False)
+
+
+def _kind(name: Any) -> str:
+    return str(name or "").lower().removesuffix("fast").removesuffix("tokenizer")
 
 
 def _without_model(content: Mapping[str, Any]) -> str:
@@ -86,14 +128,13 @@ def _set_direction(content: dict[str, Any], settings: Mapping[str, Any]) -> None
         content["truncation"] = {**usual, **truncation, "direction": side.capitalize()}
 
 
-def _refuse_other_kind(content: Mapping[str, Any], kind: str) -> None:
+def _other_kind(content: Mapping[str, Any], kind: str) -> str:
     """Some classes have one way to split a text, and do not read what tokenizer.json says of another."""
-    if kind not in _DEFAULTS:
-        return
     wanted = ("BertNormalizer", "BertPreTokenizer") if kind in _BERT_LIKE else (None, "ByteLevel")
     for part, name in zip(("normalizer", "pre_tokenizer"), wanted, strict=True):
         if (found := (content.get(part) or {}).get("type")) != name:
-            raise _contradiction("the kind of tokenizer", kind, f"its {part} is {found}, not {name}")
+            return f"its {part} is {found}, not {name}"
+    return ""
 
 
 def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, obeyed: bool) -> None:

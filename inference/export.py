@@ -16,6 +16,7 @@ from common.errors import OneLineParser, UserError, first_line, positive, run_co
 from common.escaping import printable
 from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
 from common.rows import SAMPLE_NEWS, TEXT_AND_LABEL, Columns, LabelledRows, find_rows, read_labelled_rows
+from common.text import counted
 from inference.engines import native
 from inference.engines.native.architecture import EncoderShape
 
@@ -101,7 +102,9 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label, pair)
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)
     if options.rows is None and path == SAMPLE_NEWS:
-        console.print(f"Measuring on the sample news ({len(rows.texts)} rows); --rows takes your own test set.")
+        console.print(
+            f"Measuring on the sample news ({counted(len(rows.texts), 'row')}); --rows takes your own test set."
+        )
     return rows
 
 
@@ -118,7 +121,7 @@ def _print_result(console: Console, exported: Exported, model: Path) -> None:
     manifest = exported.manifest
     size, speed = manifest.size, manifest.speed
     table = Table(
-        title=f"{manifest.engine} {manifest.precision}, measured on {manifest.accuracy['rows']} rows",
+        title=f"{manifest.engine} {manifest.precision}, measured on {counted(manifest.accuracy['rows'], 'row')}",
         title_justify="left",
     )
     for column, justify in (("", "left"), ("before", "right"), ("after", "right"), ("change", "right")):

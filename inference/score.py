@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import OneLineParser, UserError, positive, run_command
-from common.escaping import printable
+from common.escaping import printable, without_secrets
 from common.hardware import usable_cpus
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.row_parts import ROWS_PER_PART
+from common.text import counted
 from inference.bulk.job import Job, plan_job
 from inference.bulk.scoring import Scoring
 from inference.engines.answering import Answering
@@ -129,8 +130,10 @@ def main(arguments: list[str] | None = None) -> None:
     if not job.finished:
         scoring.run()
         print(scoring.progress.summary(), file=sys.stderr)
-    done = f"{options.out}: {job.record['rows']:,} rows, {job.record['model']['name']} ({model.info['engine']})"
-    print(printable(done))
+    done = (
+        f"{options.out}: {counted(job.record['rows'], 'row')}, {job.record['model']['name']} ({model.info['engine']})"
+    )
+    print(printable(without_secrets(done)))
 
 
 def _load_model(options: argparse.Namespace, job: Job) -> ModelLoader:

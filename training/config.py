@@ -22,12 +22,14 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
 from common.errors import OneLineParser, UserError, invalid_value, near_names
+from common.escaping import without_user
 from common.rows import Columns
 from common.windows import MOST_WINDOWS
 from training.parallelism.deepspeed_file import flags_of_file
@@ -316,6 +318,11 @@ class TrainConfig(BaseModel):
     def _read_path(cls, value: Any) -> Any:
         """From Python, a path may be given wherever a flag names one."""
         return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_serializer("checkpoint_dir", "resume", when_used="json")
+    def _without_user(self, address: str) -> str:
+        """Records, reports and trackers get no password."""
+        return without_user(address)
 
     @field_validator("warmup")
     @classmethod

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.errors import ForeseenError, UserError, first_line
 from common.problem_types import ProblemType
 from common.row_parts import Part
-from common.text import texts_in
+from common.text import counted, texts_in
 from inference.bulk.job import Claims, FileParts, Job
 from inference.bulk.rows_out import Answers, RowsOut
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
@@ -111,9 +111,8 @@ class Progress:
         self._shares[number] = max(self._shares[number], file.position())
         done = sum(share * size for share, size in zip(self._shares, self._sizes, strict=True)) / sum(self._sizes)
         self._seen.append((now, done))
-        line = (
-            f"{self.rows:,} rows, {self.rows / (now - self._begun):,.0f} rows per second; {done:.1%} of the input done"
-        )
+        speed = f"{self.rows / (now - self._begun):,.0f} rows per second"
+        line = f"{counted(self.rows, 'row')}, {speed}; {done:.1%} of the input done"
         (before, at), (latest, here) = self._seen[0], self._seen[-1]
         if here > at:
             left = timedelta(seconds=round((1 - here) * (latest - before) / (here - at)))
@@ -128,7 +127,7 @@ class Progress:
         if sys.stderr.isatty() and not self._quiet:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         bad = f"; {self.bad_rows:,} of them could not be classified, the last column says why" if self.bad_rows else ""
-        return f"{self.rows:,} rows in {seconds:,.1f} s, {self.rows / seconds:,.0f} rows per second{bad}"
+        return f"{counted(self.rows, 'row')} in {seconds:,.1f} s, {self.rows / seconds:,.0f} rows per second{bad}"
 
 
 class Scoring:

@@ -39,8 +39,8 @@ from common.model_folder import (
 )
 from common.problem_types import REGRESSION, ProblemType
 from common.rows import LabelledRows, evenly_spread
-from common.text import Text, TextTokenizer
-from common.tokenizer_files import TOKENIZER_FILE
+from common.text import Text, TextTokenizer, counted
+from common.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 from common.weights import read_weights
 from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
@@ -121,7 +121,7 @@ def export(
             found = check_engine(target, artefact, tokenizer, saved.labels, most, kind)
 
         token_ids = _encode(tokenizer, rows.texts)
-        with stages.stage(f"Compare both on {len(token_ids)} rows"):
+        with stages.stage(f"Compare both on {counted(len(token_ids), 'row')}"):
             comparison = compare(saved, reference, artefact, token_ids, rows, stages.advance)
         _refuse_distance(found, expected, comparison.spread, most, kind)
         if not comparison.loss <= max_drop:  # written so that NaN is refused too
@@ -143,7 +143,7 @@ def export(
                 engine=engine,
                 precision=precision,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                source=describe_source(saved.path.name, weights_path),
+                source=describe_source(saved.path.name, weights_path, DESCRIPTION_FILES if saved.path.is_dir() else ()),
                 files=describe_files(folder),
                 versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
@@ -273,16 +273,21 @@ def _refuse_distance(
 def _write_description(saved: SavedModel, folder: Path) -> None:
     """Copy what serving needs besides weights: configuration, tokenizer, metrics."""
     if saved.path.is_dir():
-        for name in (*DESCRIPTION_FILES, METRICS_FILE):
+        for name in ("config.json", METRICS_FILE):
             if (saved.path / name).is_file():
                 shutil.copyfile(saved.path / name, folder / name)
-        if not (folder / TOKENIZER_FILE).is_file():  # the model has only a vocabulary
-            (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
+        _write_tokenizer(saved, folder)
         return
     # A .pt file has the same facts in a dict.
     names = {str(class_id): label for class_id, label in enumerate(saved.labels)}
     write_json(folder / "config.json", {**saved.config, "id2label": names, CLEANING_KEY: saved.cleaning})
-    (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
-    write_json(folder / "tokenizer_config.json", {"model_max_length": saved.max_length})
+    _write_tokenizer(saved, folder)
     if saved.metadata:
         write_json(folder / METRICS_FILE, saved.metadata)
+
+
+def _write_tokenizer(saved: SavedModel, folder: Path) -> None:
+    """Write all that the tokenizer's files say into its tokenizer.json, for servers that have no transformers."""
+    (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": saved.max_length}
+    write_json(folder / SETTINGS_FILE, settings)

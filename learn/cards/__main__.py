@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import OneLineParser, UserError, positive, run_command
+from common.escaping import printable
 from common.files import lock_run_folder
 
 # What brings PyTorch along is imported where it is used: --help and a wrong flag take no seconds.
@@ -77,8 +78,8 @@ def run(flags: argparse.Namespace) -> None:
         # Of a run that failed too: there it says most.
         if flags.report:
             write_report(flags.report, runner, history)
-            print(f"The run on a page: {flags.report}")
-    print(f"What each rank held before and after each card: {runner.storage.folder}")
+            print(f"The run on a page: {printable(flags.report)}")
+    print(f"What each rank held before and after each card: {printable(runner.storage.folder)}")
 
 
 def show(flags: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from common.escaping import printable
 from learn.cards.history import History
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.runner import Event
@@ -14,14 +15,14 @@ from training.monitoring.records import format_time
 
 def as_table(pipeline: Pipeline, num_workers: int, epochs: int) -> Table:
     """The cards in the order in which they run, with a bracket beside the training loop."""
-    title = f"{pipeline.name}: {len(pipeline.nodes)} cards, {num_workers} ranks, {epochs} epochs"
+    title = f"{printable(pipeline.name)}: {len(pipeline.nodes)} cards, {num_workers} ranks, {epochs} epochs"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("", "node", "card", "runs on", "takes"):
         table.add_column(heading, no_wrap=True)
     for node in pipeline.nodes:
         runs = f"{num_workers} ranks" if node.card.execution_mode == "distributed" else "here"
-        takes = "\n".join(map(str, node.inputs.values()))
-        table.add_row(_bracket(pipeline.loop, node), node.id, node.card.display_name, runs, takes)
+        takes = "\n".join(printable(source) for source in node.inputs.values())
+        table.add_row(_bracket(pipeline.loop, node), printable(node.id), node.card.display_name, runs, takes)
     return table
 
 
@@ -45,7 +46,10 @@ def as_mermaid(pipeline: Pipeline) -> str:
         lines += ['    subgraph loop["for every global batch of every epoch"]']
         lines += [f"        {boxes[node.id]}" for node in loop]
         lines += ["    end", f"    {names[loop[-1].id]} -. next batch .-> {names[loop[0].id]}"]
-    lines += [f"    {names[source.node]} -- {source.output} --> {names[node.id]}" for source, node, _ in pipeline.edges]
+    lines += [
+        f"    {names[source.node]} -- {printable(source.output)} --> {names[node.id]}"
+        for source, node, _ in pipeline.edges
+    ]
     return "\n".join(lines)
 
 
@@ -82,7 +86,7 @@ class Progress:
 
     def _metrics(self, node: Node) -> str:
         return ", ".join(
-            f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}"
+            f"{printable(name)} {value:.2%}" if name == "accuracy" else f"{printable(name)} {value:.4f}"
             for name, value in self.history.metrics.get(node.id, {}).items()
         )
 

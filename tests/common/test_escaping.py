@@ -1,7 +1,7 @@
 import pytest
 
 from common.errors import OneLineParser, UserError, run_command
-from common.escaping import code_span, in_markdown, printable
+from common.escaping import code_span, in_markdown, printable, without_secrets
 
 HOSTILE = "a\x1b[31m\r\nb\x9b2J\u2028c\u202ed\x07"
 
@@ -41,3 +41,24 @@ def test_an_error_is_one_line_whatever_name_is_in_it(capsys: pytest.CaptureFixtu
     line = capsys.readouterr().err
     assert line.removesuffix("\n").isprintable()
     assert r"a\x1b[31m\r\nb" in line
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("--dataset ftp://user:pw@host/x: no", "--dataset ftp://host/x: no"),
+        ("s3://key:sec/r+et@bucket/run: no", "s3://bucket/run: no"),
+        ("HTTPS://u:p@h/model", "HTTPS://h/model"),
+        ("mysql://u:p@ss@h/db", "mysql://h/db"),
+        ("https://token@h/a and sftp://u:p@h:22/b", "https://h/a and sftp://h:22/b"),
+        ("http://h:8080/models@v1, s3://bucket/a@b", "http://h:8080/models@v1, s3://bucket/a@b"),
+        ("$HF_TOKEN", "$HF_TOKEN"),
+    ],
+)
+def test_messages_have_no_password_of_an_address_nor_a_secret_of_the_environment(
+    message: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    assert without_secrets(message.replace("$HF_TOKEN", "hf_abcdefgh")) == shown
+    UserError(message).say()
+    assert capsys.readouterr().err == f"error: {shown}\n"

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from common.rows import SAMPLE_NEWS
-from common.text import CLEANINGS, VERSION, TextTokenizer, clean_text, cleaner
+from common.text import CLEANINGS, VERSION, TextTokenizer, clean_text, cleaner, counted
 
 # Left as AG News has it, right as the news agency wrote it.
 AG_NEWS = [
@@ -245,3 +245,7 @@ def test_many_texts_have_the_ids_that_each_has_alone(is_bert: bool) -> None:
         num_cut += sum(encoded.truncated for encoded in alone)
         assert many.token_ids(some) == [encoded.ids for encoded in alone]
     assert 0 < many.num_cut == num_cut < len(texts)
+
+
+def test_one_of_a_thing_is_singular() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]

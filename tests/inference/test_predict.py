@@ -75,8 +75,10 @@ def test_a_file_is_answered_line_by_line_without_its_blank_lines(
 @pytest.mark.slow
 def test_the_terminal_need_not_be_utf8(model_folder: Path, labels: list[str]) -> None:
     news = "Goal!\tby \u00ff\nOil\n".encode() * 300
-    run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=news, PYTHONIOENCODING="ascii")
-    answers = [json.loads(line) for line in run.stdout.splitlines()]
+    # A start of its own: Python reads this variable before the processes of `_run` are forked.
+    command = [sys.executable, "-m", "inference.predict", "--file", "-", "--json", "--model", model_folder]
+    run = subprocess.run(command, input=news, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    answers = [json.loads(line) for line in run.stdout.decode("ascii").splitlines()]
     assert run.returncode == 0
     assert len(answers) == 600
     assert answers[0]["text"] == "Goal! by ?"

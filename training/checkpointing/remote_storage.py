@@ -11,6 +11,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint import FileSystemWriter, StorageReader, StorageWriter
 
+from common.escaping import without_user
 from training.checkpointing.remote_files import BLOCK_BYTES, HashedFiles, RemoteReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, Unreachable, free_name, is_of_step, manifest_of
 
@@ -30,6 +31,7 @@ class RemoteStorage(Storage):
         self.location = address.rstrip("/")
         # Other ranks write here too, so a cached listing would be wrong.
         self.files, _ = url_to_fs(self.location, use_listings_cache=False)
+        self.location = without_user(self.location)  # it is shown and recorded; the driver has the password
         self.place = ""
         self.written: dict[str, dict[str, Any]] = {}
 

@@ -30,7 +30,7 @@ from common.rows import (
     split_files,
     text_and_label,
 )
-from common.text import Text
+from common.text import Text, counted
 from training.config import Selection
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.data.stored_texts import ChosenTexts, StoredTexts
@@ -413,7 +413,7 @@ def _assemble(
     del texts, labels  # of many rows, the labels as they were read need more memory than what became of them
     if "validation" in splits:
         validation = rows_of(*reading.usable(*splits["validation"], names))
-        notes.append(f"validation on the {len(validation):,} rows of {splits['validation'][0]}")
+        notes.append(f"validation on the {counted(len(validation), 'row')} of {splits['validation'][0]}")
     if "test" in splits:
         hint = "if these rows have no labels, test on others with --test_split, or give --dataset the training file"
         test = rows_of(*reading.usable(*splits["test"], names, hint))

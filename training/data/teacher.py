@@ -27,7 +27,7 @@ from common.model_folder import (
     weights_file,
 )
 from common.problem_types import REGRESSION, SINGLE_LABEL
-from common.text import Text
+from common.text import Text, counted
 from training.config import TrainConfig
 from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData
@@ -177,9 +177,9 @@ def _compute(
     """
     file = _file(config, key)
     if file.exists() and not find_damage(file):
-        say(f"The answers of --distill {name} to {len(texts):,} texts are already known, from {file}")
+        say(f"The answers of --distill {name} to {counted(len(texts), 'text')} are already known, from {file}")
         return
-    say(f"Asking --distill {name} about {len(texts):,} texts ...")
+    say(f"Asking --distill {name} about {counted(len(texts), 'text')} ...")
     asked, answered = (file.with_suffix(f".{what}.jsonl") for what in ("texts", "answers"))
     record = Path(f"{answered}.job.json")
     has_probabilities = teacher.problem_type is not REGRESSION

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.escaping import printable
+from common.text import counted
 from training.monitoring.events import Event, Rescheduled, StepsAgreed, Subscriber
 from training.monitoring.records import (
     EpochMetrics,
@@ -136,7 +137,7 @@ class Console:
         for name, metric in metrics_of(test).items():
             value, title = metric.shown(test[name]), metric.title[0].upper() + metric.title[1:]
             if name == main:
-                title, value = f"Test {metric.title}", f"{value} on {test['rows']:,} rows"
+                title, value = f"Test {metric.title}", f"{value} on {counted(test['rows'], 'row')}"
             if name == "accuracy":
                 low, high = map(format_percent, wilson_interval(test[name], test["rows"]))
                 value += f" (95% interval {low} to {high})"

@@ -17,6 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from common.escaping import printable
 from training.monitoring.records import METRICS, SMALLER_IS_BETTER, Metric, SearchedTrial, metrics_of
 
 DOTS_PER_INCH = 200
@@ -323,6 +324,7 @@ def _mark(curves: Curves) -> str:
 
 
 def _shorten(label: str) -> str:
+    label = printable(label)  # a character without a glyph would go to the terminal in matplotlib's warning
     # Cut in the middle, because names of one family differ at their ends.
     return label if len(label) <= LONGEST_LABEL else f"{label[:10]}…{label[-9:]}"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.files import write_whole
+from common.text import counted
 from training.monitoring.events import read_metrics
 from training.monitoring.profiler import operator_table, rank_table, read_summary
 from training.monitoring.records import format_percent, format_time, metrics_of, wilson_interval
@@ -160,11 +161,11 @@ def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float])
     tiles = []
     if test := report.test:
         small_prints = {
-            "macro_f1": f"over {len(test['labels'])} classes, {test['rows']:,} texts",
+            "macro_f1": f"over {len(test['labels'])} classes, {counted(test['rows'], 'text')}",
             "calibration_error": "how far confidence is from accuracy",
             "micro_f1": "over all labels and texts",
             "exact_match": "share of the texts",
-            "rmse": f"of {', '.join(test['labels'])}, {test['rows']:,} texts",
+            "rmse": f"of {', '.join(test['labels'])}, {counted(test['rows'], 'text')}",
             "mae": f"of {', '.join(test['labels'])}",
             "r2": "share of the variance explained",
             "spearman": "correlation of the ranks",

@@ -7,11 +7,13 @@ import platform
 import torch
 import transformers
 
+from common.text import counted
+from training.config import TrainConfig
 from training.model.pooling import MEAN
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks
 from training.run.budget import Budget, expect_accuracy
-from training.run.context import RunContext
+from training.run.context import RunContext, StepPlan
 
 
 def describe_device(ranks: Ranks) -> str:
@@ -27,7 +29,8 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
     validation = f"{len(news.validation_index):,}" if len(news.validation_index) else "no"
     who = f"share{'s' * (shares > 1)}"
-    batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
+    rows_each = f"{rows_per_shard:g} row{'s' * (rows_per_shard != 1)}"
+    batch = f"{shares} {who} x {rows_each} x {context.plan.accumulation} accumulation"
     below = f", times {config.layer_decay:g} from each block to the one below" if config.layer_decay < 1 else ""
     rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
     num_unlabelled = len(news.train_index) - len(news.labelled_index)
@@ -42,12 +45,13 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
         "Layout": context.strategy.describe(),
         "Device": describe_device(ranks),
         "Precision": context.precision,
-        "Global batch": f"{context.plan.global_batch_size} rows = {batch}",
+        "Global batch": f"{counted(context.plan.global_batch_size, 'row')} = {batch}",
         **_head(context),
         **_steps(context, budget),
         "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
-        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up")
+        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{counted(int(config.warmup), 'step')} of warm-up")
         + below,
+        **describe_warmup(config, context.plan),
         "Run folder": str(config.run_dir),
     }
 
@@ -65,7 +69,7 @@ def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
     if config.method == "head":
         return {"Steps": "none, since --method head trains the head alone"}
     if budget is None:
-        return {"Steps": f"{plan.total_steps:,} = {config.epochs} epochs x {plan.steps_per_epoch:,}"}
+        return {"Steps": f"{plan.total_steps:,} = {counted(config.epochs, 'epoch')} x {plan.steps_per_epoch:,}"}
     epochs = plan.total_steps / plan.steps_per_epoch
     rows = min(len(context.news.train_index), plan.total_steps * plan.global_batch_size)
     expected = expect_accuracy(config, context.news, rows)
@@ -80,6 +84,17 @@ def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
     if expected:
         facts["Expected"] = f"test accuracy {expected}, guessed from the words of the training rows"
     return facts
+
+
+def describe_warmup(config: TrainConfig, plan: StepPlan) -> dict[str, str]:
+    """A note on a warm-up that the run ends before, so that it trains at a fraction of the learning rate."""
+    if config.warmup <= plan.total_steps:
+        return {}
+    peak, steps = plan.peak_learning_rate, counted(plan.total_steps, "step")
+    return {
+        "Warm-up": f"--warmup {config.warmup:g} is longer than the run of {steps}, so the learning rate only reaches "
+        f"{peak * plan.total_steps / int(config.warmup):.3g}; give a share of the run, such as --warmup 0.06"
+    }
 
 
 def _reads(context: RunContext) -> dict[str, str]:

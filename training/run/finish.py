@@ -18,7 +18,7 @@ import torch
 from common.errors import TrainingFailure, UserError
 from common.files import writing_whole
 from common.model_folder import CLEANING_KEY
-from common.text import in_one_line
+from common.text import counted, in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
@@ -56,7 +56,7 @@ def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
 
 def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects | None) -> Path:
     config, tokens, task = context.config, context.news.tokens, context.strategy.task
-    context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
+    context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     console, data_shard = context.console, context.strategy.data_shard
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
@@ -213,24 +213,30 @@ def _report_data(
         notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
     last = context.state.epochs[-1].epoch
     if context.config.budget and last < context.config.epochs:
-        notes.append(f"Training ended after {last} epochs, because its time (--budget {context.config.budget}) was up.")
+        notes.append(
+            f"Training ended after {counted(last, 'epoch')}, because its time (--budget {context.config.budget}) was "
+            "up."
+        )
     elif last < context.config.epochs and context.config.method != "head":
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, because {context.config.early_stopping} "
             f"evaluations in a row had no better {context.config.best_metric} on the validation rows."
         )
     if context.state.skipped_steps:
-        notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")
+        notes.append(f"The loss scale skipped {counted(context.state.skipped_steps, 'step')}.")
     if context.state.bad.total:
-        notes.append(f"{context.state.bad.total} steps were skipped, because loss or gradient was not finite.")
+        skipped = counted(context.state.bad.total, "step")
+        notes.append(f"Skipped {skipped}, because loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
-        notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
+        notes.append(
+            f"After too many such steps in a row, {counted(len(excluded), 'training row')} had to be left out."
+        )
     if context.config.is_distilled:
         share, unlabelled = context.config.distill_share, _distilled_from(context)["unlabelled_rows"]
         notes.append(
             f"Distilled from {', '.join(context.config.teachers)}: {share:.0%} of a row's loss comes from the "
             f"{'answer of the teacher' if len(context.config.teachers) == 1 else 'mean answer of the teachers'}"
-            + (f", and all of it for {unlabelled:,} rows without a label." if unlabelled else ".")
+            + (f", and all of it for {counted(unlabelled, 'row')} without a label." if unlabelled else ".")
         )
     if context.config.suspects in ("drop", "reweight"):
         left_out = "were left out" if context.config.suspects == "drop" else "had less weight in the loss"

@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.escaping import printable
 from common.problem_types import SINGLE_LABEL, Label
 from common.rows import AG_NEWS_LABELS
+from common.text import counted
 from training.tasks.task import RowAnswer, Task
 
 # This many labels are not suspicious, however few the rows.
@@ -121,12 +122,12 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
     if missing := [name for name in labels if name.strip().lower() in _MISSING]:
         count = sum(labels[name] for name in missing)
         notes.append(
-            f"the label {', '.join(map(repr, missing))} ({count:,} rows) looks like a missing value and is trained as "
-            "a class; leave such rows out if it is none"
+            f"the label {', '.join(map(repr, missing))} ({counted(count, 'row')}) looks like a missing value and is "
+            "trained as a class; leave such rows out if it is none"
         )
     is_rare = labels["-1"] * len(labels) * 10 < num_rows
     if labels["-1"] and (is_rare or "2" in labels) and "-2" not in labels:  # -1, 0 and 1 may well be classes
-        count = f"the label -1 ({labels['-1']:,} rows) is trained as a class of its own"
+        count = f"the label -1 ({counted(labels['-1'], 'row')}) is trained as a class of its own"
         notes.append(f"{count}; if it marks rows without a label, leave them out")
     if not known and _are_fractions(labels):
         notes.append(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from common.problem_types import PLAIN_TEXT, Label, ProblemType
+from common.problem_types import PLAIN_TEXT, SINGLE_LABEL, Label, ProblemType, UnknownLabel
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,10 @@ class Task:
 
     def _places(self, names: Sequence[str]) -> np.ndarray:
         """The place of each name among the labels."""
-        if unknown := [name for name in names if name not in self.label_names]:
-            raise ValueError(f"label {unknown[0]!r} is not one of the model's labels {', '.join(self.label_names)}")
-        return np.array([self.label_names.index(name) for name in names])
+        try:
+            return np.array([self.label_names.index(SINGLE_LABEL.read_label(name, self.label_names)) for name in names])
+        except UnknownLabel as error:
+            raise ValueError(str(error).replace("the training labels", "the model's labels")) from error
 
     # The model
 

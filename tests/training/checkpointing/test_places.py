@@ -45,6 +45,13 @@ def test_checkpoints_are_in_the_run_folder_unless_another_location_is_given(tmp_
     assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="memory://b/c/")).location == "memory://b/c"
 
 
+def test_no_record_has_the_password_of_the_address_of_checkpoints() -> None:
+    config = TrainConfig(checkpoint_dir="memory://user:pw@host/run")
+    assert config.model_dump(mode="json")["checkpoint_dir"] == "memory://host/run"
+    assert "pw" not in config.to_yaml()
+    assert open_storage(config).location == "memory://host/run"
+
+
 @pytest.mark.parametrize("inside", ["model", "model/checkpoints"])
 def test_a_place_that_the_finished_model_would_replace_is_refused(tmp_path: Path, inside: str) -> None:
     with pytest.raises(UserError, match=r"--checkpoint_dir .*: is in --output_dir .*; name another folder"):

@@ -8,6 +8,7 @@ import matplotlib.image
 import pytest
 
 from training.monitoring.events import read_metrics
+from training.monitoring.plots import LIGHT, Curves, draw_all
 from training.monitoring.records import wilson_interval
 from training.monitoring.report import ReportData, WrongText, write_report
 from training.tasks.task import RowAnswer
@@ -152,3 +153,9 @@ def test_wilson_interval_agrees_with_the_published_formula() -> None:
     assert wilson_interval(0.9, 200) == pytest.approx((0.8506, 0.9343), abs=1e-4)
     assert wilson_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
     assert wilson_interval(0.0, 0) == (0.0, 1.0)
+
+
+def test_a_label_cannot_command_the_terminal_through_a_warning_of_a_plot(recwarn: pytest.WarningsRecorder) -> None:
+    test = {"labels": ["a\x1b[31m", "b"], "confusion_matrix": [[1, 0], [0, 1]]}
+    draw_all(Curves([], []), test, LIGHT)
+    assert not [warning for warning in recwarn if "\x1b" in str(warning.message) or "Glyph 27" in str(warning.message)]

@@ -12,6 +12,7 @@ from sklearn.metrics import (
     precision_recall_fscore_support,
 )
 
+from common.problem_types import SINGLE_LABEL
 from training.tasks.classification import Classification, log_softmax
 
 NAMES = ["World", "Sports", "Business", "Sci/Tech"]
@@ -87,3 +88,10 @@ def test_log_softmax_stays_finite_for_large_logits() -> None:
 
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, [[0, -1e4], [-1e4, 0]])
+
+
+def test_rows_labelled_0_belong_to_the_class_that_an_older_model_calls_0_0() -> None:
+    assert Classification(["1.0", "0.0", "x"]).renamed(np.array([0, 1, 1]), ["0", "1"]).tolist() == [1, 0, 0]
+    assert SINGLE_LABEL.read_label(1, ["1.0", "1"]) == "1"
+    with pytest.raises(ValueError, match=r"label '2' is not one of the model's labels 1\.0, 0\.0"):
+        Classification(["1.0", "0.0"]).renamed(np.array([0]), ["2"])
