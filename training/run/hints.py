@@ -55,7 +55,8 @@ class Evidence:
 
     @property
     def stopped_early(self) -> bool:
-        return bool(self.config.early_stopping) and self.epochs[-1].epoch < self.config.epochs
+        ended_before = self.epochs[-1].epoch < self.config.epochs
+        return bool(self.config.early_stopping) and ended_before and not self.config.budget
 
     @property
     def is_best_last(self) -> bool:
@@ -92,7 +93,8 @@ def _beaten(run: Evidence) -> str:
     better = "A linear model of the words is better than this network"
     if run.share_cut > MANY_CUT:
         cut = f"{format_percent(run.share_cut, digits=0)} of the texts were cut at --max_length {run.config.max_length}"
-        return f"{better}, and {cut}: try a larger one, or --long windows."
+        windows = "" if run.config.columns.pair else ", or --long windows"
+        return f"{better}, and {cut}: try a larger one{windows}."
     return f"{better}: try {run.more_epochs}, {run.other_rate}, or another --model."
 
 
@@ -117,6 +119,8 @@ def _is_at_chance(run: Evidence) -> str:
     loss = min(last.train_loss, last.validation.get("loss", math.inf))
     if not run.chance_loss or loss <= CHANCE_SHARE * run.chance_loss:
         return ""
+    if run.baseline and run.baseline.gain.is_clear and not run.baseline.wins:
+        return ""  # it knows more than the words say: the labels are hard to tell, or are noisy
     found = f"The network has hardly begun to learn: its loss is {loss:.3g}, and guessing costs {run.chance_loss:.3g}"
     if run.baseline and not _texts_tell(run.baseline, run.test):
         return f"{found}. The linear baseline finds nothing either, so the texts may not tell the labels."
@@ -136,7 +140,7 @@ def _texts_tell(baseline: Baseline, test: Mapping[str, Any]) -> bool:
 
 def _still_improves(run: Evidence) -> str:
     metric, last = run.config.best_metric, run.epochs[-1]
-    earlier = [epoch for epoch in run.epochs if epoch.epoch <= last.epoch - 1]
+    earlier = [epoch for epoch in run.epochs if epoch.validation and epoch.epoch <= last.epoch - 1]
     if not (earlier and last.is_best and metric in (*METRICS, "loss")):
         return ""
     before = max(earlier, key=lambda epoch: score_of(epoch.validation, metric)).validation[metric]

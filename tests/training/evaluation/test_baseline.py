@@ -73,6 +73,12 @@ def test_a_pair_is_told_by_what_both_texts_share() -> None:
     assert shared[1] > different[1]
 
 
+@pytest.mark.parametrize(("weights", "answer"), [(None, 0), ({0: 1.0, 1: 50.0, 2: 1.0}, 1)], ids=str)
+def test_rows_weigh_in_it_what_they_weigh_in_the_loss(weights: dict[int, float] | None, answer: int) -> None:
+    texts, labels = ["sea"] * 12 + ["sea"] * 2, np.array([0] * 12 + [1] * 2)  # label 2 has no rows
+    assert fit_linear(texts, labels, 3, 0, weights)(["sea"]).argmax() == answer
+
+
 @pytest.mark.parametrize(
     ("value", "error", "is_clear"),
     [(0.05, 0.01, True), (-0.05, 0.01, True), (0.05, 0.03, False), (0.0, 0.0, False), (-0.5, math.inf, False)],

@@ -98,7 +98,16 @@ HEALTHY = {
     ),
     "as good as the baseline": _run((0.6, 0.3), (0.3, 0.25), (0.91, 0.91), num_labels=4, gain=EVEN),
     "no validation rows": Evidence(
-        TrainConfig(epochs=2), 2e-5, [EpochMetrics(2, 20, 0.3, 1.0, {}, True)], {"rows": 9, "accuracy": 0.9}, 1.4, 0.9
+        TrainConfig(epochs=2),
+        2e-5,
+        [EpochMetrics(i, 10 * i, 0.6 / i, 1.0, {}, True) for i in (1, 2)],
+        {"rows": 9, "accuracy": 0.9},
+        1.4,
+        0.9,
+    ),
+    "numbers that are hard to tell": _run(
+        (0.99, 0.92), (0.95, 0.90), (1.20, 1.17),
+        task="regression", metric="rmse", chance_loss=1.0, gain=Gain("rmse", 0.05, 0.01),
     ),
 }  # fmt: skip
 
