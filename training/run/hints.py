@@ -77,7 +77,7 @@ class Evidence:
 
     @property
     def other_rate(self) -> str:
-        higher = "a higher" if self.learning_rate < HIGH_LEARNING_RATE else "a lower"
+        higher = "a higher" if self.learning_rate <= HIGH_LEARNING_RATE else "a lower"
         return f"{higher} --learning_rate (it was {self.learning_rate:g})"
 
 
@@ -170,7 +170,7 @@ def _miscalibrated(run: Evidence) -> tuple[str, str]:
     right, sure = format_percent(accuracy, 0), format_percent(run.confidence, 0)
     said = f"{right} of its answers are right, at a mean confidence of {sure}"
     if run.confidence < accuracy - gap - run.config.label_smoothing:
-        return f"The network is too unsure: {said}. Train it on: try {run.more_epochs} or {run.other_rate}.", ""
+        return f"The network is too unsure: {said}. Try {run.more_epochs} or {run.other_rate}.", ""
     if run.confidence > accuracy + gap:
         ways = [] if run.is_best_last else ["fewer --epochs"]
         ways += [] if run.config.label_smoothing else ["--label_smoothing 0.1"]
