@@ -21,6 +21,7 @@ from common.errors import UserError
 from common.text import clean_text
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
+from training.evaluation.baseline import fit_linear
 from training.monitoring.events import read_metrics
 from training.monitoring.records import format_percent, format_time, wilson_interval
 from training.tasks import Classification
@@ -101,36 +102,12 @@ def fit_baseline(data: NewsData, options: Namespace) -> Entry:
     train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
     harness.report(f"Fitting {BASELINE} on {len(train):,} rows ...")
     started = time.perf_counter()
-    texts = [data.train.texts[i] for i in train]
-    answer = fit_linear(texts, data.train.labels[train], options.seed)
+    texts = [clean_text(data.train.texts[i]) for i in train]
+    answer = fit_linear(texts, data.train.labels[train], len(data.label_names), options.seed)
     seconds = time.perf_counter() - started
-    scores = answer(data.test.texts)
+    scores = answer([clean_text(text) for text in data.test.texts])
     test = Classification(data.label_names).metrics(scores, data.test.labels)
     return Entry(BASELINE, test, len(train), seconds)
-
-
-def fit_linear(texts: Sequence[str], labels: np.ndarray, seed: int) -> Callable[[Sequence[str]], np.ndarray]:
-    """Fit TF-IDF of words and pairs with a linear SVM.
-
-    Returns:
-        A function from texts to scores, (texts, labels): distances from the separating planes, not probabilities.
-
-    Raises:
-        UserError: scikit-learn is missing.
-    """
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-        from sklearn.svm import LinearSVC
-    except ImportError as error:
-        raise UserError("scikit-learn is missing: pip install '.[bench]'", code="package-missing") from error
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
-    svm = LinearSVC(random_state=seed).fit(vectorizer.fit_transform(map(clean_text, texts)), labels)
-
-    def answer(texts: Sequence[str]) -> np.ndarray:
-        scores = svm.decision_function(vectorizer.transform(map(clean_text, texts)))
-        return np.stack([-scores, scores], axis=1) if scores.ndim == 1 else scores  # two classes have one score
-
-    return answer
 
 
 def read_model(folder: Path) -> Entry:

@@ -45,6 +45,8 @@ WHITE_PIXEL = base64.b64decode(
 PRELOADED = (
     "fastapi",
     "pytest",
+    "sklearn.linear_model",
+    "sklearn.svm",
     "tests.processes",
     "torch._dynamo",  # which every optimizer imports when it is made
     "torch.distributed.fsdp",

@@ -124,8 +124,10 @@ class Console:
         checkpoint_file: Path | None,
         report: Path,
         exports: bool = False,
+        baseline: str = "",
+        hints: Sequence[str] = (),
     ) -> None:
-        """Print the results of the run and where its files are."""
+        """Print the results of the run, where its files are, and what would make it better."""
         main = next(iter(metrics_of(validation or test)), None)
         if validation:
             metric = metrics_of(validation)[main]
@@ -142,6 +144,8 @@ class Console:
                 low, high = map(format_percent, wilson_interval(test[name], test["rows"]))
                 value += f" (95% interval {low} to {high})"
             facts[title] = value
+        if baseline:
+            facts["Linear baseline"] = baseline
         facts |= {"Model folder": str(model_folder)}
         facts |= {"One file": str(checkpoint_file)} if checkpoint_file else {}
         facts |= {"Report": str(report)}
@@ -150,6 +154,10 @@ class Console:
         elif not exports:  # otherwise the export names the next command
             facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
         self._facts(f"Done in {format_time(seconds)}", facts)
+        for hint in hints:
+            self.say(hint)
+        if hints:
+            self.say("")
 
     def _facts(self, title: str, facts: Mapping[str, str]) -> None:
         width = max(map(len, facts), default=0)

@@ -58,7 +58,8 @@ class DoubtedText:
 
 @dataclass(frozen=True)
 class ReportData:
-    """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation.
+    """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation, and ``baseline`` a
+    figure to compare it with, and what that is.
 
     Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts`` the first ones.
     """
@@ -72,6 +73,7 @@ class ReportData:
     notes: list[str]
     seconds: float
     model_folder: str
+    baseline: tuple[str, str] | None = None
 
 
 def write_report(run_dir: Path, report: ReportData) -> Path:
@@ -179,6 +181,8 @@ def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float])
             title = metric.title if number else f"test {metric.title}"
             small_print = small_prints.get(name, "your own metric")
             tiles.append((title[0].upper() + title[1:], metric.shown(test[name]), small_print))
+    if report.baseline:
+        tiles.append(("Linear baseline", *report.baseline))
     steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
     steps_done = f"{steps:,} optimizer steps" if steps else "no step was logged"
     tiles.append(("Time", format_time(report.seconds), steps_done))

@@ -29,6 +29,7 @@ from common.errors import UserError
 from training.config import TINY, TrainConfig
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
+from training.evaluation.baseline import seconds_for_baseline
 from training.evaluation.evaluator import evaluate
 from training.model.classifier import NewsClassifier, widen
 from training.model.layers import FAMILY_OF, freeze_layers
@@ -40,8 +41,9 @@ from training.parallelism.strategy import Strategy
 from training.run.recipe import rate_for
 from training.run.suspects import ask_words
 
-# Set aside for the end, beside the answers to the test rows: the plots of the report and the end of the processes; the
-# files, each weight being written about five times (checkpoint with moments, folder, one file); and what may go wrong.
+# Set aside for the end, beside the answers to the test rows and the linear baseline: the plots of the report and the
+# end of the processes; the files, each weight being written about five times (checkpoint with moments, folder, one
+# file); and what may go wrong.
 CLOSING_SECONDS = 2.5
 BYTES_PER_WEIGHT, BYTES_PER_SECOND = 20, 2e8
 MARGIN = 0.01
@@ -240,6 +242,7 @@ def start_budget(
         + weights * BYTES_PER_WEIGHT / BYTES_PER_SECOND
         + per_token * float(news.tokens.test.lengths.sum() + validation.sum())
         + MARGIN * budget.seconds
+        + (seconds_for_baseline(config, news) if strategy.task.has_labels else 0.0)
     )
     budget.seconds_per_token = budget.seconds_per_token or FORWARD_AND_BACKWARD * per_token
     left = ranks.broadcast(budget.left_for_steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,15 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from common.errors import TrainingFailure, UserError
+from common.errors import TrainingFailure, UserError, first_line
 from common.files import writing_whole
 from common.model_folder import CLEANING_KEY
 from common.text import counted, in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
+from training.evaluation.baseline import Baseline, measure_baseline, seconds_for_baseline
 from training.evaluation.evaluator import evaluate
 from training.model.lora import merge_adapters
 from training.model.window_attention import split_head
@@ -33,6 +36,7 @@ from training.parallelism.strategy import Strategy
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
+from training.run.hints import Evidence, hints_of
 from training.run.suspects import Suspects
 from training.serving_commands import run_command_of_serving
 from training.tasks.task import RowAnswer
@@ -77,6 +81,9 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
     if context.console:
         if config.lora:
             weights = merge_adapters(weights, config)
+        answers = list(task.describe(logits, tokens.test.labels, best.validation))
+        baseline = _baseline(context, best, logits)
+        hints = hints_of(_evidence(context, test, answers, baseline))
         metrics = {
             "task": config.task,
             "dataset": recorded_name(tokens.name),
@@ -100,6 +107,8 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             "test": test,
             "test_precision": context.strategy.test_precision,
             "validation": best.validation or None,
+            **({"baseline": baseline.to_plain()} if baseline else {}),
+            **({"hints": hints} if hints else {}),
         }
         try:
             write_model(
@@ -112,13 +121,12 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
                 {CLEANING_KEY: config.clean, **task.settings(best.validation)},
                 type(task),
             )
-            answers = list(task.describe(logits, tokens.test.labels, best.validation))
             if task.has_labels:
                 _write_predictions(context, answers)
             doubted = _doubted_texts(context, suspects)
             if suspects:
                 _write_suspects(context, doubted)
-            report = write_report(config.run_dir, _report_data(context, test, answers, doubted))
+            report = write_report(config.run_dir, _report_data(context, test, answers, doubted, baseline, hints))
         except OSError as error:
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
@@ -131,6 +139,8 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             by_folds=context.plan.start.by_folds if context.plan.start else "",
             validation=best.validation,
             test=test,
+            baseline=str(baseline or ""),
+            hints=hints,
             model_folder=config.output_dir,
             checkpoint_file=config.checkpoint_file if task.has_labels else None,
             report=report,
@@ -139,6 +149,47 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
     # The other ranks wait: if they left first, a launcher could take the run for finished.
     context.ranks.barrier()
     return config.output_dir
+
+
+def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Baseline | None:
+    """What a linear model makes of the same rows, on rank 0, which has the texts; None if there is none."""
+    config, task = context.config, context.strategy.task
+    if not task.has_labels:
+        return None
+    seconds = seconds_for_baseline(config, context.news)
+    if not seconds:
+        flag = f"--budget {config.budget}" if config.budget else f"--collective_timeout {config.collective_timeout:g}"
+        context.say(f"No linear baseline: {flag} leaves no time for one")
+        return None
+    weights, heartbeat = context.plan.class_weights, context.phases.heartbeat
+    try:
+        return measure_baseline(config, context.news, task, weights, logits, best.validation, heartbeat)
+    except Exception as error:  # such as texts without words: whatever it is, the trained model is worth more
+        context.say(f"No linear baseline: {first_line(error)}")
+        return None
+
+
+def _evidence(
+    context: RunContext, test: dict[str, Any], answers: Sequence[RowAnswer], baseline: Baseline | None
+) -> Evidence:
+    config, tokens, task = context.config, context.news.tokens, context.strategy.task
+    chance_loss, confidence = None, None
+    if not task.own_loss:  # whose scores may be no logits
+        chance_loss = task.chance_loss(tokens.train.labels[context.news.labelled_index])
+        if chance_loss and (context.plan.class_weights is not None or config.sampling == "balanced"):
+            chance_loss = math.log(len(tokens.label_names))
+        if "accuracy" in test and task.has_labels and not config.is_distilled:  # a teacher may be unsure, and be right
+            confidence = float(np.mean([answer.certainty for answer in answers]))
+    return Evidence(
+        config=config,
+        learning_rate=context.plan.peak_learning_rate,
+        epochs=context.state.epochs,
+        test=test,
+        chance_loss=chance_loss,
+        confidence=confidence,
+        baseline=baseline,
+        share_cut=tokens.num_cut / tokens.num_texts if tokens.num_texts else 0.0,
+    )
 
 
 def _distilled_from(context: RunContext) -> dict[str, Any]:
@@ -192,13 +243,18 @@ def _load_best(context: RunContext) -> EpochMetrics:
 
 
 def _report_data(
-    context: RunContext, test: dict[str, Any], answers: Sequence[RowAnswer], doubted: Sequence[DoubtedText]
+    context: RunContext,
+    test: dict[str, Any],
+    answers: Sequence[RowAnswer],
+    doubted: Sequence[DoubtedText],
+    baseline: Baseline | None,
+    hints: Sequence[str],
 ) -> ReportData:
     tokens = context.news.tokens
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.longest_text}."
     if context.config.is_language_model:
         cut = f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
-    notes = [*tokens.notes, cut]
+    notes = [*hints, *tokens.notes, cut]
     if context.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
@@ -246,6 +302,7 @@ def _report_data(
         configuration=context.config.model_dump(mode="json"),
         environment=describe_environment(context.ranks),
         test=test,
+        baseline=baseline and baseline.tile,
         wrong_texts=[
             WrongText(in_one_line(text), answer, context.strategy.task.certainty)
             for text, answer in zip(context.news.texts.test.texts, answers, strict=context.strategy.task.has_labels)

@@ -60,6 +60,10 @@ class Classification(Task):
         """Cross-entropy."""
         return F.cross_entropy(scores.float(), targets, reduction="none", label_smoothing=label_smoothing)
 
+    def chance_loss(self, targets: np.ndarray) -> float:
+        shares = np.unique(targets, return_counts=True)[1] / len(targets)
+        return float(-(shares * np.log(shares)).sum())
+
     def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         log_probabilities, given = scores.float().log_softmax(dim=1), targets[:, None]
         own = log_probabilities.gather(1, given)

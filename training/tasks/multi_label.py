@@ -78,6 +78,10 @@ class MultiLabelClassification(Task):
         """Binary cross-entropy, the mean over the labels."""
         return F.binary_cross_entropy_with_logits(scores.float(), targets.float(), reduction="none").mean(dim=1)
 
+    def chance_loss(self, targets: np.ndarray) -> float:
+        shares = np.clip(targets.mean(axis=0, dtype=np.float64), 1e-12, 1 - 1e-12)
+        return float(-(shares * np.log(shares) + (1 - shares) * np.log(1 - shares)).mean())
+
     def metrics(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:

@@ -66,6 +66,9 @@ class Regression(Task):
         wanted = ((targets - self.mean) / self.deviation).float()
         return (scores.float().squeeze(1) - wanted) ** 2
 
+    def chance_loss(self, targets: np.ndarray) -> float:
+        return float(targets.var()) / self.deviation**2
+
     def teacher_losses(self, scores: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         return self.row_losses(scores, answers[:, 0], 0.0)
 
@@ -99,6 +102,9 @@ class Regression(Task):
 
     def in_units(self, scores: np.ndarray) -> np.ndarray:
         return self._predicted(scores)[:, None]
+
+    def as_scores(self, answers: np.ndarray) -> np.ndarray:
+        return (answers - self.mean) / self.deviation
 
     def _predicted(self, scores: np.ndarray) -> np.ndarray:
         return scores[:, 0].astype(np.float64) * self.deviation + self.mean

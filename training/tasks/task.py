@@ -109,6 +109,10 @@ class Task:
         """Scores as a metric of the user's own gets them: for numbers, in the unit of the targets."""
         return scores
 
+    def as_scores(self, answers: np.ndarray) -> np.ndarray:
+        """The scores of a model whose answers these are: the opposite of :meth:`in_units`."""
+        return answers
+
     # Rows. Class methods, because they come before anything is known of a model.
 
     @classmethod
@@ -168,6 +172,10 @@ class Task:
     def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
         """The loss of each row in fp32: (rows, labels) to (rows,)."""
         raise NotImplementedError
+
+    def chance_loss(self, targets: np.ndarray) -> float | None:
+        """The mean loss of a guess that knows only how frequent each label is; None if the task has no such guess."""
+        return None
 
     def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """What a step finds out about each row's label: its log-probability, the number of the strongest other label,
