@@ -39,6 +39,11 @@ STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 LONGEST_CHOICES = 60  # that fit into a line of the help
 PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
+# What decides, beside the dataset, which rows there are and how they are read.
+DATA_FLAGS = (
+    *("task", "text_column", "label_column", "pair_column", "train_split", "validation_split", "test_split"),
+    *("dataset_config", "dataset_revision", "bad_rows", "max_length", "clean", "model", "model_revision", "seed"),
+)
 
 
 # More rows to train on, and fewer to wait for. Epochs are the most that help; most budgets end before.
@@ -707,8 +712,14 @@ def _build_parser(description: str) -> OneLineParser:
     for name, field in TrainConfig.model_fields.items():
         title = field.json_schema_extra["group"]  # type: ignore[index, call-overload]
         group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
-        group.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
+        add_flag(group, name)
     return parser
+
+
+def add_flag(parser: Any, name: str) -> None:
+    """Add the flag of a field to a parser or a group of one; without it the value is None."""
+    field = TrainConfig.model_fields[name]
+    parser.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
 
 
 def _argument_form(field: FieldInfo) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import platform
 import torch
 import transformers
 
+from training.data.report import lengths_in_words, run_lengths
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks
 from training.run.budget import Budget, expect_accuracy
@@ -75,11 +76,10 @@ def _reads(context: RunContext) -> dict[str, str]:
     tokens = context.news.tokens
     if context.config.is_language_model:
         return {}
-    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {context.config.longest_text}"
     answers = {"Labels": ", ".join(tokens.label_names)}
     if not context.strategy.task.has_labels:
         answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
-    return answers | {"Texts cut": cut}
+    return answers | {"Lengths": lengths_in_words(run_lengths(tokens, context.config))}
 
 
 def _trained(context: RunContext) -> str:
