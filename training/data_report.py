@@ -55,7 +55,7 @@ def main() -> None:
         except OSError as error:
             raise UserError(f"--json {file}: cannot be written ({error.strerror})", code="not-writable") from error
     if found := [name for name in fail_on if figures[name]["count"]]:
-        said = "; ".join(f"{name}: {fault_in_words(name, figures)}" for name in found)
+        said = "; ".join(fault_in_words(name, figures) for name in found)
         raise ForeseenError(f"--fail_on {','.join(fail_on)}: {said}", code="data-faults")
 
 

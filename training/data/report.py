@@ -275,7 +275,9 @@ def run_lengths(tokens: TokenizedNews, config: TrainConfig) -> dict[str, Any]:
 
 def in_words(figures: Mapping[str, Any]) -> dict[str, str]:
     """The figures of a report as sentences under their names."""
-    facts = {"Rows": ", ".join(f"{count:,} {split}" for split, count in figures["rows"].items())}
+    rows = dict(figures["rows"])
+    set_aside = f"; a run sets {rows.pop(SET_ASIDE):,} of them aside to test on" if SET_ASIDE in rows else ""
+    facts = {"Rows": ", ".join(f"{count:,} {split}" for split, count in rows.items()) + set_aside}
     if "labels" in figures:
         facts["Labels"] = labels_in_words(figures["labels"])
     if "tokens" in figures:
@@ -303,7 +305,7 @@ def lines_of(figures: Mapping[str, Any], config: TrainConfig) -> list[str]:
     labels = figures.get("labels", {})
     if rare := _rare(labels):
         of = f"{len(rare):,} of {len(labels['counts']):,} labels"
-        lines.append(f"fewer than {RARE} training rows for {of}: {_some(rare)}")
+        lines.append(f"Fewer than {RARE} training rows for {of}: {_some(rare)}")
     if "counts" in labels and "without" not in labels:
         name, count = max(labels["counts"].items(), key=lambda item: item[1])
         if count > DOMINANT * labels["rows"]:
@@ -353,9 +355,9 @@ def lengths_in_words(tokens: Mapping[str, Any]) -> str:
     longest = f", the longest {tokens['longest']:,}" if tokens["longest"] else ""
     share = f"{tokens['cut']:,} of {tokens['texts']:,} texts ({_percent(tokens['cut'], tokens['texts'])}) are cut at"
     share = share if tokens["cut"] else "no text is longer than"
-    return (
-        f"{tokens['median']:,} tokens (median), 95% have at most {tokens['p95']:,}{longest}; {share} {tokens['cut_at']}"
-    )
+    by = f", by the tokenizer of {tokens['tokenizer']}" if "tokenizer" in tokens else ""
+    said = f"{tokens['median']:,} tokens (median), 95% have at most {tokens['p95']:,}{longest}"
+    return f"{said}; {share} {tokens['cut_at']}{by}"
 
 
 def _curve_in_words(curve: Mapping[str, Any]) -> str:
