@@ -265,8 +265,9 @@ class Shingles:
             pairs = np.unique(entry_rows[queries] * len(sizes) + entry_rows[other])
             for start in range(0, len(pairs), PAIRS_PER_CHUNK):
                 ours, theirs = np.divmod(pairs[start : start + PAIRS_PER_CHUNK], len(sizes))
+                counting = counts(ours, theirs)
+                ours, theirs = ours[counting], theirs[counting]
                 similar = self.similar(ours, theirs)
-                similar[similar] = counts(ours[similar], theirs[similar])
                 # The pairs are in ascending order: assigned backwards, so that the first partner remains.
                 found[ours[similar][::-1]] = theirs[similar][::-1]
         return found[rows]

@@ -64,7 +64,9 @@ class Fault:
         numbers, others = (
             np.concatenate([some[split][is_found[split]] for split in rows]) for some in (rows, partners)
         )
-        equal = np.fromiter(map(repeats.are_equal, numbers, others), bool, len(numbers))
+        equal = np.ones(len(numbers), dtype=bool)
+        if repeats.near:
+            equal[:] = [repeats.are_equal(*pair) for pair in zip(numbers, others, strict=True)]
         counts = {split: int(some.sum()) for split, some in is_found.items()}
         return cls(counts, {split: len(part) for split, part in rows.items()}, numbers, others, equal)
 
