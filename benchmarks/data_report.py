@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks import harness
 from common.errors import UserError, positive
+from training.config import FAULTS
 from training.data.dataset import NewsData, load_news
 from training.data.duplicates import LEAST_SIMILARITY, WORDS_PER_SHINGLE, Repeats
 from training.data.learning_curve import FOLDS, learning_curve
-from training.data.report import FAULTS
 
 MODULE = "benchmarks.data_report"
 PACKAGES = ("torch", "numpy", "scikit-learn")
@@ -38,7 +38,8 @@ Of each fault {planted} are planted with seed {seed}, half as equal texts (in ot
 as near duplicates (a word more or another one, and 80% of all word triples in common). *recall*: the share of them
 whose row the report names under that fault. *precision*: the share of all rows that it names whose texts are equal or
 near by a plain comparison of their sets of word triples, and for conflicts whose labels differ. Time and memory are
-those of the whole command `python -m training.data_report`, start included; {made} training rows are made of
+those of the whole command `python -m training.data_report`, start included; *load*: how many other processes wanted a
+core when it began. {made} training rows are made of
 halves of two rows with the same label, because this copy has fewer.
 """
 CURVE = """
@@ -169,14 +170,19 @@ def judge(found: Sequence[dict[str, Any]], planted: dict[str, str], fault: str) 
 def run_command(folder: Path, report: Path) -> dict[str, float]:
     """Seconds and the peak of memory of the command, as the system counts them."""
     command = [sys.executable, "-m", "training.data_report", str(folder), "--json", str(report)]
-    began = time.perf_counter()
+    load, began = os.getloadavg()[0], time.perf_counter()
     process = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise UserError(f"{' '.join(command)}: ended with code {process.returncode}", code="benchmark-input")
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime, "memory": usage.ru_maxrss * 1024 / 1e9}
+    return {
+        "load": load,
+        "seconds": seconds,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "memory": usage.ru_maxrss * 1024 / 1e9,
+    }
 
 
 def predict(data: NewsData, num_rows: int, seed: int) -> dict[str, Any]:
@@ -214,6 +220,7 @@ def render(run: dict[str, Any]) -> str:
             "rounds": lambda rounds: str(len(rounds)),
             "time, s": lambda rounds: harness.median_and_spread([one["seconds"] for one in rounds]),
             "CPU time, s": lambda rounds: harness.median_and_spread([one["cpu"] for one in rounds]),
+            "load": lambda rounds: harness.median_and_spread([one["load"] for one in rounds]),
             "memory, GB": lambda rounds: harness.median_and_spread([one["memory"] for one in rounds], 2),
         },
         [run["rounds"]],

@@ -44,6 +44,8 @@ DATA_FLAGS = (
     *("task", "text_column", "label_column", "pair_column", "train_split", "validation_split", "test_split"),
     *("dataset_config", "dataset_revision", "bad_rows", "max_length", "clean", "model", "model_revision", "seed"),
 )
+# What training.data_report finds, and --fail_on may name.
+FAULTS = ("duplicates", "leakage", "conflicts")
 
 
 # More rows to train on, and fewer to wait for. Epochs are the most that help; most budgets end before.

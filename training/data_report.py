@@ -18,9 +18,8 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from common.errors import ForeseenError, OneLineParser, UserError, run_command
 from common.files import write_json
-from training.config import DATA_FLAGS, TrainConfig, add_flag, make_config
+from training.config import DATA_FLAGS, FAULTS, TrainConfig, add_flag, make_config
 
-FAULTS = ("duplicates", "leakage", "conflicts")
 CROPPED = 40  # characters before the first difference that are shown of near duplicates
 
 
@@ -96,6 +95,10 @@ def show(figures: Mapping[str, Any]) -> None:
         if not rows:
             continue
         console.examples(f"{name.capitalize()}: {len(rows)} of {figures[name]['count']:,}", map(_lines, rows))
+    repeating = [figures[name] for name in ("duplicates", "leakage") if figures[name]["count"]]
+    if repeating and "labels" in figures:
+        flag = "drop_near" if any(fault["near"] for fault in repeating) else "drop"
+        console.say(f"A run with --duplicates {flag} leaves out training rows that repeat others")
     for note in figures["notes"]:
         console.say(note[0].upper() + note[1:])
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from benchmarks.data_report import changed, judge, similarity, write_rows
 from common.rows import SAMPLE_NEWS
-from training.config import TrainConfig
+from training.config import FAULTS, TrainConfig
 from training.data.dataset import load_news
 from training.data.duplicates import LEAST_SIMILARITY
-from training.data.report import FAULTS, measure_files
+from training.data.report import measure_files
 
 
 def test_all_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> None:

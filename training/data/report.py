@@ -19,7 +19,7 @@ import numpy as np
 
 from common.rows import evenly_spread
 from common.text import Text, TextTokenizer, in_one_line, texts_in
-from training.config import DATA_FLAGS, STARTER, TrainConfig
+from training.config import DATA_FLAGS, FAULTS, STARTER, TrainConfig
 from training.data.dataset import TEST_SHARE, NewsData, default_cleaning, load_news, split_rows
 from training.data.duplicates import Repeats
 from training.data.learning_curve import learning_curve
@@ -27,7 +27,6 @@ from training.data.stored_texts import JoinedTexts
 from training.data.tokenized import TokenizedNews, load_tokenizer
 from training.tasks import TASKS, Task
 
-FAULTS = ("duplicates", "leakage", "conflicts")
 RARE = 10  # rows; with fewer, a label is hardly learned, and its score on the few test rows is chance
 DOMINANT = 0.9  # share of the largest label from which accuracy says little
 MOST_NAMED = 5
@@ -338,10 +337,11 @@ def labels_in_words(labels: Mapping[str, Any]) -> str:
         )
     ordered = sorted(labels["counts"].items(), key=lambda item: -item[1])
     (most, most_rows), (fewest, fewest_rows) = ordered[0], ordered[-1]
-    said = (
-        f"{len(ordered):,}; the largest is {most} with {most_rows:,} rows ({_percent(most_rows, labels['rows'])}), "
-        f"the smallest {fewest} with {fewest_rows:,}"
-    )
+    share = _percent(most_rows, labels["rows"])
+    said = f"{len(ordered):,}; the largest is {most} with {most_rows:,} rows ({share}), the smallest {fewest} with "
+    said += f"{fewest_rows:,}"
+    if most_rows == fewest_rows:
+        said = f"{len(ordered):,} with {most_rows:,} rows each"
     if labels.get("without"):
         said += f"; {labels['without']:,} rows have none"
     rare = _rare(labels)

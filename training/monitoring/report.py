@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.files import write_whole
-from training.data.report import FAULTS, in_words
+from training.config import FAULTS
+from training.data.report import in_words
 from training.monitoring.events import read_metrics
 from training.monitoring.profiler import operator_table, rank_table, read_summary
 from training.monitoring.records import format_percent, format_time, metrics_of, wilson_interval

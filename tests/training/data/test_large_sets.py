@@ -16,14 +16,14 @@ import torch
 from safetensors.numpy import load_file
 
 from common.text import TextTokenizer
-from training.config import TrainConfig
+from training.config import FAULTS, TrainConfig
 from training.data import stored_texts
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.batching import LengthBucketSampler
 from training.data.dataset import NewsData, Rows, load_news, split_rows
 from training.data.duplicates import Repeats
 from training.data.prepare import PreparedNews, prepare_news
-from training.data.report import FAULTS, measure_run
+from training.data.report import measure_run
 from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts, in_chunks
 from training.data.tokenized import load_tokenizer, write_tokens
 from training.parallelism.distributed import Ranks

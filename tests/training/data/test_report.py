@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.config import TrainConfig
+from training.config import FAULTS, TrainConfig
 from training.data.report import (
-    FAULTS,
     in_words,
     label_figures,
     length_figures,
