@@ -350,6 +350,7 @@ class Reading:
         remedy: what to do if the columns are missing.
         problem_type: what labels are.
         new_texts: an empty list for the texts of a split, or what takes its place if they do not fit into memory.
+        keeps_places: remember where each usable row of a split is.
     """
 
     def __init__(
@@ -361,6 +362,7 @@ class Reading:
         remedy: str = "name yours with --text_column and --label_column",
         problem_type: ProblemType = SINGLE_LABEL,
         new_texts: Callable[[], Any] = list,
+        keeps_places: bool = False,
     ) -> None:
         self.columns = columns
         self.skip = skip
@@ -368,6 +370,8 @@ class Reading:
         self.remedy = remedy
         self.problem_type = problem_type
         self.new_texts = new_texts
+        self.keeps_places = keeps_places
+        self.places: list[str] = []  # of the usable rows of the split that was read last
         self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
@@ -402,7 +406,7 @@ class Reading:
             UserError: there are none, or more were left out than remain, in all or of one label.
         """
         self.hint, self.lost = f"; {hint}" if hint else "", Counter()
-        before, usable = self.count, self.new_texts()
+        before, usable, self.places = self.count, self.new_texts(), []
         found: Any = array("d") if self.problem_type is REGRESSION else []
         names: dict[Label, Label] = {}
         for where, text, label in rows:
@@ -421,6 +425,8 @@ class Reading:
                 )
             else:
                 usable.append(text)
+                if self.keeps_places:
+                    self.places.append(where)
                 # One object for all rows that have the label.
                 found.append(read if isinstance(found, array) else names.setdefault(read, read))
         left_out = self.count - before

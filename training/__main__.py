@@ -3,6 +3,7 @@
 COMMANDS = """\
 training/run_ddp.sh 2 --dataset sample --model tiny   train with two processes (--help lists the flags)
 python training/train_single.py --dataset sample      train with one
+python -m training.data_report DATA                   what to know of data before training on it
 python -m training.evaluate MODEL                     evaluate a model on test rows
 python -m training.watch OUTPUT_DIR.run               watch a run
 python -m training.search SPACE.yaml                  find better hyperparameters with many runs

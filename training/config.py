@@ -41,6 +41,13 @@ STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 LONGEST_CHOICES = 60  # that fit into a line of the help
 PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
+# What decides, beside the dataset, which rows there are and how they are read.
+DATA_FLAGS = (
+    *("task", "text_column", "label_column", "pair_column", "train_split", "validation_split", "test_split"),
+    *("dataset_config", "dataset_revision", "bad_rows", "max_length", "clean", "model", "model_revision", "seed"),
+)
+# What training.data_report finds, and --fail_on may name.
+FAULTS = ("duplicates", "leakage", "conflicts")
 
 
 # More rows to train on, and fewer to wait for. Epochs are the most that help; most budgets end before.
@@ -221,7 +228,7 @@ class TrainConfig(BaseModel):
     long: Literal["cut", "windows"] = _field("cut", "data", "what happens to texts of more than max_length tokens: cut = only their beginning is read; windows = they are read in up to 16 windows of max_length tokens, each of which repeats the last quarter of the one before, and learned attention weights the answers of the windows")
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; unset = 0.1, or 0 for few rows, where folds validate the fitted head; 0 = train on all rows and keep the last epoch; not used if the data has validation rows", ge=0, lt=0.9)
-    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, which have 80% of all their word triples in common (12 s for 100,000 short texts)")
+    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once, ignoring case and white space: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, which have 80% of all their word triples in common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself doubts: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
@@ -420,11 +427,6 @@ class TrainConfig(BaseModel):
                     f"--{first} {getattr(self, first)} and --{second} {getattr(self, second)}: must be two different "
                     "splits"
                 )
-        if self.duplicates.endswith("_near") and (pair := self.columns.pair):
-            raise ValueError(
-                f"--duplicates {self.duplicates} and --pair_column {pair}: near duplicates are found among single texts; "
-                f"use --duplicates {self.duplicates.removesuffix('_near')}"
-            )
         if self.task == "embedding" and not self.distill:
             raise ValueError(
                 "--task embedding: give the encoder whose vectors are to be learned, with --distill FOLDER"
@@ -700,8 +702,14 @@ def _build_parser(description: str) -> OneLineParser:
     for name, field in TrainConfig.model_fields.items():
         title = field.json_schema_extra["group"]  # type: ignore[index, call-overload]
         group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
-        group.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
+        add_flag(group, name)
     return parser
+
+
+def add_flag(parser: Any, name: str) -> None:
+    """Add the flag of a field to a parser or a group of one; without it the value is None."""
+    field = TrainConfig.model_fields[name]
+    parser.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
 
 
 def _argument_form(field: FieldInfo) -> dict[str, Any]:

@@ -21,6 +21,7 @@ COMMANDS = (
     ("training/train_single.py",),
     ("-m", "training.train_single"),
     ("-m", "training.evaluate"),
+    ("-m", "training.data_report"),
     ("-m", "training.planning"),
     ("-m", "training.watch"),
     ("-m", "training.search"),

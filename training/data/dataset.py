@@ -70,7 +70,7 @@ class NewsData:
 
     ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them. ``num_unlabelled``:
     how many of the last training rows have no label. ``has_test_rows``: the data brings them; else they are some of its
-    training rows.
+    training rows. ``places``: of each split where each row is, such as ``news.csv line 3``, if they were asked for.
     """
 
     name: str
@@ -82,6 +82,7 @@ class NewsData:
     validation: Rows | None = None
     num_unlabelled: int = 0
     has_test_rows: bool = True
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def splits(self) -> dict[str, Rows]:
@@ -100,6 +101,8 @@ def load_news(
     texts_in: Path | None = None,
     validation_fraction: float = 0.0,
     class_names: Sequence[str] | None = None,
+    *,
+    as_found: bool = False,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
@@ -107,6 +110,7 @@ def load_news(
     unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
     into memory. ``validation_fraction``: of the texts of a language model that are set aside, if the data brings none.
     ``class_names``: what the classes of a file without a header are called, if the file's folder does not say it.
+    ``as_found``: with the place of each row, and no row is moved to another split.
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
@@ -121,12 +125,14 @@ def load_news(
         remedy=f"name yours with --text_column{labelled}",
         problem_type=task.problem_type,
         new_texts=new_texts,
+        keeps_places=as_found,
     )
     assemble = partial(_assemble, seed=seed, task=task, validation_fraction=validation_fraction)
     if dataset == SAMPLE:
         _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
         named = Columns(label=Columns().label if columns.label else "", pair=columns.pair)
-        reading = Reading(named, skip=False, problem_type=task.problem_type, new_texts=new_texts)
+        about = {"problem_type": task.problem_type, "new_texts": new_texts, "keeps_places": as_found}
+        reading = Reading(named, skip=False, **about)
         return _read_folder(SAMPLE, SAMPLE_NEWS, reading, selection, assemble)
     if dataset == AG_NEWS:
         return _read_hub(AG_NEWS_ON_THE_HUB, reading, say, selection, assemble)
@@ -399,10 +405,18 @@ def _assemble(
 ) -> NewsData:
     """``splits``: the rows of train, and of validation and test if present, under their file names."""
 
+    places: dict[str, Sequence[str]] = {}
+
+    def usable(use: str, *allowed: Any) -> tuple[Sequence[Text], Sequence[Label]]:
+        found = reading.usable(*splits[use], *allowed)
+        if reading.keeps_places:
+            places[use] = reading.places
+        return found
+
     def rows_of(texts: Sequence[Text], labels: Sequence[Label]) -> Rows:
         return Rows(texts, task.targets(labels, names))
 
-    texts, labels = reading.usable(*splits["train"])
+    texts, labels = usable("train")
     try:
         names, notes = task.name_labels(name, labels, label_names or reading.declared, reading.columns.label)
     except UserError as error:
@@ -412,11 +426,13 @@ def _assemble(
     train, validation = rows_of(texts, labels), None
     del texts, labels  # of many rows, the labels as they were read need more memory than what became of them
     if "validation" in splits:
-        validation = rows_of(*reading.usable(*splits["validation"], names))
+        validation = rows_of(*usable("validation", names))
         notes.append(f"validation on the {counted(len(validation), 'row')} of {splits['validation'][0]}")
     if "test" in splits:
         hint = "if these rows have no labels, test on others with --test_split, or give --dataset the training file"
-        test = rows_of(*reading.usable(*splits["test"], names, hint))
+        test = rows_of(*usable("test", names, hint))
+    elif reading.keeps_places:
+        test = train.take(np.array([], dtype=np.int64))
     else:
         kept, held_out = split_rows(task.strata(train.labels), TEST_SHARE, seed)
         if len(held_out) == 0:
@@ -429,10 +445,10 @@ def _assemble(
             f"no test rows in the data: {len(held_out)} of the {len(train)} rows were set aside as the test set"
         )
         train, test = train.take(kept), train.take(held_out)
-    if task.is_language_model and validation is None and validation_fraction:
+    if task.is_language_model and validation is None and validation_fraction and not reading.keeps_places:
         # Set aside here, as whole texts: a text that is cut into blocks could be in two splits.
         kept, held_out = split_rows(task.strata(train.labels), validation_fraction, seed)
         if len(held_out):
             train, validation = train.take(kept), train.take(held_out)
-    all_notes, has_test_rows = [*notes, *reading.notes], "test" in splits
-    return NewsData(name, names, train, test, all_notes, reading.count, validation, has_test_rows=has_test_rows)
+    all_notes, more = [*notes, *reading.notes], {"has_test_rows": "test" in splits, "places": places}
+    return NewsData(name, names, train, test, all_notes, reading.count, validation, **more)

@@ -1,7 +1,8 @@
 """Texts that occur more than once: equal ones, and near duplicates.
 
-Two texts are near duplicates if the sets of their word triples have a Jaccard similarity (the share of common triples
-among all) of at least 0.8. Words are compared without case and punctuation.
+Two texts are equal if they only differ in case and white space. They are near duplicates if the sets of their word
+triples have a Jaccard similarity (the share of common triples among all) of at least 0.8. Words are compared without
+case and punctuation. Of pairs, both texts must be equal, or both near.
 
 The search is exact. If two sets of sizes n and m are that similar, they share a triple among the first
 n - ceil(0.8 n) + 1 of one and the same of the other, in any order that is fixed for all sets (Chaudhuri et al., 2006,
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
-from common.text import in_one_line
+from common.text import Text, texts_in
 from training.data.dataset import NewsData, row_numbers
 from training.data.stored_texts import JoinedTexts
 
@@ -30,6 +31,10 @@ LEAST_SIMILARITY = 0.8
 # texts are alike, and the time does not grow with the square of their number.
 MOST_COMPARED = 100
 PAIRS_PER_CHUNK = 50_000
+# Which pairs of rows count, given the numbers of both: bool, (pairs,).
+Counts = Callable[[np.ndarray, np.ndarray], np.ndarray]
+# Numbers are labels of one text that contradict each other if they are further apart than this, in standard deviations.
+FAR_APART = 0.5
 ROWS_PER_CHUNK = 1_000_000
 # Chinese and Japanese have no spaces, so each character counts as a word.
 _WORD = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
@@ -42,19 +47,19 @@ class Repeats:
 
     Args:
         data: its splits are compared.
-        near: find near duplicates too; not of pairs.
+        near: find near duplicates too.
     """
 
     def __init__(self, data: NewsData, *, near: bool) -> None:
-        self._data, self._near = data, near
+        self.data, self.near = data, near
         texts = [rows.texts for rows in data.splits.values()]
         firsts = np.cumsum([0, *map(len, texts)])
         numbers = row_numbers(int(firsts[-1]))
         self.rows = {split: numbers[slice(*ends)] for split, ends in zip(data.splits, pairwise(firsts), strict=True)}
-        self._texts = JoinedTexts(*texts)
-        self._hashes = np.fromiter(map(hash, self._texts), np.int64, len(self._texts))
+        self.texts = JoinedTexts(*texts)
+        self._hashes = np.fromiter(map(hash, map(_folded, self.texts)), np.int64, len(self.texts))
         self._may_repeat = _occurs_again(self._hashes)
-        self._shingles = Shingles.of(self._texts, len(self._texts)) if near else None
+        self._shingles, self._second = _shingles_of(self.texts) if near else (None, None)
 
     def drop(self) -> dict[str, Any]:
         """The training rows that repeat others (``dropped``), and how many there are in words (``lines``).
@@ -64,57 +69,18 @@ class Repeats:
         train = self.rows["train"]
         held_out = np.concatenate([rows for split, rows in self.rows.items() if split != "train"])
         rest = train[self.partners(train, held_out) < 0]
-        partners = self.partners(rest)
-        kept = rest[partners < 0]
+        kept = rest[self.partners(rest) < 0]
         if len(kept) == len(train):
             return {"dropped": [], "lines": []}
+        repeat = "repeat or nearly repeat" if self.near else "repeat"
         line = (
             f"{len(train) - len(kept):,} of {len(train):,} training rows are left out: {len(train) - len(rest):,} "
-            f"{self._repeat} the text of a test or validation row, {len(rest) - len(kept):,} that of an earlier "
-            "training row"
+            f"{repeat} the text of a test or validation row, {len(rest) - len(kept):,} that of an earlier training row"
         )
-        return {"dropped": np.delete(train, kept).tolist(), "lines": [line + self._conflicts(rest, partners)]}
-
-    def describe(self, train: np.ndarray, validation: np.ndarray) -> dict[str, Any]:
-        """How many rows repeat a training row in words (``lines``); nothing if none do.
-
-        ``validation``: the rows of the validation split if there is one, otherwise of the training split.
-        """
-        lines = []
-        if "validation" in self.rows:
-            validation = self.rows["validation"][validation]
-        counts = [
-            f"{count:,} of {len(rows):,} {split} rows"
-            for split, rows in (("validation", validation), ("test", self.rows["test"]))
-            if (count := int((self.partners(rows, train) >= 0).sum()))
-        ]
-        if counts:
-            which = f"{' and '.join(counts)} {self._repeat} the text of a training row"
-            lines.append(f"{which}, so their scores are too good")
-        partners = self.partners(train)
-        if count := int((partners >= 0).sum()):
-            which = f"{count:,} of {len(train):,} training rows {self._repeat} the text of an earlier one"
-            lines.append(which + self._conflicts(train, partners))
-        return {"lines": lines}
-
-    @property
-    def _repeat(self) -> str:
-        return "repeat or nearly repeat" if self._near else "repeat"
-
-    def _conflicts(self, rows: np.ndarray, partners: np.ndarray) -> str:
-        labels, names = self._data.train.labels, self._data.label_names
-        # The partner of a row is an earlier one, so it has a label too.
-        repeating = np.flatnonzero((partners >= 0) & (rows < len(labels) - self._data.num_unlabelled))
-        differ = labels[rows[repeating]] != labels[partners[repeating]]
-        differing = repeating[differ.any(axis=1) if differ.ndim > 1 else differ]
-        if not len(differing):
-            return ""
-        row, partner = int(rows[differing[0]]), int(partners[differing[0]])
-        return (
-            f"; {len(differing):,} of these have another label than the row that they repeat, such as row {row} "
-            f"({_in_words(labels[row], names)}) and row {partner} ({_in_words(labels[partner], names)}): "
-            f'"{in_one_line(self._texts[row])[:80]}"'
-        )
+        labelled = rest[rest < len(train) - self.data.num_unlabelled]
+        if count := int((self.conflicts(labelled) >= 0).sum()):
+            line += f"; {count:,} have another label than an earlier row with this text"
+        return {"dropped": np.delete(train, kept).tolist(), "lines": [line]}
 
     def partners(self, rows: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
         """For each row one of ``known`` with the same text, or nearly the same; -1 without one.
@@ -124,9 +90,54 @@ class Repeats:
         found = self._equal(rows, known)
         if self._shingles is not None:
             others = found < 0
-            near = self._shingles.partners(rows if known is None else rows[others], known)
+            near = self._shingles.partners(rows if known is None else rows[others], known, self._both_near)
             found[others] = near[others] if known is None else near
         return found
+
+    def conflicts(self, rows: np.ndarray) -> np.ndarray:
+        """For each row an earlier one of these with the same text, or nearly the same, under another label; -1 without
+        one. All of them have a label; (rows,).
+        """
+        apart = FAR_APART * self.data.train.labels.std() if self.data.train.labels.dtype.kind == "f" else 0.0
+
+        def differ(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+            distance = abs(self.labels(ours).astype(np.float64) - self.labels(theirs))
+            return (distance.max(axis=1) if distance.ndim > 1 else distance) > apart
+
+        found = np.full(len(rows), -1, rows.dtype)
+        earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(dict)  # the first row of each label, by text
+        repeating = np.flatnonzero(self._may_repeat[rows])
+        for place, row, label in zip(repeating, rows[repeating], self.labels(rows[repeating]), strict=True):
+            same, key = earlier[_folded(self.texts[row])], label.tobytes()
+            if same.keys() <= {key}:
+                same.setdefault(key, row)
+                continue
+            others = np.fromiter(same.values(), rows.dtype, len(same))
+            is_other = differ(np.full(len(others), row), others)
+            if is_other.any():
+                found[place] = others[is_other][0]
+            same.setdefault(key, row)
+        if self._shingles is not None:
+            near = self._shingles.partners(rows, None, lambda *pair: differ(*pair) & self._both_near(*pair))
+            found = np.where(found < 0, near, found)
+        return found
+
+    def labels(self, rows: np.ndarray) -> np.ndarray:
+        """The labels of rows of any split: (rows, ...)."""
+        parts = [one.labels for one in self.data.splits.values()]
+        firsts = np.cumsum([0, *map(len, parts)])
+        found = np.empty((len(rows), *parts[0].shape[1:]), parts[0].dtype)
+        for part, (first, end) in zip(parts, pairwise(firsts), strict=True):
+            here = (rows >= first) & (rows < end)
+            found[here] = part[rows[here] - first]
+        return found
+
+    def are_equal(self, row: int, other: int) -> bool:
+        return self._hashes[row] == self._hashes[other] and _folded(self.texts[row]) == _folded(self.texts[other])
+
+    def _both_near(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """Whether the texts of pairs that were not searched are near too; (pairs,)."""
+        return np.ones(len(ours), dtype=bool) if self._second is None else self._second.similar(ours, theirs)
 
     def _equal(self, rows: np.ndarray, known: np.ndarray | None) -> np.ndarray:
         found, among = np.full(len(rows), -1, rows.dtype), rows if known is None else known
@@ -141,9 +152,28 @@ class Repeats:
         found[places] = np.where(hashes[place] == own, among[firsts[place]], -1)
         found[found == rows] = -1
         for i in np.flatnonzero(found >= 0):  # equal hashes are not yet equal texts
-            if self._texts[rows[i]] != self._texts[found[i]]:
+            if not self.are_equal(rows[i], found[i]):
                 found[i] = -1
         return found
+
+
+def _folded(text: Text) -> Text:
+    """What equal texts have in common."""
+    if isinstance(text, str):
+        return " ".join(text.casefold().split())
+    first, second = text
+    return " ".join(first.casefold().split()), " ".join(second.casefold().split())
+
+
+def _shingles_of(texts: JoinedTexts) -> tuple[Shingles, Shingles | None]:
+    """Those to search by, and of pairs those of the other texts. If many pairs share a text, as questions on one
+    paragraph do, the search is by the one that fewer share.
+    """
+    width = len(texts_in(texts[0]))
+    parts = [lambda i=i: (texts_in(text)[i] for text in texts) for i in range(width)]
+    parts.sort(key=lambda part: len(set(map(hash, part()))) if width > 1 else 0)
+    *second, first = (Shingles.of(part(), len(texts)) for part in parts)
+    return first, second[0] if second else None
 
 
 def _occurs_again(hashes: np.ndarray) -> np.ndarray:
@@ -157,13 +187,6 @@ def _occurs_again(hashes: np.ndarray) -> np.ndarray:
         place = np.minimum(np.searchsorted(repeated, some), len(repeated) - 1)
         found[start : start + ROWS_PER_CHUNK] = repeated[place] == some
     return found
-
-
-def _in_words(label: Any, names: Sequence[str]) -> str:
-    """A row's label: that of a class, several of them, or a number."""
-    if np.ndim(label):
-        return ", ".join(name for name, applies in zip(names, label, strict=True) if applies) or "none"
-    return names[label] if isinstance(label, np.integer) else f"{label:g}"
 
 
 @dataclass(frozen=True)
@@ -208,8 +231,8 @@ class Shingles:
         offsets = np.searchsorted(keys, np.arange(num_rows + 1) * num_kinds)
         return cls(keys, offsets, num_kinds, int((frequency == 1).sum()))
 
-    def partners(self, rows: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-        """As :meth:`Repeats.partners`, for near duplicates."""
+    def partners(self, rows: np.ndarray, known: np.ndarray | None, counts: Counts) -> np.ndarray:
+        """As :meth:`Repeats.partners`, for near duplicates. ``counts``: which pairs of them count."""
         found = np.full(len(self.offsets) - 1, -1)
         sizes = np.diff(self.offsets)
         # The entries that a row is found by: (triple, row), those of one triple together, known rows first.
@@ -242,12 +265,16 @@ class Shingles:
             pairs = np.unique(entry_rows[queries] * len(sizes) + entry_rows[other])
             for start in range(0, len(pairs), PAIRS_PER_CHUNK):
                 ours, theirs = np.divmod(pairs[start : start + PAIRS_PER_CHUNK], len(sizes))
-                similar = self._similar(ours, theirs, sizes)
+                counting = counts(ours, theirs)
+                ours, theirs = ours[counting], theirs[counting]
+                similar = self.similar(ours, theirs)
                 # The pairs are in ascending order: assigned backwards, so that the first partner remains.
                 found[ours[similar][::-1]] = theirs[similar][::-1]
         return found[rows]
 
-    def _similar(self, ours: np.ndarray, theirs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def similar(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """Which of these pairs of rows are near duplicates: bool, (pairs,)."""
+        sizes = np.diff(self.offsets)
         total = sizes[ours] + sizes[theirs]
         # Jaccard = common / (total - common).
         needed = np.ceil(total * LEAST_SIMILARITY / (1 + LEAST_SIMILARITY) - 1e-9)

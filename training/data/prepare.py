@@ -6,7 +6,7 @@ import errno
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from training.config import STARTER, STARTER_FOLDER, TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, row_numbers, split_rows
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
+from training.data.report import lines_of, measure_run
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teachers
 from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
@@ -67,7 +68,8 @@ class PreparedNews:
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
     ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
     a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the
-    first rank of each machine. ``teacher``: its answers to the training rows, with ``--distill``.
+    first rank of each machine. ``teacher``: its answers to the training rows, with ``--distill``. ``figures``: of the
+    data report, on the first rank.
     """
 
     tokens: TokenizedNews
@@ -79,6 +81,7 @@ class PreparedNews:
     separator: int | None
     vocabulary: Vocabulary | None
     teacher: TeacherAnswers | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def validation_rows(self) -> TokenizedRows:
@@ -240,21 +243,28 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     about_tokens = ranks.broadcast(ranks.run_on_all_ranks(check))
     # Rank 0 compares the texts, for all ranks.
     found: dict[str, Any] = {"dropped": [], "lines": []}
-    drops, near, file = *_asked(config.duplicates), repeats_file(cache_dir, key, config)
+    drops, near = _asked(config.duplicates)
     if drops:
+        file = repeats_file(cache_dir, key, config, "repeats")
         drop = partial(remembered, file, lambda: Repeats(texts, near=near).drop())
         found = ranks.broadcast(ranks.run_on_all_ranks(lambda: drop() if ranks.is_first else None))
     kept = np.delete(row_numbers(len(tokens.train)), found["dropped"])
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
-    labelled = train[train < tokens.num_labelled]
-    if ranks.is_first and not drops and not task.is_language_model:
-        found = remembered(file, lambda: Repeats(texts, near=near).describe(labelled, validation))
+
+    def measure() -> dict[str, Any]:
+        if not ranks.is_first or task.is_language_model:
+            return {}
+        repeats = None if drops else Repeats(texts, near=near)
+        return measure_run(repeats, texts, task, train[train < tokens.num_labelled], validation)
+
+    kept_in = repeats_file(cache_dir, key, config, "report")
+    figures = ranks.run_on_all_ranks(lambda: remembered(kept_in, measure) if ranks.is_first else {})
     lines = [*about_tokens, *found["lines"]]
-    for line in lines:
+    for line in [*lines, *lines_of(figures, config)]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *lines])
     teacher = ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None
-    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher)
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher, figures)
 
 
 def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:

@@ -17,7 +17,7 @@ from training.config import TrainConfig
 from training.data.dataset import SAMPLE, is_saved_by_datasets
 
 # Raise it whenever a file may be read as other rows than before.
-READING_VERSION = 2
+READING_VERSION = 3
 
 
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
@@ -45,10 +45,10 @@ def _states_of(path: Path) -> list[list[Any]]:
     return sorted([str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files)
 
 
-def repeats_file(folder: Path, key: str, config: TrainConfig) -> Path:
+def repeats_file(folder: Path, key: str, config: TrainConfig, what: str) -> Path:
     """Where it is kept which rows of these texts repeat others, if the same ones are trained and validated on."""
     rows = [READING_VERSION, config.duplicates, config.validation_fraction, config.max_train_rows, config.seed]
-    return folder / f"{key}-repeats-{_digest(rows)}.json"
+    return folder / f"{key}-{what}-{_digest(rows)}.json"
 
 
 def remembered(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Console:
         self._rich.print(printable(text) if isinstance(text, str) else text, soft_wrap=True)
 
     def banner(self, facts: Mapping[str, str]) -> None:
-        self._facts("DistriNews training", facts)
+        self.facts("DistriNews training", facts)
 
     def progress(self, *, total_steps: int, first_step: int = 0, samples_done: int = 0) -> ProgressBar:
         """The run's only progress bar; before a resume ``first_step`` steps and ``samples_done`` rows were done."""
@@ -103,6 +103,17 @@ class Console:
         table.columns[0].justify = "left"
         for row in rows:
             table.add_row(*map(printable, row))
+        self.say(Text(title, "bold"))
+        self._rich.print(table)
+
+    def examples(self, title: str, examples: Iterable[Iterable[Sequence[str]]]) -> None:
+        """Groups of rows whose last column is a text, of which as much is shown as fits into a line."""
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for group in examples:
+            for row in group:
+                cells = [Text(printable(cell), no_wrap=True, overflow="ellipsis") for cell in row]
+                table.add_row(" ", *cells)
+            table.add_row("")
         self.say(Text(title, "bold"))
         self._rich.print(table)
 
@@ -153,13 +164,13 @@ class Console:
             facts["Next"] = f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
         elif not exports:  # otherwise the export names the next command
             facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
-        self._facts(f"Done in {format_time(seconds)}", facts)
+        self.facts(f"Done in {format_time(seconds)}", facts)
         for hint in hints:
             self.say(hint)
         if hints:
             self.say("")
 
-    def _facts(self, title: str, facts: Mapping[str, str]) -> None:
+    def facts(self, title: str, facts: Mapping[str, str]) -> None:
         width = max(map(len, facts), default=0)
         self.say("")
         self.say(Text(title, "bold"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.files import write_whole
 from common.text import counted
+from training.config import FAULTS
+from training.data.report import in_words
 from training.monitoring.events import read_metrics
 from training.monitoring.profiler import operator_table, rank_table, read_summary
 from training.monitoring.records import format_percent, format_time, metrics_of, wilson_interval
@@ -62,6 +64,7 @@ class ReportData:
     figure to compare it with, and what that is.
 
     Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts`` the first ones.
+    ``figures``: of the data report; none of a language model.
     """
 
     title: str
@@ -74,6 +77,7 @@ class ReportData:
     seconds: float
     model_folder: str
     baseline: tuple[str, str] | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_report(run_dir: Path, report: ReportData) -> Path:
@@ -128,6 +132,8 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
         profile=profile,
         collectives=collective_table(collectives) if collectives else None,
+        data_facts=in_words(report.figures) if report.figures else {},
+        faults={name: rows for name in FAULTS if (rows := report.figures.get(name, {}).get("rows"))},
         wrong_texts=wrong_texts,
         doubted_texts=report.doubted_texts[:MOST_DOUBTED_TEXTS],
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),

@@ -9,6 +9,7 @@ import transformers
 
 from common.text import counted
 from training.config import TrainConfig
+from training.data.report import lengths_in_words, run_lengths
 from training.model.pooling import MEAN
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks
@@ -88,7 +89,7 @@ def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
 
 def describe_warmup(config: TrainConfig, plan: StepPlan) -> dict[str, str]:
     """A note on a warm-up that the run ends before, so that it trains at a fraction of the learning rate."""
-    if config.warmup <= plan.total_steps:
+    if config.warmup < 1 or config.warmup <= plan.total_steps:
         return {}
     peak, steps = plan.peak_learning_rate, counted(plan.total_steps, "step")
     return {
@@ -102,11 +103,10 @@ def _reads(context: RunContext) -> dict[str, str]:
     tokens = context.news.tokens
     if context.config.is_language_model:
         return {}
-    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {context.config.longest_text}"
     answers = {"Labels": ", ".join(tokens.label_names)}
     if not context.strategy.task.has_labels:
         answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
-    return answers | {"Texts cut": cut}
+    return answers | {"Lengths": lengths_in_words(run_lengths(tokens, context.config))}
 
 
 def _trained(context: RunContext) -> str:

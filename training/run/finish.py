@@ -24,6 +24,7 @@ from common.text import counted, in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
+from training.data.report import run_lengths
 from training.evaluation.baseline import Baseline, measure_baseline, seconds_for_baseline
 from training.evaluation.evaluator import evaluate
 from training.model.lora import merge_adapters
@@ -251,10 +252,13 @@ def _report_data(
     hints: Sequence[str],
 ) -> ReportData:
     tokens = context.news.tokens
-    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.longest_text}."
+    notes, figures = [*hints, *tokens.notes], {**context.news.figures}
     if context.config.is_language_model:
-        cut = f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
-    notes = [*hints, *tokens.notes, cut]
+        notes.append(
+            f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
+        )
+    else:
+        figures["tokens"] = run_lengths(tokens, context.config)
     if context.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
@@ -312,6 +316,7 @@ def _report_data(
         notes=notes,
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
+        figures=figures,
     )
 
 

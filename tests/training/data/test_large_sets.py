@@ -6,6 +6,7 @@ import os
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +16,18 @@ import torch
 from safetensors.numpy import load_file
 
 from common.text import TextTokenizer
-from training.config import TrainConfig
+from training.config import FAULTS, TrainConfig
 from training.data import stored_texts
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.batching import LengthBucketSampler
 from training.data.dataset import NewsData, Rows, load_news, split_rows
 from training.data.duplicates import Repeats
 from training.data.prepare import PreparedNews, prepare_news
+from training.data.report import measure_run
 from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts, in_chunks
 from training.data.tokenized import load_tokenizer, write_tokens
 from training.parallelism.distributed import Ranks
+from training.tasks import Classification
 
 T = TypeVar("T")
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
@@ -137,9 +140,10 @@ def test_looking_for_repeats_needs_few_bytes_of_memory_per_row() -> None:
     data = NewsData("some", ["a", "b"], Rows(texts[:-9], labels[:-9]), Rows(texts[-9:], labels[-9:]))
     train, validation = split_rows(data.train.labels, 0.1, seed=0)
 
-    found, most = with_peak(lambda: Repeats(data, near=False).describe(train, validation))
+    measure = partial(measure_run, data=data, task=Classification, train=train, validation=validation)
+    found, most = with_peak(lambda: measure(Repeats(data, near=False)))
 
-    assert found == {"lines": []}
+    assert [found[fault]["count"] for fault in FAULTS] == [0, 0, 0]
     assert most / num_rows < 30
 
 

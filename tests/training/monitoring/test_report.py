@@ -1,6 +1,7 @@
 import html.parser
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,28 @@ def test_the_report_holds_the_figures_of_the_run(page: _Page) -> None:
         "2.13.0",
     ):
         assert figure in page.words
+
+
+def test_the_report_says_what_is_wrong_with_the_data_and_shows_rows(
+    write_run: WriteRun, evaluation: Evaluation, report_data: MakeReport, tmp_path: Path
+) -> None:
+    rows = {"row": "train row 9", "other_row": "train row 3", "near": False}
+    texts = {"text": HOSTILE, "other_text": HOSTILE, "label": HOSTILE, "other_label": "Sports"}
+    counts = {"count": 1, "equal": 1, "near": 0, "splits": {"labelled": {"count": 1, "of": 46}}}
+    figures = {
+        "rows": {"training": 40, "test": 6},
+        "near_duplicates": False,
+        "conflicts": {**counts, "rows": [rows | texts]},
+    }
+
+    write_report(write_run(tmp_path), replace(report_data(evaluation()), figures=figures))
+
+    page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "Rows: 40 training, 6 test" in page.words
+    assert "Conflicts: 1 of 46 labelled rows repeat an earlier text, but with another label" in page.words
+    assert "train row 3" in page.words
+    assert page.words.count(HOSTILE) == 2
+    assert not any("onerror" in attributes for _, attributes in page.tags)
 
 
 def test_plots_are_whole_pngs_of_sensible_size(run_dir: Path) -> None:
