@@ -33,7 +33,7 @@ from common.errors import (
     in_one_line,
     rank0_only_output,
 )
-from common.hardware import usable_cpus
+from common.hardware import threads_per_process
 from training.fault_tolerance.restarts import attempt_file
 
 T = TypeVar("T")
@@ -279,8 +279,7 @@ def join_ranks(
         chosen = _choose_device(device, local_rank, local_world_size)
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
-        # torchrun asks for one thread a process, whatever the machine has.
-        torch.set_num_threads(max(1, usable_cpus() // local_world_size))
+        torch.set_num_threads(threads_per_process(local_world_size))
     joins = launched and not dist.is_initialized()
     if joins:
         with rank0_only_output():
