@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 
 # They join letters and emoji. Ordinary texts contain them, and they cannot hide anything but themselves.
 JOINERS = "\u200c\u200d"
@@ -31,6 +32,17 @@ def code_span(text: object) -> str:
     shown = printable(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if "`" in shown else f"{fence}{shown}{fence}"
+
+
+def some_of(names: Sequence[str], shown: Callable[[str], str] = printable, width: int = 120) -> str:
+    """Names for one line: all that fit into ``width`` characters, at least one, and how many more there are."""
+    text = ""
+    for place, name in enumerate(names):
+        longer = f"{text}, {shown(name)}" if place else shown(name)
+        if place and len(longer) > width:
+            return f"{text} and {len(names) - place:,} more"
+        text = longer
+    return text
 
 
 def without_secrets(text: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
-from common.escaping import printable
+from common.escaping import printable, some_of
 from common.files import is_lfs_pointer
 from common.problem_types import (
     MULTI_LABEL,
@@ -48,7 +48,6 @@ _SEPARATOR_LINE = re.compile(r'"?sep=([^"\r\n])"?\s*$', re.IGNORECASE)
 _SHARD = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 MOST_NAMED = 10
 REPEATED_HEADER = "repeats the header; was another file appended? Delete the line"
-_MOST_COLUMNS_NAMED = 20
 _LONGEST_NAME = 30
 
 # A long document is one field; csv's own limit is 131,072 characters.
@@ -95,7 +94,7 @@ class Columns:
         missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
         if not missing:
             return ""
-        named = ", ".join(printable(name.strip()[:_LONGEST_NAME], keep="") for name in found[:_MOST_COLUMNS_NAMED])
+        named = some_of(found, lambda name: printable(name.strip()[:_LONGEST_NAME], keep=""))
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> Places:
@@ -1010,7 +1009,7 @@ def check_shards(split: str, paths: Sequence[Path]) -> None:
     is_whole = {(int(shard[2]), int(shard[3])) for shard in shards} == {(i, len(paths)) for i in range(len(paths))}
     if (len(paths) > 1 or shards) and not (is_whole and len({path.suffix for path in paths}) == 1):
         raise UserError(
-            f"{paths[0].parent}: of the split {split} it has {', '.join(path.name for path in paths[:MOST_NAMED])}, "
+            f"{paths[0].parent}: of the split {split} it has {some_of([path.name for path in paths])}, "
             "which is not one file, nor all shards in one format; name the file that you mean, or complete the shards",
             code="data-unreadable",
         )

@@ -15,6 +15,9 @@ from common.errors import OneLineParser, run_command
 from common.escaping import printable
 from training.fault_tolerance.interruption import run_rank
 
+# A wider confusion matrix does not fit into a terminal; instead, this many of its cells are named.
+MOST_COLUMNS, MOST_CONFUSIONS = 16, 10
+
 
 def main() -> None:
     parser = OneLineParser(prog="python -m training.evaluate", description=__doc__)
@@ -56,10 +59,29 @@ def _table(metrics: dict[str, Any]) -> str:
         line = f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  {scores['rows']:5}"
         lines.append(f"{printable(name):{width}}  {line}")
     if "confusion_matrix" in metrics:
-        lines += ["", "confusion (a row is a true class, a column a predicted one):"]
-        for name, counts in zip(metrics["labels"], metrics["confusion_matrix"], strict=True):
-            lines.append(f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+        lines += ["", *_confusion(metrics["labels"], metrics["confusion_matrix"], width)]
     return "\n".join(lines)
+
+
+def _confusion(names: list[str], matrix: list[list[int]], width: int) -> list[str]:
+    """The matrix, or of a matrix that is too wide for a terminal what is confused most."""
+    if len(names) <= MOST_COLUMNS:
+        lines = ["confusion (a row is a true class, a column a predicted one):"]
+        for name, counts in zip(names, matrix, strict=True):
+            lines.append(f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+        return lines
+    pairs = [
+        (count, names[true], names[predicted])
+        for true, counts in enumerate(matrix)
+        for predicted, count in enumerate(counts)
+        if count and true != predicted
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    width = max(width, len("true class"))
+    lines = [f"{'true class':{width}}   rows  predicted instead (the most frequent confusions)"]
+    for count, true, predicted in pairs[:MOST_CONFUSIONS]:
+        lines.append(f"{printable(true):{width}}  {count:5,}  {printable(predicted)}")
+    return lines if pairs else []
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 import torch
 import transformers
 
+from common.escaping import some_of
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks
 from training.run.budget import Budget, expect_accuracy
@@ -76,7 +77,7 @@ def _reads(context: RunContext) -> dict[str, str]:
     if context.config.is_language_model:
         return {}
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {context.config.longest_text}"
-    answers = {"Labels": ", ".join(tokens.label_names)}
+    answers = {"Labels": some_of(tokens.label_names)}
     if not context.strategy.task.has_labels:
         answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
     return answers | {"Texts cut": cut}

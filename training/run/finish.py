@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from common.errors import TrainingFailure, UserError
+from common.escaping import some_of
 from common.files import writing_whole
 from common.model_folder import CLEANING_KEY
 from common.text import in_one_line
@@ -200,7 +201,7 @@ def _report_data(
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
     if (weights := context.plan.class_weights) is not None:
-        each = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True))
+        each = some_of([f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True)])
         notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
     if not context.state.epochs[-1].validation:
         notes.append("No rows were kept for validation, so the last epoch is the one that was tested and written.")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from common.escaping import some_of
 from common.problem_types import PLAIN_TEXT, Label, ProblemType
 
 
@@ -148,7 +149,7 @@ class Task:
     def _places(self, names: Sequence[str]) -> np.ndarray:
         """The place of each name among the labels."""
         if unknown := [name for name in names if name not in self.label_names]:
-            raise ValueError(f"label {unknown[0]!r} is not one of the model's labels {', '.join(self.label_names)}")
+            raise ValueError(f"label {unknown[0]!r} is not one of the model's labels {some_of(self.label_names)}")
         return np.array([self.label_names.index(name) for name in names])
 
     # The model
