@@ -735,13 +735,38 @@ def _applies(name: str, cell: Any) -> bool:
     return yes_and_no[said]
 
 
+class JoinedText(str):
+    """A text made of several cells, with a space between; it remembers where the first one ends, such as a title."""
+
+    __slots__ = ("_length",)
+    _length: int
+
+    @classmethod
+    def of(cls, parts: Sequence[str]) -> JoinedText:
+        """Join the parts that are not empty."""
+        present = [part for part in parts if part]
+        text = cls(" ".join(present))
+        text._length = len(present[0]) if present else 0
+        return text
+
+    @property
+    def first(self) -> str:
+        """The first cell that is not empty."""
+        return self[: self._length]
+
+    @property
+    def rest(self) -> str:
+        """The others."""
+        return self[self._length + 1 :]
+
+
 def joined(cells: Sequence[Any]) -> Any:
     """What is not empty, with a space between, as in AG News; any cell that is not a text stands for the whole."""
     if len(cells) == 1:
         return cells[0]
     present = [cell for cell in cells if cell is not None]
     not_text = next((cell for cell in present if not isinstance(cell, str)), None)
-    return " ".join(filter(None, present)) if not_text is None else not_text
+    return JoinedText.of(present) if not_text is None else not_text
 
 
 def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
@@ -756,7 +781,7 @@ def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
             f"label {label} is out of range 1 to {len(names)}; {expected}, so give the file a header such as "
             "label,text, or a classes.txt next to it that names all classes"
         )
-    return " ".join(part for part in fields[1:] if part), names[int(label) - 1] if names else label
+    return JoinedText.of(fields[1:]), names[int(label) - 1] if names else label
 
 
 def _read_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:

@@ -29,6 +29,11 @@ def main() -> None:
     parser.add_argument("--label_column", help="column with the label (default: as in training)")
     parser.add_argument("--pair_column", help="column with the second text of a pair (default: as in training)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
+    parser.add_argument(
+        "--robustness",
+        action="store_true",
+        help="also measure titles, upper case, no punctuation, typing errors and the first ten words of the test rows",
+    )
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
     # PyTorch takes seconds to import, so check the flags first.
@@ -37,7 +42,9 @@ def main() -> None:
 
     with join_ranks(options.device) as ranks:
         columns = (options.text_column, options.label_column, options.pair_column)
-        metrics = evaluate_saved(options.model, options.dataset, ranks, columns, quiet=options.json)
+        metrics = evaluate_saved(
+            options.model, options.dataset, ranks, columns, quiet=options.json, robustness=options.robustness
+        )
         if ranks.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))
             if not options.json:
@@ -45,6 +52,7 @@ def main() -> None:
 
 
 def _table(metrics: dict[str, Any]) -> str:
+    from training.evaluation.robustness import robustness_table
     from training.monitoring.records import metrics_of
 
     width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
@@ -60,6 +68,8 @@ def _table(metrics: dict[str, Any]) -> str:
         lines.append(f"{printable(name):{width}}  {line}")
     if "confusion_matrix" in metrics:
         lines += ["", *_confusion(metrics["labels"], metrics["confusion_matrix"], width)]
+    if "robustness" in metrics:
+        lines += ["", robustness_table(metrics["robustness"], metrics["rows"])]
     return "\n".join(lines)
 
 
