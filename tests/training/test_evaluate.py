@@ -57,4 +57,4 @@ def test_of_many_classes_the_most_frequent_confusions_are_named(
     printed = capsys.readouterr().out
 
     assert "predicted instead (the most frequent confusions)" in printed
-    assert max(map(len, printed.splitlines())) < 120
+    assert max(map(len, printed.splitlines()[1:])) < 120  # the first line has the paths

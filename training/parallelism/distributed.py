@@ -43,9 +43,9 @@ START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
-# oneDNN keeps a compiled kernel of up to some megabytes for each operation and shape, and batches have many lengths: its
-# own limit of 1,024 kernels takes hundreds of megabytes. These are enough for the operations of a few lengths.
-ONEDNN_KERNELS = "64"
+# On CPUs, oneDNN and PyTorch's layer above it each keep a kernel of about half a megabyte for every operation and shape,
+# and batches have many lengths: their own limit of 1,024 takes hundreds of megabytes. These do for a few lengths.
+CACHED_KERNELS = "64"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
 # this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
@@ -283,8 +283,8 @@ def join_ranks(
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
         torch.set_num_threads(threads_per_process(local_world_size))
-        # oneDNN reads it at its first operation.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)
+        for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first operation
+            os.environ.setdefault(cache, CACHED_KERNELS)
     joins = launched and not dist.is_initialized()
     if joins:
         with rank0_only_output():
