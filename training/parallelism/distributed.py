@@ -43,7 +43,7 @@ START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
-# On CPUs, oneDNN and PyTorch's layer above it each keep a kernel of about half a megabyte for every operation and shape,
+# On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every operation and shape,
 # and batches have many lengths: their own limit of 1,024 takes hundreds of megabytes. These do for a few lengths.
 CACHED_KERNELS = "64"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
