@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from common.model_folder import ModelLoadError
 from tests.training.test_export import write_tiny
 from training.data.rough_text import KINDS
 from training.evaluate import main
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = ("Oil, and gas: prices rise", "A late goal; the cup is won", "Peace talks begin. Again", "Shares fall")
 
 
@@ -58,3 +60,10 @@ def test_of_many_classes_the_most_frequent_confusions_are_named(
 
     assert "predicted instead (the most frequent confusions)" in printed
     assert max(map(len, printed.splitlines()[1:])) < 120  # the first line has the paths
+
+
+def test_a_model_that_was_published_without_its_weights_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ModelLoadError, match=r"news: has only the exported artefact, .* name the folder that training"):
+        run(monkeypatch, REPOSITORY / "checkpoints" / "news", "--dataset", "sample")

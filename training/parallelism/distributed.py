@@ -45,7 +45,7 @@ TIMEOUT_MARGIN = 30.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
 # On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every operation and shape,
 # and batches have many lengths: their own limit of 1,024 takes hundreds of megabytes. These do for a few lengths.
-CACHED_KERNELS = "64"
+CACHED_KERNELS = "128"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
 # this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
