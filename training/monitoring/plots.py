@@ -20,6 +20,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from training.monitoring.records import METRICS, SMALLER_IS_BETTER, Metric, SearchedTrial, metrics_of
 
 DOTS_PER_INCH = 200
+# Of width or height. A confusion matrix of many classes has fewer dots per inch, which saves memory and file size.
+MOST_PIXELS = 2_600
 # Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels wide.
 CURVE_INCHES = (4.6, 2.9)
 LONGEST_LABEL = 20
@@ -93,7 +95,8 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
         pngs = {}
         for name, figure in figures.items():
             buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+            dots = min(DOTS_PER_INCH, MOST_PIXELS / max(figure.get_size_inches()))
+            figure.savefig(buffer, format="png", dpi=dots)
             pngs[name] = buffer.getvalue()
         return pngs
 
