@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 
 # They join letters and emoji. Ordinary texts contain them, and they cannot hide anything but themselves.
 JOINERS = "\u200c\u200d"
@@ -38,6 +39,17 @@ def code_span(text: object) -> str:
 def without_user(address: str) -> str:
     """An address without the user and the password in front of its host."""
     return re.sub(r"(?<=://)[^\s/?#]*@", "", address)
+
+
+def some_of(names: Sequence[str], shown: Callable[[str], str] = printable, width: int = 120) -> str:
+    """Names for one line: all that fit into ``width`` characters, at least one, and how many more there are."""
+    text = ""
+    for place, name in enumerate(names):
+        longer = f"{text}, {shown(name)}" if place else shown(name)
+        if place and len(longer) > width:
+            return f"{text} and {len(names) - place:,} more"
+        text = longer
+    return text
 
 
 def without_secrets(text: str) -> str:

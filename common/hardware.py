@@ -26,6 +26,47 @@ def usable_cpus(root: Path = _ROOT) -> int:
     return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
 
 
+def threads_per_process(processes: int = 1, root: Path = _ROOT) -> int:
+    """Compute threads for each of the ``processes`` of a program on this machine.
+
+    OMP_NUM_THREADS if a person has set it, at most all cores; otherwise an equal share of the cores.
+    """
+    cores = usable_cpus(root)
+    return min(cores, threads_asked_for(root) or max(1, cores // processes))
+
+
+def threads_asked_for(root: Path = _ROOT) -> int | None:
+    """OMP_NUM_THREADS, if it has a valid value that a person chose; None if it is torchrun's own.
+
+    If the variable is unset, torchrun sets it to 1 for its ranks, whatever the machine has. So a 1 counts only if
+    torchrun itself was started with it, which Linux shows in /proc; elsewhere a rank takes it for torchrun's.
+    """
+    value = _number_of_threads(os.environ.get("OMP_NUM_THREADS", ""))
+    if value == 1 and "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        return _number_of_threads(_environment_of_launcher(root).get("OMP_NUM_THREADS", ""))
+    return value
+
+
+def _number_of_threads(value: str) -> int | None:
+    # A list has a number for each level of nested parallelism; we have one level.
+    first = value.partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def _environment_of_launcher(root: Path) -> dict[str, str]:
+    """What torchrun was started with: of this process's ancestors, the first that torchrun did not start itself."""
+    pid = os.getppid()
+    while pid > 1:
+        # The environment at a process's start: what it has set for its children since does not show.
+        pairs = (pair.partition("=") for pair in _read(root / f"proc/{pid}/environ").split("\0"))
+        environment = {name: value for name, _, value in pairs}
+        if "TORCHELASTIC_RUN_ID" not in environment:
+            return environment
+        parent = re.search(r"^PPid:\s+(\d+)$", _read(root / f"proc/{pid}/status"), re.MULTILINE)
+        pid = int(parent[1]) if parent else 0
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What a model may run on.

@@ -16,6 +16,8 @@ from collections.abc import Collection
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from common.escaping import some_of
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -26,7 +28,6 @@ Label = str | tuple[str, ...] | float
 # The key of config.json with the probability from which on each label applies, in the order of the labels.
 THRESHOLDS_KEY = "label_thresholds"
 DEFAULT_THRESHOLD = 0.5
-_MOST_NAMED = 10
 # Training computes in fp32, and squares of the largest numbers still have to fit.
 _LARGEST_NUMBER = 1e18
 
@@ -195,5 +196,5 @@ def _one_of(known: Collection[str], name: str) -> str:
         for one in known:  # an older model may have a label 0.0, which is read as 0 now
             if one.strip() and label_name(one) == name:
                 return one
-        raise UnknownLabel(f"label {name!r} is not one of the training labels {', '.join(list(known)[:_MOST_NAMED])}")
+        raise UnknownLabel(f"label {name!r} is not one of the training labels {some_of(list(known))}")
     return name

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import UserError, first_line
-from common.escaping import printable
+from common.escaping import printable, some_of
 from common.files import is_lfs_pointer
 from common.problem_types import (
     MULTI_LABEL,
@@ -48,7 +48,6 @@ _SEPARATOR_LINE = re.compile(r'"?sep=([^"\r\n])"?\s*$', re.IGNORECASE)
 _SHARD = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 MOST_NAMED = 10
 REPEATED_HEADER = "repeats the header; was another file appended? Delete the line"
-_MOST_COLUMNS_NAMED = 20
 _LONGEST_NAME = 30
 
 # A long document is one field; csv's own limit is 131,072 characters.
@@ -95,7 +94,7 @@ class Columns:
         missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
         if not missing:
             return ""
-        named = ", ".join(printable(name.strip()[:_LONGEST_NAME], keep="") for name in found[:_MOST_COLUMNS_NAMED])
+        named = some_of(found, lambda name: printable(name.strip()[:_LONGEST_NAME], keep=""))
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> Places:
@@ -743,13 +742,38 @@ def _applies(name: str, cell: Any) -> bool:
     return yes_and_no[said]
 
 
+class JoinedText(str):
+    """A text made of several cells, with a space between; it remembers where the first one ends, such as a title."""
+
+    __slots__ = ("_length",)
+    _length: int
+
+    @classmethod
+    def of(cls, parts: Sequence[str]) -> JoinedText:
+        """Join the parts that are not empty."""
+        present = [part for part in parts if part]
+        text = cls(" ".join(present))
+        text._length = len(present[0]) if present else 0
+        return text
+
+    @property
+    def first(self) -> str:
+        """The first cell that is not empty."""
+        return self[: self._length]
+
+    @property
+    def rest(self) -> str:
+        """The others."""
+        return self[self._length + 1 :]
+
+
 def joined(cells: Sequence[Any]) -> Any:
     """What is not empty, with a space between, as in AG News; any cell that is not a text stands for the whole."""
     if len(cells) == 1:
         return cells[0]
     present = [cell for cell in cells if cell is not None]
     not_text = next((cell for cell in present if not isinstance(cell, str)), None)
-    return " ".join(filter(None, present)) if not_text is None else not_text
+    return JoinedText.of(present) if not_text is None else not_text
 
 
 def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
@@ -764,7 +788,7 @@ def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
             f"label {label} is out of range 1 to {len(names)}; {expected}, so give the file a header such as "
             "label,text, or a classes.txt next to it that names all classes"
         )
-    return " ".join(part for part in fields[1:] if part), names[int(label) - 1] if names else label
+    return JoinedText.of(fields[1:]), names[int(label) - 1] if names else label
 
 
 def _read_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
@@ -1017,7 +1041,7 @@ def check_shards(split: str, paths: Sequence[Path]) -> None:
     is_whole = {(int(shard[2]), int(shard[3])) for shard in shards} == {(i, len(paths)) for i in range(len(paths))}
     if (len(paths) > 1 or shards) and not (is_whole and len({path.suffix for path in paths}) == 1):
         raise UserError(
-            f"{paths[0].parent}: of the split {split} it has {', '.join(path.name for path in paths[:MOST_NAMED])}, "
+            f"{paths[0].parent}: of the split {split} it has {some_of([path.name for path in paths])}, "
             "which is not one file, nor all shards in one format; name the file that you mean, or complete the shards",
             code="data-unreadable",
         )

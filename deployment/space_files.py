@@ -44,7 +44,7 @@ _HEADERS = {
 _STATIC_TEXT = """
 # DistriNews
 
-A news classifier that runs in the visitor's browser: the page, the tokenizer and int8 kernels in WebAssembly. Texts and
+A text classifier that runs in the visitor's browser: the page, the tokenizer and int8 kernels in WebAssembly. Texts and
 files stay on the visitor's device, and after the first visit the page needs no connection.
 
 Any web server can hold this folder.

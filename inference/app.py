@@ -120,7 +120,7 @@ def create_app(
     parts = Parts.of(settings, load_model or partial(ModelLoader, hardware=settings.hardware), line)
     app = FastAPI(
         title="DistriNews",
-        description="Which kind of news is this text?",
+        description="Classifies texts.",
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,

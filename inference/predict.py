@@ -21,12 +21,13 @@ from inference.errors import ForwardError
 from inference.settings import Settings
 
 _BAR_WIDTH = 30
+_MOST_BARS = 20
 # Texts classified before their answers are printed: enough for batches of similar length.
 _LINES_AT_ONCE = 256
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m inference.predict", description="Classify news texts.")
+    parser = OneLineParser(prog="python -m inference.predict", description="Classify texts.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("text", nargs="?", help="the text to classify")
     what.add_argument(
@@ -93,14 +94,16 @@ def _chart(prediction: dict[str, Any], answering: Answering) -> str:
     else:
         headline = _given(prediction)
     lines = [headline, ""]
-    shown = {label: printable(label) for label in prediction["probabilities"]}
-    width = max(map(len, shown.values()))
     thresholds = dict(zip(answering.labels, answering.thresholds, strict=True)) if "labels" in prediction else {}
     by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
-    for label, probability in by_probability:
+    shown = {label: printable(label) for label, _ in by_probability[:_MOST_BARS]}
+    width = max(map(len, shown.values()))
+    for label, probability in by_probability[:_MOST_BARS]:
         bar = "█" * round(probability * _BAR_WIDTH)
         needed = f"  given if at least {thresholds[label]:.1%}" if thresholds else ""
         lines.append(f"{shown[label]:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
+    if len(by_probability) > _MOST_BARS:
+        lines.append(f"and {len(by_probability) - _MOST_BARS:,} labels less likely (--json prints all)")
     return "\n".join(lines)
 
 

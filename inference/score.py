@@ -1,4 +1,4 @@
-"""Classify files: `python -m inference.score news.parquet answers.parquet --model MODEL`."""
+"""Classify files: `python -m inference.score texts.parquet answers.parquet --model MODEL`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 _CPUS_FOR_PARALLEL_TOKENIZING = 16
 
 _DESCRIPTION = """
-Classify every row of a file, a folder or a pattern ("news/*.csv"), and write all rows with the added columns label and
+Classify every row of a file, a folder or a pattern ("texts/*.csv"), and write all rows with the added columns label and
 confidence; a multi-label model adds labels, joined by "|", and a regression model adds value. CSV, TSV, JSONL and
-Parquet are read and written, also at addresses such as s3://bucket/news.parquet.
+Parquet are read and written, also at addresses such as s3://bucket/texts.parquet.
 
 Run the same command again after it was stopped or killed: finished parts are kept, and the output is the same. Run it
 on several machines at once, with the same IN and OUT on a folder that they share: they share the work.
 """
 _EXAMPLE = (
-    "example: python -m inference.score news.csv answers.parquet --model checkpoints/distilbert_agnews "
-    "--text_column title"
+    "example: python -m inference.score texts.csv answers.parquet --model checkpoints/distilbert_agnews "
+    "--text_column message"
 )
 
 

@@ -15,6 +15,9 @@ from common.errors import OneLineParser, run_command
 from common.escaping import printable
 from training.fault_tolerance.interruption import run_rank
 
+# A wider confusion matrix does not fit into a terminal; instead, this many of its cells are named.
+MOST_COLUMNS, MOST_CONFUSIONS = 16, 10
+
 
 def main() -> None:
     parser = OneLineParser(prog="python -m training.evaluate", description=__doc__)
@@ -26,6 +29,11 @@ def main() -> None:
     parser.add_argument("--label_column", help="column with the label (default: as in training)")
     parser.add_argument("--pair_column", help="column with the second text of a pair (default: as in training)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
+    parser.add_argument(
+        "--robustness",
+        action="store_true",
+        help="also measure titles, upper case, no punctuation, typing errors and the first ten words of the test rows",
+    )
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
     # PyTorch takes seconds to import, so check the flags first.
@@ -34,7 +42,9 @@ def main() -> None:
 
     with join_ranks(options.device) as ranks:
         columns = (options.text_column, options.label_column, options.pair_column)
-        metrics = evaluate_saved(options.model, options.dataset, ranks, columns, quiet=options.json)
+        metrics = evaluate_saved(
+            options.model, options.dataset, ranks, columns, quiet=options.json, robustness=options.robustness
+        )
         if ranks.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))
             if not options.json:
@@ -42,6 +52,7 @@ def main() -> None:
 
 
 def _table(metrics: dict[str, Any]) -> str:
+    from training.evaluation.robustness import robustness_table
     from training.monitoring.records import metrics_of
 
     width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
@@ -56,10 +67,31 @@ def _table(metrics: dict[str, Any]) -> str:
         line = f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  {scores['rows']:5}"
         lines.append(f"{printable(name):{width}}  {line}")
     if "confusion_matrix" in metrics:
-        lines += ["", "confusion (a row is a true class, a column a predicted one):"]
-        for name, counts in zip(metrics["labels"], metrics["confusion_matrix"], strict=True):
-            lines.append(f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+        lines += ["", *_confusion(metrics["labels"], metrics["confusion_matrix"], width)]
+    if "robustness" in metrics:
+        lines += ["", robustness_table(metrics["robustness"], metrics["rows"])]
     return "\n".join(lines)
+
+
+def _confusion(names: list[str], matrix: list[list[int]], width: int) -> list[str]:
+    """The matrix, or of a matrix that is too wide for a terminal what is confused most."""
+    if len(names) <= MOST_COLUMNS:
+        lines = ["confusion (a row is a true class, a column a predicted one):"]
+        for name, counts in zip(names, matrix, strict=True):
+            lines.append(f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+        return lines
+    pairs = [
+        (count, names[true], names[predicted])
+        for true, counts in enumerate(matrix)
+        for predicted, count in enumerate(counts)
+        if count and true != predicted
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    width = max(width, len("true class"))
+    lines = [f"{'true class':{width}}   rows  predicted instead (the most frequent confusions)"]
+    for count, true, predicted in pairs[:MOST_CONFUSIONS]:
+        lines.append(f"{printable(true):{width}}  {count:5,}  {printable(predicted)}")
+    return lines if pairs else []
 
 
 if __name__ == "__main__":

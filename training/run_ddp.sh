@@ -31,8 +31,6 @@ if ! [[ "$restarts" =~ ^[0-9]+$ ]]; then
   exit 2
 fi
 
-# Set here, torchrun does not warn of its own default; the ranks share the cores out themselves.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # torchrun ends with 1 whatever its ranks end with, and would restart a run that was asked to stop. So a file exit_code
 # in this folder decides, and prevents further attempts.
 logs=$(mktemp -d) || exit 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.errors import UserError
+from common.hardware import threads_asked_for
 
 HOUSE = Path(__file__).resolve().parents[1]  # the folder of training/ and inference/
 _ERROR = re.compile(r"error: (?P<message>.*?)(?: \[[a-z-]+\])?$")
@@ -27,8 +28,9 @@ def run_command_of_serving(
     Raises:
         UserError: it failed; the message is its own error.
     """
-    # A launcher gives each rank one thread, but the other ranks wait meanwhile.
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = dict(os.environ)
+    if threads_asked_for() is None:  # torchrun's 1 is for each of its ranks, but the others wait meanwhile
+        environment.pop("OMP_NUM_THREADS", None)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOUSE), os.environ.get("PYTHONPATH"))))
     sys.stdout.flush()
     process = subprocess.Popen(

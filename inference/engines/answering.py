@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from common.escaping import some_of
 from common.model_folder import SavedModel
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from inference.errors import RefusedTextError
@@ -76,8 +77,8 @@ class Answering:
             RefusedTextError: it has not.
         """
         if label not in self.labels:
-            named = ", ".join(self.labels[:10])
-            raise RefusedTextError("unknown_label", f"label {label[:60]!r} is not one of the model's labels {named}")
+            what = f"label {label[:60]!r} is not one of the model's labels {some_of(self.labels)}"
+            raise RefusedTextError("unknown_label", what)
 
     def without_words(self, value: float) -> float:
         """The answer to a text without any word: what scores of 0 mean."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.errors import ModelLoadError, UserError
 from common.files import write_json, writing_folder
-from common.hardware import cpu_name, usable_cpus
+from common.hardware import cpu_name, threads_per_process
 from common.model_folder import (
     CLEANING_KEY,
     DESCRIPTION_FILES,
@@ -95,7 +95,7 @@ def export(
         UserError: Something else is where the artefact belongs.
         ValueError: The engine cannot run this model.
     """
-    torch.set_num_threads(usable_cpus())
+    torch.set_num_threads(threads_per_process())
     tokenizer, kind = saved.tokenizer(), saved.problem_type
     factor = _NUMBER_FACTOR if kind is REGRESSION else 1
     most, margin = factor * MAX_TOLERANCE, factor * _PROBE_MARGIN
@@ -153,7 +153,7 @@ def export(
                     "before_texts_per_second": round(before_speed, 1),
                     "after_texts_per_second": round(after_speed, 1),
                     "processor": cpu_name(),
-                    "threads": usable_cpus(),
+                    "threads": threads_per_process(),
                 },
                 probes=[
                     {"text": text, "value": float(row[0])}

@@ -10,21 +10,21 @@ from common.model_folder import METRICS_KEYS
 from common.problem_types import MULTI_LABEL
 from inference.engines.model_loader import ModelLoader
 
-_EXAMPLE_TEXT = "Oil prices rise as stocks fall on Wall Street."
+_EXAMPLE_TEXT = "The text to classify."
 _EXAMPLE_ANSWER = {
-    "label": "Business",
+    "label": "second label",
     "confidence": 0.97,
-    "probabilities": {"World": 0.01, "Sports": 0.005, "Business": 0.97, "Sci/Tech": 0.015},
+    "probabilities": {"first label": 0.02, "second label": 0.97, "third label": 0.01},
     "truncated": False,
-    "num_tokens": 13,
+    "num_tokens": 7,
 }
 _EXAMPLE_LABELS = {
-    "labels": ["Business", "World"],
-    "probabilities": {"World": 0.62, "Sports": 0.005, "Business": 0.97, "Sci/Tech": 0.015},
+    "labels": ["second label", "first label"],
+    "probabilities": {"first label": 0.62, "second label": 0.97, "third label": 0.01},
     "truncated": False,
-    "num_tokens": 13,
+    "num_tokens": 7,
 }
-_EXAMPLE_VALUE = {"value": 3.21, "truncated": False, "num_tokens": 13}
+_EXAMPLE_VALUE = {"value": 3.21, "truncated": False, "num_tokens": 7}
 
 Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
 # Validation stops at the first invalid entry: an error per entry would take far more memory than the entries.

@@ -13,6 +13,8 @@ const EXPLAIN_UNASKED_WORDS = 80; // an explanation costs about one forward pass
 const NUM_WORDS = 6;
 const PASSAGE_STRENGTH = 0.4;
 const CLOSE_CALL = 0.2;
+const MOST_BARS = 12;
+const NEWS_LABELS = "World,Sports,Business,Sci/Tech";
 
 const [
   title, fieldName, field, pairField, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer,
@@ -70,10 +72,10 @@ export function modelReady({ labels, model }) {
   const answersNumber = kind.problemType === "regression";
   bars.hidden = answersNumber;
   bars.replaceChildren(); // another model may have other thresholds
-  if (kind.problemType !== "single_label_classification" || kind.readsPairs) {
-    title.textContent = "What does the model say?";
-  }
-  if (kind.readsPairs) fieldName.textContent = "First text";
+  const isNews = !kind.readsPairs && labels.join() === NEWS_LABELS; // of which the examples are
+  document.getElementById("of-news").hidden = !isNews;
+  if (isNews && kind.problemType === "single_label_classification") title.textContent = "What kind of news is this?";
+  fieldName.textContent = kind.readsPairs ? "First text" : isNews ? "Headline or article" : "Text";
   if (isComplete()) textChanged(0);
   else if (!answersNumber) showBars(Object.fromEntries(labels.map((name) => [name, 0])), []);
 }
@@ -203,7 +205,10 @@ function remarkOn(data) {
 
 // A mark on a bar is the threshold from which on the label is given.
 function showBars(probabilities, given) {
-  const names = Object.keys(probabilities);
+  let names = Object.keys(probabilities);
+  if (names.length > MOST_BARS) {
+    names = names.sort((a, b) => probabilities[b] - probabilities[a]).slice(0, MOST_BARS);
+  }
   if (names.join("\n") !== [...bars.children].map((bar) => bar.dataset.label).join("\n")) {
     bars.replaceChildren(...names.map(newBar));
   }

@@ -1,7 +1,7 @@
 import pytest
 
 from common.errors import OneLineParser, UserError, run_command
-from common.escaping import code_span, in_markdown, printable, without_secrets
+from common.escaping import code_span, in_markdown, printable, some_of, without_secrets
 
 HOSTILE = "a\x1b[31m\r\nb\x9b2J\u2028c\u202ed\x07"
 
@@ -62,3 +62,17 @@ def test_messages_have_no_password_of_an_address_nor_a_secret_of_the_environment
     assert without_secrets(message.replace("$HF_TOKEN", "hf_abcdefgh")) == shown
     UserError(message).say()
     assert capsys.readouterr().err == f"error: {shown}\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["World", "Sports", "Business", "Sci/Tech"], "World, Sports, Business, Sci/Tech"),
+        ([f"intent_{number:03}" for number in range(150)], "intent_000, intent_001, intent_002 and 147 more"),
+        (["a" * 200, "b"], f"{'a' * 200} and 1 more"),
+        (["one\nline"], r"one\nline"),
+        ([], ""),
+    ],
+)
+def test_names_fit_into_one_line_which_says_how_many_are_left_out(names: list[str], expected: str) -> None:
+    assert some_of(names, width=40) == expected

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from common.hardware import available_memory, cpu_flags, cpu_name, has_fast_int8, usable_cpus
+from common.hardware import available_memory, cpu_flags, cpu_name, has_fast_int8, threads_per_process, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -42,6 +44,44 @@ def test_without_limits_the_affinity_counts(tmp_path: Path) -> None:
 )
 def test_a_quota_below_two_cores_is_one_thread(tmp_path: Path, files: dict[str, str]) -> None:
     assert usable_cpus(_write(tmp_path, files)) == 1
+
+
+PRINTS_THREADS = (
+    "import os; from common.hardware import threads_per_process as threads;"
+    "print(os.environ['RANK'], threads(int(os.environ['LOCAL_WORLD_SIZE'])), flush=True)"
+)
+FOUR_CORES = "import os; os.sched_getaffinity = lambda _: range(4);"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, 2), ("1", 1), ("3", 3)], ids=["nothing", "one thread", "three threads"]
+)
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit', "sh"]], ids=["a rank", "a rank in a script"])
+def test_under_torchrun_a_rank_has_its_share_of_four_cores_or_the_threads_that_a_person_asked_for(
+    asked: str | None, expected: int, wrapper: list[str]
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"OMP_NUM_THREADS": asked} if asked else {}
+    rank = [*wrapper, sys.executable, "-c", FOUR_CORES + PRINTS_THREADS]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no_python"]
+
+    done = subprocess.run([*torchrun, *rank], env=environment, capture_output=True, text=True, check=True)
+
+    assert sorted(done.stdout.split("\n")) == ["", f"0 {expected}", f"1 {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, 4), ("1", 1), ("2,1", 2), ("64", 4), ("0", 4), ("many", 4), ("", 4)]
+)
+def test_a_process_alone_has_all_four_cores_or_fewer_if_a_person_asks_for_fewer(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+
+    assert threads_per_process(root=Path("/nowhere")) == expected
 
 
 MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemAvailable:    3000 kB\n"}

@@ -265,6 +265,35 @@ def test_the_model_card_names_what_the_hub_has_and_no_path_of_this_machine(
     assert "../news" not in str(local)
 
 
+@pytest.mark.parametrize("task", ["classification", "multi_label", "pair", "regression"])
+@pytest.mark.parametrize("cleaning", ["news", "none"])
+def test_only_the_card_of_a_model_of_news_speaks_of_news(
+    written: tuple[Path, NewsClassifier], task: str, cleaning: str
+) -> None:
+    metrics = json.loads((written[0] / "metrics.json").read_text()) | {"task": task, "dataset": "../tickets.csv"}
+    labels = [f"intent {number}" for number in range(150)]
+    metrics["test"] = {"rows": 9, "loss": 0.5, "accuracy": 0.5, "macro_f1": 0.5, "labels": labels}
+
+    card = ModelCard(model_card(metrics, "tickets", cleaning))
+
+    assert "news" not in str(card).lower().replace("--clean news", "").replace("distrinews", "")
+    assert "Oil" not in str(card)
+    assert re.search(r"Labels: intent 0, intent 1, .* and 1\d\d more\. Texts", card.text)
+    assert '{"text": ' in card.text if task == "pair" else '{"text": ' not in card.text
+
+
+def test_the_card_of_a_model_of_news_says_so_whatever_its_data_are_called(
+    written: tuple[Path, NewsClassifier],
+) -> None:
+    metrics = json.loads((written[0] / "metrics.json").read_text()) | {"dataset": "../copy"}
+
+    card = ModelCard(model_card(metrics, "mine", "news"))
+
+    assert "A news classifier" in card.text
+    assert "news" in card.data.tags
+    assert card.data.language == "en"
+
+
 def test_the_model_card_shows_names_as_they_are_and_obeys_none(written: tuple[Path, NewsClassifier]) -> None:
     name, shown = '<img src=x>|![a](b)"\n\n# b` *c*', r'<img src=x>|![a](b)"\n\n# b` *c*'
     metrics = json.loads((written[0] / "metrics.json").read_text())

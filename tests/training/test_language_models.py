@@ -295,7 +295,8 @@ def test_the_documented_commands_train(
     commands = documented("docs/training.md", name).strip().split("\n")
     for number, command in enumerate(commands):
         words = shlex.split(command)
-        flags = [*words[words.index("--config") :], "--max_length", "16", "--epochs", "1"]
+        first = next(place for place, word in enumerate(words) if word.startswith("--"))
+        flags = [*words[first:], "--max_length", "16", "--epochs", "1"]
         tiny = [] if number else ["--model", "tiny"]
         ended = launch(2 if "run_ddp.sh 2 " in command else 1, *flags, *tiny)
         assert ended.process.returncode == 0, ended.err

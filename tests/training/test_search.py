@@ -321,12 +321,25 @@ PRINTS_ITS_SHARE = (
 )
 
 
+def test_trials_have_the_threads_that_a_person_asks_for(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    start = share_machine(read_space(write(config={"device": "cpu"})))
+
+    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    assert start(0, command, tmp_path / "printed.txt").wait() == 0
+
+    assert (tmp_path / "printed.txt").read_text().strip() == "3"
+
+
 @pytest.mark.parametrize("cores", [1, 2])
 def test_trials_at_once_share_cores_and_gpus(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))[:cores]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, usable)
     try:

@@ -251,7 +251,6 @@ def test_the_report_and_the_card_show_the_metrics_of_the_task(task: str, alone: 
         ("multi-label", "tickets.jsonl", "multi_label"),
         ("regression", "reviews.csv", "regression"),
         ("pairs", "questions.jsonl", "pair"),
-        ("few-rows", "my_rows.csv", "regression"),
         ("imbalanced", "my_rows.csv", "regression"),  # its labels are two names here: the numbers as text
     ],
 )

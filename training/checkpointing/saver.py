@@ -151,6 +151,10 @@ class Saver:
             finished += self._join(waits=pause)
         return finished
 
+    def release(self) -> None:
+        """Free the last save's copies, once :meth:`wait` has returned: they are as large as weights and moments."""
+        self._staging.copies.clear()
+
     def retry(self) -> None:
         self._blocked = 0.0
         self._start()

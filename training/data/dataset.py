@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import ForeseenError, UserError, first_line
+from common.escaping import some_of
 from common.problem_types import SINGLE_LABEL, Label, ProblemType
 from common.rows import (
     AG_NEWS_LABELS,
@@ -44,7 +45,6 @@ TEST_SHARE = 0.1
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 SPLIT_FLAGS = ("train_split", "validation_split", "test_split")
 HUB_FLAGS = ("dataset_config", "dataset_revision")
-MOST_NAMED = 20
 OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 
 
@@ -261,7 +261,7 @@ def _splits_used(name: str, present: Collection[str], selection: Selection) -> d
     for use, split in used.items():
         if split not in present:
             raise UserError(
-                f"--dataset {name}: has no {split} split, only {', '.join(sorted(present)[:MOST_NAMED]) or 'none'}; "
+                f"--dataset {name}: has no {split} split, only {some_of(sorted(present)) or 'none'}; "
                 f"name one of them with --{use}_split",
                 code="data-not-found",
             )
@@ -355,9 +355,8 @@ def _check_configuration(name: str, selection: Selection) -> None:
     asked = selection.dataset_config
     if (asked and asked not in names) or (not asked and len(names) > 1):
         what = f"has no configuration {asked}" if asked else "has several configurations"
-        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
         raise UserError(
-            f"--dataset {name}: {what}; choose one with --dataset_config: {', '.join(names[:MOST_NAMED])}{more}",
+            f"--dataset {name}: {what}; choose one with --dataset_config: {some_of(names)}",
             code="data-configuration",
         )
 

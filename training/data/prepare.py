@@ -17,6 +17,7 @@ import yaml
 from torch import nn
 
 from common.errors import UserError, first_line
+from common.escaping import some_of
 from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
 from common.tokenizer_files import SETTINGS_FILE, combined
@@ -307,7 +308,7 @@ def class_weights_of(
         raise _wrong_weights(config, f"must hold a weight for each label, such as `{names[0]}: 2.5`")
     given = {str(name): weight for name, weight in given.items()}
     if unknown := sorted(given.keys() - set(names)):
-        raise _wrong_weights(config, f"{unknown[0]!r} is not a label of the data, which has {', '.join(names)}")
+        raise _wrong_weights(config, f"{unknown[0]!r} is not a label of the data, which has {some_of(names)}")
     if missing := [name for name in names if name not in given]:
         raise _wrong_weights(config, f"has no weight for the label {missing[0]!r}")
     for name, weight in given.items():

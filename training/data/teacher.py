@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.escaping import some_of
 from common.files import sha256_of, writing_whole
 from common.model_folder import (
     DESCRIPTION_FILES,
@@ -142,8 +143,8 @@ def _places_of_labels(
         return [0]  # one number, whatever the column is called
     if sorted(of_teacher) != sorted(of_data):
         raise UserError(
-            f"--distill {teacher}: its labels are {', '.join(of_teacher)}, those of --dataset {config.dataset} "
-            f"are {', '.join(of_data)}; a teacher must answer with the same labels",
+            f"--distill {teacher}: its labels are {some_of(of_teacher)}, those of --dataset {config.dataset} "
+            f"are {some_of(of_data)}; a teacher must answer with the same labels",
             code="teacher-unlike",
         )
     return [of_teacher.index(name) for name in of_data]

@@ -16,11 +16,13 @@ import torch
 from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import AG_NEWS_LABELS, Columns
+from common.text import cleaner
 from common.windows import pool
 from training.config import Selection, TrainConfig
 from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
+from training.evaluation.robustness import measure_robustness
 from training.model.classifier import NewsClassifier
 from training.monitoring import Console
 from training.parallelism.distributed import Ranks
@@ -106,8 +108,9 @@ def evaluate_saved(
     columns: tuple[str | None, str | None, str | None] = (None, None, None),
     *,
     quiet: bool = False,
+    robustness: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32.
+    """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32; ``robustness``: on rough texts, too.
 
     Dataset and columns are by default those that the model was trained on, and so are the test rows that were set aside
     if the data has none. Of other data without test rows, all rows are evaluated.
@@ -151,21 +154,27 @@ def evaluate_saved(
 
     saved, data = ranks.run_on_all_ranks(read)
     model, rows = ranks.run_on_all_ranks(prepare)
-    tokens = encode_rows(saved.tokenizer(), rows)
-    show = ranks.is_first and not quiet
-    counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
-    with counting as count, torch.inference_mode():
-        data_shard = DataShard(ranks.rank, ranks.world_size)
-        metrics, _ = evaluate(
-            lambda input_ids, mask, finish: finish(model(input_ids, mask)),
-            tokens,
-            ranks,
-            model.task,
-            data_shard,
-            chosen={"thresholds": saved.thresholds},
-            on_batch=lambda rows: count(rows * ranks.world_size),
-        )
-    return {"model": str(path), "dataset": data.name, **metrics}
+    tokenizer, show = saved.tokenizer(), ranks.is_first and not quiet
+
+    def answer(rows: Rows) -> dict[str, Any]:
+        tokens = encode_rows(tokenizer, rows)
+        counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
+        with counting as count, torch.inference_mode():
+            metrics, _ = evaluate(
+                lambda input_ids, mask, finish: finish(model(input_ids, mask)),
+                tokens,
+                ranks,
+                model.task,
+                DataShard(ranks.rank, ranks.world_size),
+                chosen={"thresholds": saved.thresholds},
+                on_batch=lambda rows: count(rows * ranks.world_size),
+            )
+        return metrics
+
+    found = {"model": str(path), "dataset": data.name, **answer(rows)}
+    if robustness:
+        found["robustness"] = measure_robustness(rows, answer, cleaner(saved.cleaning))
+    return found
 
 
 def _relabelled(data: NewsData, task: Task) -> Rows:

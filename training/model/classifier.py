@@ -106,6 +106,9 @@ class NewsClassifier(nn.Module):
 
     @classmethod
     def from_saved(cls, saved: SavedModel) -> NewsClassifier:
+        if saved.weights is None:
+            what = "has only the exported artefact, without the trained weights (model.safetensors)"
+            raise ModelLoadError(saved.path, what, "name the folder that training wrote")
         classifier = cls.__new__(cls)
         nn.Module.__init__(classifier)
         # Build the network without loading anything from its original place: the weights are in `saved`.

@@ -21,6 +21,8 @@ from common.escaping import printable
 from training.monitoring.records import METRICS, SMALLER_IS_BETTER, Metric, SearchedTrial, metrics_of
 
 DOTS_PER_INCH = 200
+# Of width or height. A confusion matrix of many classes has fewer dots per inch, which saves memory and file size.
+MOST_PIXELS = 2_600
 # Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels wide.
 CURVE_INCHES = (4.6, 2.9)
 LONGEST_LABEL = 20
@@ -94,7 +96,8 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
         pngs = {}
         for name, figure in figures.items():
             buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+            dots = min(DOTS_PER_INCH, MOST_PIXELS / max(figure.get_size_inches()))
+            figure.savefig(buffer, format="png", dpi=dots)
             pngs[name] = buffer.getvalue()
         return pngs
 
@@ -271,18 +274,19 @@ def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
     axes = figure.add_subplot()
     colours = LinearSegmentedColormap.from_list("share", [theme.surface, theme.first])
     # The exponent makes small shares visible, which are the confusions.
-    axes.imshow(shares, cmap=colours, norm=PowerNorm(0.6, 0, 1))
+    # Squares instead of an image, which matplotlib would compute in float64 for each of millions of pixels.
+    edges = np.arange(classes + 1) - 0.5
+    squares = {"cmap": colours, "norm": PowerNorm(0.6, 0, 1), "edgecolors": theme.grid, "linewidth": 0.8}
+    axes.pcolormesh(edges, edges, shares, **squares)
+    axes.set_aspect("equal")
+    axes.invert_yaxis()
     axes.set_title("Confusion matrix", pad=10)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     # A label is a name, not mathematics: parse_math would stumble over a dollar sign.
     axes.set_xticks(range(classes), labels, parse_math=False)
     axes.set_yticks(range(classes), labels, parse_math=False)
-    axes.set_xticks(np.arange(-0.5, classes), minor=True)
-    axes.set_yticks(np.arange(-0.5, classes), minor=True)
-    axes.grid(False, which="major")
-    axes.grid(True, which="minor", color=theme.grid, linewidth=0.8)
-    axes.tick_params(which="both", length=0)
+    axes.grid(False)
     if is_slanted:
         axes.tick_params(axis="x", labelrotation=45, labelrotation_mode="xtick")
     if classes <= MOST_CLASSES_WITH_NUMBERS:

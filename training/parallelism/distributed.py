@@ -33,7 +33,7 @@ from common.errors import (
     in_one_line,
     rank0_only_output,
 )
-from common.hardware import usable_cpus
+from common.hardware import threads_per_process
 from training.fault_tolerance.restarts import attempt_file
 
 T = TypeVar("T")
@@ -43,6 +43,9 @@ START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
+# On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every operation and shape,
+# and batches have many lengths: their own limit of 1,024 takes hundreds of megabytes. These do for a few lengths.
+CACHED_KERNELS = "128"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
 # this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
@@ -279,8 +282,9 @@ def join_ranks(
         chosen = _choose_device(device, local_rank, local_world_size)
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
-        # torchrun asks for one thread a process, whatever the machine has.
-        torch.set_num_threads(max(1, usable_cpus() // local_world_size))
+        torch.set_num_threads(threads_per_process(local_world_size))
+        for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first operation
+            os.environ.setdefault(cache, CACHED_KERNELS)
     joins = launched and not dist.is_initialized()
     if joins:
         with rank0_only_output():

@@ -9,7 +9,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from common.escaping import code_span, in_markdown, printable
+from common.escaping import code_span, in_markdown, printable, some_of
+from common.rows import AG_NEWS_LABELS
 from training.monitoring.records import metrics_of
 
 # By this tag a repository of the hub is known to come from here.
@@ -21,7 +22,7 @@ _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
 # What a model of each task is called, and what the hub calls our metrics.
 _KINDS = {
-    "classification": "A news classifier",
+    "classification": "A text classifier",
     "pair": "A classifier of pairs of texts",
     "multi_label": "A classifier that gives a text every label that applies",
     "regression": "A model that gives a text a number",
@@ -40,8 +41,8 @@ _HUB_METRICS |= {
     "spearman": "spearmanr",
 }
 _NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1"}
-# The data whose language and kind are known here.
-_ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
+# A neutral text: a row of the data may be private.
+_ANY_TEXT = "The text to classify"
 
 
 def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
@@ -53,8 +54,8 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
         tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
     version = f"Version {in_markdown(metrics['version'])}. " if metrics.get("version") else ""
     figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
-    kind = _KINDS[metrics.get("task", "classification")]
-    reads = f"Labels: {', '.join(map(in_markdown, test['labels']))}. Texts are cut at {metrics['max_length']} tokens."
+    kind = "A news classifier" if _is_news(metrics) else _KINDS[metrics.get("task", "classification")]
+    reads = f"Labels: {some_of(test['labels'], in_markdown)}. Texts are cut at {metrics['max_length']} tokens."
     if not test["labels"]:
         reads = f"It was trained on blocks of {metrics['max_length']} tokens."
     return f"""---
@@ -67,7 +68,7 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 
 {version}{reads}
 
-{_use(name, cleaning, _hub_task(metrics))}
+{_use(name, cleaning, metrics)}
 
 ## Test results
 
@@ -104,15 +105,24 @@ def _hub_task(metrics: dict[str, Any]) -> str:
     return _HUB_TASKS.get(metrics.get("task", ""), _TASK)
 
 
-def _use(name: str, cleaning: str, task: str) -> str:
-    quoted = printable(json.dumps(name, ensure_ascii=False))
+def _is_news(metrics: dict[str, Any]) -> bool:
+    """Whether the data are AG News or the sample: by their names, because a local folder may be called anything."""
+    is_classifier = metrics.get("task", "classification") == "classification"
+    return is_classifier and set(metrics["test"]["labels"]) == set(AG_NEWS_LABELS)
+
+
+def _use(name: str, cleaning: str, metrics: dict[str, Any]) -> str:
+    quoted, task = printable(json.dumps(name, ensure_ascii=False)), _hub_task(metrics)
     if task != _TASK:
         return f"""```python
 from transformers import pipeline
 pipeline("{task}", model={quoted})
 ```"""
     load = f'classify = pipeline("text-classification", model={quoted})'
-    text = '"Oil prices climb to a record as refineries close"'
+    text = json.dumps("Oil prices climb to a record as refineries close" if _is_news(metrics) else _ANY_TEXT)
+    clean = f"clean_text({text})"
+    if metrics.get("task") == "pair":
+        text, clean = (f'{{"text": {one}, "text_pair": {one}}}' for one in (text, clean))
     if cleaning == "none":
         return f"""Texts are read as they are (`--clean none`).
 
@@ -129,15 +139,13 @@ same, or it reads other tokens than the model was trained and tested on:
 from common.text import clean_text  # of DistriNews
 from transformers import pipeline
 {load}
-classify(clean_text({text}))
+classify({clean})
 ```"""
 
 
 def _limits(metrics: dict[str, Any]) -> str:
-    dataset, left_out = metrics["dataset"], metrics.get("rows_left_out", 0)
-    trained_on = (
-        "English newswire headlines with a lead sentence" if dataset in _ENGLISH_NEWS else "only the data above"
-    )
+    left_out = metrics.get("rows_left_out", 0)
+    trained_on = "English newswire headlines with a lead sentence" if _is_news(metrics) else "only the data above"
     without = f" Rows of the data that could not be used and were left out: {left_out:,}." if left_out else ""
     return f"Trained on {trained_on}; other styles, languages and subjects were not tested.{without}"
 
@@ -145,11 +153,11 @@ def _limits(metrics: dict[str, Any]) -> str:
 def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
     base, dataset = metrics["base_model"], metrics["dataset"]
     return ModelCardData(
-        language="en" if dataset in _ENGLISH_NEWS else None,
+        language="en" if _is_news(metrics) else None,
         license=_LICENSES.get(base),
         library_name="transformers",
         pipeline_tag=_hub_task(metrics),
-        tags=["news", _hub_task(metrics), TAG],
+        tags=[*(["news"] if _is_news(metrics) else []), _hub_task(metrics), TAG],
         base_model=base if is_on_the_hub(base) else None,
         datasets=[dataset] if is_on_the_hub(dataset) else None,
         metrics=[_HUB_METRICS[name] for name in list(metrics_of(metrics["test"]))[:2]],

@@ -7,6 +7,7 @@ import platform
 import torch
 import transformers
 
+from common.escaping import some_of
 from common.text import counted
 from training.config import TrainConfig
 from training.data.report import lengths_in_words, run_lengths
@@ -103,7 +104,7 @@ def _reads(context: RunContext) -> dict[str, str]:
     tokens = context.news.tokens
     if context.config.is_language_model:
         return {}
-    answers = {"Labels": ", ".join(tokens.label_names)}
+    answers = {"Labels": some_of(tokens.label_names)}
     if not context.strategy.task.has_labels:
         answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
     return answers | {"Lengths": lengths_in_words(run_lengths(tokens, context.config))}

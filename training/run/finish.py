@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from common.errors import TrainingFailure, UserError, first_line
+from common.escaping import some_of
 from common.files import writing_whole
 from common.model_folder import CLEANING_KEY
 from common.text import counted, in_one_line
@@ -263,7 +264,7 @@ def _report_data(
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
     if (weights := context.plan.class_weights) is not None:
-        each = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True))
+        each = some_of([f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True)])
         notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
     if (start := context.plan.start) and start.by_folds:
         notes.append(f"The head was fitted before the first step: {start.by_folds}.")

@@ -299,6 +299,7 @@ class Trainer:
             while done and state.step < plan.total_steps and not state.no_longer_improves(context.config):
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
+            self.saver.release()
         return done
 
     def _train_epoch(self, epoch: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from common.errors import UserError
 from common.files import lock_run_folder
-from common.hardware import usable_cpus
+from common.hardware import threads_asked_for, usable_cpus
 from training.fault_tolerance.restarts import PR_SET_PDEATHSIG
 from training.search.space import SearchSpace
 
@@ -48,7 +48,7 @@ def share_machine(space: SearchSpace) -> Start:
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
     def start(slot: int, command: Sequence[str], log: Path) -> Process:
-        environment = {"OMP_NUM_THREADS": str(max(1, threads // space.processes))}
+        environment = {"OMP_NUM_THREADS": str(threads_asked_for() or max(1, threads // space.processes))}
         if gpus:
             own_gpus = gpus[slot * space.processes : (slot + 1) * space.processes]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus)

@@ -175,6 +175,8 @@ def test_staging_buffers_are_reused_and_freed(tmp_path: Path) -> None:
     assert read_whole(path).tensors["optimizer/weight/step"] == 2.0
     save_now(saver, 3, _state(3.0))
     assert len(saver._staging.copies) == 2
+    saver.release()
+    assert saver._staging.copies == {}
 
 
 def test_plain_values_are_saved_beside_the_tensors_and_every_file_is_in_the_manifest(tmp_path: Path) -> None:

@@ -25,6 +25,22 @@ def _no_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
+@pytest.mark.parametrize(("asked", "expected"), [("1", 1), ("3", 3), (None, 4)])
+def test_a_run_on_cpus_has_the_threads_that_a_person_asked_for_or_all_cores(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: int
+) -> None:
+    monkeypatch.setattr("common.hardware.usable_cpus", lambda root: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    before = torch.get_num_threads()
+    try:
+        with join_ranks("cpu", use_process_group=False):
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_port_in_use_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,0 +1,107 @@
+"""Texts as people really type them: a title alone, shouted, without punctuation, with typing errors, cut short.
+
+Every function is pure: the same text, seed and row give the same rough text on any machine, so a measurement can be
+repeated and a run that trains on such texts resumes exactly. ``row`` is the number of the row, so that equal texts get
+different typing errors. Where nothing can be changed (a title without a clause, "???" without its punctuation), the
+text stays as it is. Of a pair, both texts are changed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import unicodedata
+from collections.abc import Callable
+
+from common.rows import JoinedText
+from common.text import Text
+
+# From a text, a seed and the number of its row to a rough text.
+Roughen = Callable[[Text, int, int], Text]
+
+# An initial or an abbreviation at the beginning ("Ky. Company wins ...") ends no sentence.
+_FEWEST_WORDS = 3
+# The first one that occurs ends the first part. Chinese and Japanese have no space behind it.
+_ENDS = (re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]"), re.compile(r"[,;:](?=\s)|\s[-–—]+(?=\s)|—|[，；：、]"))
+_WORD_OF_LETTERS = re.compile(r"[^\W\d_]{3,}")
+_APOSTROPHES = frozenset("'’ʼ`")
+_WORDS_PER_ERROR = 10
+_MOST_WORDS = 10
+_KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
+_NEIGHBOURS = {
+    letter: row[max(0, place - 1) : place] + row[place + 1 : place + 2]
+    for row in _KEYBOARD
+    for place, letter in enumerate(row)
+}
+
+
+def first_part(text: Text, seed: int, row: int) -> Text:
+    """The title, of a text that was joined from several columns; otherwise the first sentence, or its first clause."""
+    if isinstance(text, tuple):
+        return tuple(first_part(part, seed, row) for part in text)
+    if isinstance(text, JoinedText) and text.first.strip():
+        return text.first
+    for end in _ENDS:
+        for found in end.finditer(text):
+            part = text[: found.start() + 1] if end is _ENDS[0] else text[: found.start()]
+            has_words = len(part.split()) >= _FEWEST_WORDS or not part.isascii()
+            if has_words and text[found.end() :].strip():
+                return part.strip()
+    return text
+
+
+def upper_case(text: Text, seed: int, row: int) -> Text:
+    """All letters in upper case."""
+    return _each(text, str.upper)
+
+
+def without_punctuation(text: Text, seed: int, row: int) -> Text:
+    """Without punctuation: apostrophes are dropped (dont), everything else becomes a space (well known)."""
+
+    def bare(part: str) -> str:
+        kept = ("" if one in _APOSTROPHES else " " if unicodedata.category(one)[0] == "P" else one for one in part)
+        return " ".join("".join(kept).split()) or part
+
+    return _each(text, bare)
+
+
+def with_typing_errors(text: Text, seed: int, row: int) -> Text:
+    """One typing error per ten words, at least one: two letters swapped, one dropped, doubled, or its neighbour hit."""
+    draw = random.Random(f"{seed} {row}")  # seeded by a text's bytes, as in every version of Python since 3.2
+
+    def mistyped(part: str) -> str:
+        words = list(_WORD_OF_LETTERS.finditer(part))
+        count = min(len(words), max(1, round(len(part.split()) / _WORDS_PER_ERROR)))
+        for word in sorted(draw.sample(words, count), key=lambda word: -word.start()):
+            part = part[: word.start()] + _mistype(word[0], draw) + part[word.end() :]
+        return part
+
+    return _each(text, mistyped)
+
+
+def first_words(text: Text, seed: int, row: int) -> Text:
+    """The first ten words."""
+    return _each(text, lambda part: " ".join(part.split()[:_MOST_WORDS]))
+
+
+# What --robustness measures, by the name that people see.
+KINDS: dict[str, Roughen] = {
+    "title or first clause alone": first_part,
+    "upper case": upper_case,
+    "no punctuation": without_punctuation,
+    "one typing error in ten words": with_typing_errors,
+    "first ten words": first_words,
+}
+
+
+def _each(text: Text, change: Callable[[str], str]) -> Text:
+    return change(text) if isinstance(text, str) else tuple(change(part) for part in text)
+
+
+def _mistype(word: str, draw: random.Random) -> str:
+    place = draw.randrange(len(word) - 1)
+    before, one, other, after = word[:place], word[place], word[place + 1], word[place + 2 :]
+    changes = [before + other + one + after, before + other + after, before + one + one + other + after]
+    changes += [before + neighbour + other + after for neighbour in _NEIGHBOURS.get(one, "")[:1]]
+    # Two equal letters that are swapped are no error.
+    return draw.choice([changed for changed in changes if changed != word])
