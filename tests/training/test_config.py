@@ -264,7 +264,7 @@ def test_help_shows_defaults_choices_and_off_values(capsys: pytest.CaptureFixtur
         "0 = only those (default: 500)",
         "auto|fp32|bf16|fp16",
         "true|false",
-        "unset = 2e-5, or 1e-3 for tiny",
+        "unset = by the width and depth of the encoder",
         "(default: ag_news)",
     ):
         assert words in text
@@ -295,7 +295,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
     decisive = {
         *("dataset", "dataset_config", "dataset_revision", "train_split", "validation_split", "test_split"),
         *("max_length", "long", "clean", "validation_fraction", "max_train_rows", "duplicates", "suspects"),
-        *("model", "model_revision", "learning_rate"),
+        *("model", "model_revision", "method", "learning_rate"),
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha", "layers", "distill_share"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),

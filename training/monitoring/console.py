@@ -128,7 +128,7 @@ class Console:
         *,
         seconds: float,
         best_epoch: int,
-        by_folds: str,
+        by_folds: str = "",
         validation: Mapping[str, Any],
         test: Mapping[str, Any],
         model_folder: Path,

@@ -112,8 +112,3 @@ def test_the_learning_rate_is_scaled_by_the_ranks_as_asked(scale_lr: str, factor
 
     assert scaled_learning_rate(config, data_ranks=4) == pytest.approx(factor * 1e-4)
     assert scaled_learning_rate(config, data_ranks=1) == pytest.approx(1e-4)
-
-
-def test_an_unset_learning_rate_depends_on_the_model() -> None:
-    assert scaled_learning_rate(TrainConfig(), data_ranks=8) == 2e-5
-    assert scaled_learning_rate(TrainConfig(model="tiny"), data_ranks=8) == 1e-3
