@@ -47,7 +47,7 @@ METRICS_KEYS = {
     *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision"),
     *("train_split", "validation_split", "test_split", "seed", "bad_rows", "base_model", "max_length", "best_epoch"),
     *("created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
-    *("test", "test_precision", "validation", "baseline", "hints"),
+    *("test", "test_precision", "validation", "baseline", "hints", "method", "fitted_head"),
 }
 # What a model folder has besides its weights; an artefact folder has a copy of each. Of the files of the tokenizer only
 # the first is always there.

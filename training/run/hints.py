@@ -65,6 +65,8 @@ class Evidence:
     @property
     def more_epochs(self) -> str:
         """The flag that makes the run longer, with a value."""
+        if self.config.method == "head":
+            return "--method fine_tune"
         if self.config.budget:
             return "a longer --budget"
         return f"--epochs {2 * self.config.epochs}"
