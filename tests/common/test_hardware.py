@@ -48,7 +48,8 @@ def test_a_quota_below_two_cores_is_one_thread(tmp_path: Path, files: dict[str, 
 
 PRINTS_THREADS = (
     "import os; from common.hardware import threads_per_process as threads;"
-    "print(os.environ['RANK'], threads(int(os.environ['LOCAL_WORLD_SIZE'])), flush=True)"
+    "line = f\"{os.environ['RANK']} {threads(int(os.environ['LOCAL_WORLD_SIZE']))}\\n\";"
+    "os.write(1, line.encode())"  # in one piece, whatever the other rank prints meanwhile
 )
 FOUR_CORES = "import os; os.sched_getaffinity = lambda _: range(4);"
 
