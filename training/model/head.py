@@ -12,6 +12,7 @@ was trained, the way that the linear model likes best is taken.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -236,8 +237,10 @@ class _Linear:
 
 def _fit(task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, C: float, name_weight: float) -> _Linear:
     """The linear model of the task for the rows ``own``, and the names of the labels with their weight."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
 
+    warnings.filterwarnings("ignore", category=ConvergenceWarning)  # a start need not be the last word
     rows, targets = way.rows[own], targets[own]
     weights = np.ones(len(rows))
     if isinstance(task, Regression):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.text import counted
 from training.config import TrainConfig, model_place
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
@@ -56,6 +57,7 @@ def start_from_head(
     news: PreparedNews,
     precision: str,
     load: Callable[[str], NewsClassifier],
+    say: Callable[[str], None],
 ) -> tuple[NewsClassifier, Start] | None:
     """Choose how to read the encoder, and fit its head; a collective call.
 
@@ -71,7 +73,7 @@ def start_from_head(
     names = ranks.broadcast(_names(model.label_names, news) if ranks.is_first else None)
     index = _rows_to_read(config, news)
     trained = trained_pooling(Path(model_place(config.model)))
-
+    say(f"Fitting the head to {counted(len(index), 'row')} ...")
     rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
     of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
     head = None
@@ -100,7 +102,7 @@ def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
     """All training rows with a label, or where the head is only a start, some, drawn with the seed."""
     index = news.labelled_index
     most = max(ROWS_TO_START, ROWS_PER_LABEL * len(news.tokens.label_names))
-    if config.method != "fine_tune" or len(index) <= most:
+    if config.method == "head" or len(index) <= most:
         return index
     return np.sort(np.random.default_rng([config.seed, 13]).permutation(index)[:most])
 
