@@ -56,12 +56,12 @@ def start_from_head(
     ranks: Ranks,
     news: PreparedNews,
     precision: str,
-    load: Callable[[str], NewsClassifier],
+    load: Callable[[], NewsClassifier],
     say: Callable[[str], None],
 ) -> tuple[NewsClassifier, Start] | None:
     """Choose how to read the encoder, and fit its head; a collective call.
 
-    ``load``: loads the model again, read in another way.
+    ``load``: loads the model again, without the block that lets its head read the mean.
 
     Returns:
         The model, the same on all ranks; None if its head cannot be reached, or its weights are too large to be held
@@ -92,7 +92,7 @@ def start_from_head(
         )
     head = ranks.broadcast(head)
     if head.pooling != MEAN and trained is None:  # without the block that only read the mean
-        model = load("")
+        model = load()
         widen(model)
     head.apply_to(model)
     return model, Start(head.pooling, head.metric, head.score, head.folds, head.loss)
