@@ -137,9 +137,7 @@ class Trainer:
         start = Start(**began["start"]) if began.get("start") else None
         if fits and not began:
             again = partial(load, _say_nothing)
-            found = start_from_head(
-                config, model, ranks, news, precision, lambda pooling: again(pooling=pooling)[0], say
-            )
+            found = start_from_head(config, model, ranks, news, precision, lambda: again()[0], say)
             model, start = found or (model, None)
         # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
