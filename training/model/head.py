@@ -76,6 +76,9 @@ class FittedHead:
             assert pooler is not None
             nn.init.eye_(pooler.weight).mul_(self.scale)
             pooler.bias.copy_(torch.from_numpy(self.shift))
+            if self.shift.any():  # what moves all states above zero says nothing, and dropout would make it noise
+                for name in FAMILY_OF[type(network).__name__].head_dropout:
+                    network.get_submodule(name).p = 0.0
         head = network.get_submodule(model.head)
         head.weight.copy_(torch.from_numpy(self.weight))
         if head.bias is not None:
