@@ -23,7 +23,9 @@ def write_small_model(folder: Path) -> Path:
     id2label = {str(i): label for i, label in enumerate(LABELS)}
     (folder / "config.json").write_text(json.dumps({"model_type": "distilbert", "vocab_size": 2, "id2label": id2label}))
     Tokenizer(models.WordLevel({"[UNK]": 0, "news": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 16}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"model_max_length": 16, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     (folder / "metrics.json").write_text(json.dumps(_metrics()))
     save_file({"weight": np.arange(500, dtype=np.float32)}, folder / "model.safetensors")
     _write_artefact(folder, folder / "onnx")

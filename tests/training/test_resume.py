@@ -283,7 +283,7 @@ def test_what_changes_the_training_is_refused_with_the_names_of_the_fields(
     batch = train_here(*_flags(1, copied), "--batch_size", "6")
 
     assert (fields, batch) == (2, 2)
-    assert "learning_rate was None and is now 0.0005" in line
+    assert "learning_rate was 0.001 and is now 0.0005" in line
     assert "max_train_rows was 63 and is now 60" in line
     assert "log_every" not in line
     assert "the global batch was 8 rows and is now 6" in capfd.readouterr().err

@@ -93,7 +93,7 @@ def test_without_a_network_a_run_that_names_no_model_takes_the_starter_and_keeps
     ended = start([*train, "--epochs", "2"], env={"HF_HOME": place["HF_HOME"], "HF_HUB_OFFLINE": "0"})
     assert ended.process.returncode == 0, ended.err
     assert "is not in its cache" not in ended.out
-    assert "step 4/4" in ended.out
+    assert "step 8/8" in ended.out
 
 
 def test_the_starter_of_the_repository_is_an_encoder_with_a_card() -> None:

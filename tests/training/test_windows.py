@@ -163,7 +163,7 @@ def test_a_run_writes_an_ordinary_model_which_is_evaluated_with_its_windows(
     assert train_here("--dataset", long_texts, "--max_train_rows", "0", *FLAGS, "--output_dir", output) == 0
 
     saved, weights = read_saved_model(output), load_file(output / "model.safetensors")
-    assert f"2 of 90, at {MOST_WINDOWS} windows of 16 tokens" in capfd.readouterr().out
+    assert f"2 of 90 texts (2.2%) are cut at {MOST_WINDOWS} windows of 16 tokens" in capfd.readouterr().out
     assert weights["classifier.weight"].shape == (2, 128)
     assert weights[ATTENTION_KEY].shape == (1, 128)
     assert weights[ATTENTION_KEY].abs().max() > 0

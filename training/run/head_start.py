@@ -77,13 +77,16 @@ def start_from_head(
     rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
     of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
     head = None
+    finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
+    if 2 * finite.sum() < len(index):  # training says at which row
+        return None
     if ranks.is_first:
-        targets = news.tokens.train.labels[index]
+        targets = news.tokens.train.labels[index[finite]]
         has_words = not config.columns.pair and all(WORD.search(name) for name in model.label_names)
         head = fit_head(
             model,
-            rows,
-            of_names,
+            {name: states[finite] for name, states in rows.items()},
+            {name: np.nan_to_num(states) for name, states in of_names.items()},
             targets,
             trained=trained,
             has_words=has_words,

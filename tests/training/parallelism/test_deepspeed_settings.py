@@ -87,7 +87,7 @@ def test_a_file_that_contradicts_is_refused_in_one_line_naming_both(
 ) -> None:
     file = file_of(given)
     with pytest.raises(UserError) as error:
-        _settings(deepspeed_config=file)
+        _settings(deepspeed_config=file, learning_rate=2e-5)
     line = str(error.value)
     assert "\n" not in line
     assert line.startswith(f"--deepspeed_config {file}: ")
