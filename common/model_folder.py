@@ -297,6 +297,10 @@ def _made_by_transformers(
     before, after = (json.loads(one or made_text)["model"].get("type") for one in (text, made_text))
     if before and before != after:
         what = f"its vocabulary is that of {before}, and {made.__class__.__name__} reads it as that of {after}"
+        if not settings.get("tokenizer_class"):
+            what += (
+                f' (if {TOKENIZER_FILE} is right, add "tokenizer_class": "PreTrainedTokenizerFast" to {SETTINGS_FILE})'
+            )
         raise ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {what}")
     if num_weights := config.get("vocab_size"):
         made_text = without_unused_tokens(made_text, text or made_text, num_weights)

@@ -104,7 +104,8 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
         settings = DistilBertConfig(vocab_size=len(vocabulary), initializer_range=0.5, num_labels=4, **sizes)
         DistilBertForSequenceClassification(settings).save_pretrained(folder)
         tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
+        settings_of_tokenizer = {"model_max_length": 128, "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_tokenizer))
         if pairs:
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | {PAIR_KEY: 2}))
