@@ -283,22 +283,19 @@ def test_flags_that_need_labels_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapt", "language-model"])
-def test_the_documented_commands_train(
-    name: str, text: Path, launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_commands_train(name: str, text: Path, launch: Callable[..., Any], tmp_path: Path) -> None:
     """Except that models are tiny and blocks short."""
     (tmp_path / "training").symlink_to(REPOSITORY / "training")
     (tmp_path / "mails.txt").write_bytes((text / "train.txt").read_bytes())
-    rows = [f"text {i} of the sea,{'ab'[i % 2]}" for i in range(40)]
+    rows = [f"{('storm', 'sand')[i % 2]}s and wind at {i % 12},{'ab'[i % 2]}" for i in range(40)]
     (tmp_path / "my_rows.csv").write_text("\n".join(["text,label", *rows]))
-    monkeypatch.chdir(tmp_path)
     commands = documented("docs/training.md", name).strip().split("\n")
     for number, command in enumerate(commands):
         words = shlex.split(command)
         first = next(place for place, word in enumerate(words) if word.startswith("--"))
         flags = [*words[first:], "--max_length", "16", "--epochs", "1"]
         tiny = [] if number else ["--model", "tiny"]
-        ended = launch(2 if "run_ddp.sh 2 " in command else 1, *flags, *tiny)
+        ended = launch(2 if "run_ddp.sh 2 " in command else 1, *flags, *tiny, cwd=tmp_path)
         assert ended.process.returncode == 0, ended.err
     assert len(list((tmp_path / "checkpoints").glob("*/model.safetensors"))) == len(commands)
 
