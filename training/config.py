@@ -461,6 +461,8 @@ class TrainConfig(BaseModel):
                 "--layers"
             )
         self._check_distillation()
+        if self.method != "auto":
+            self._check_method()
         if self.long == "windows":
             self._check_windows()
         if self.batch_size == "auto":
@@ -551,6 +553,21 @@ class TrainConfig(BaseModel):
                     f"--distill_texts {self.distill_texts} and --{flag} {value}: this needs a label for every row, and "
                     "these texts have none; drop one"
                 )
+
+    def _check_method(self) -> None:
+        """Where no head can be fitted, nobody may ask for one."""
+        given = {
+            f"--task {self.task}": self.task in UNLABELLED,
+            f"--model {self.model}": self.model == TINY,
+            f"--network {self.network}": bool(self.network),
+            f"--lora {self.lora}": bool(self.lora),
+            f"--budget {self.budget}": bool(self.budget),
+            f"--loss {self.loss}": bool(self.loss),
+            f"--long {self.long}": self.long != "cut",
+        }
+        for flag, conflicts in given.items():
+            if conflicts:
+                raise ValueError(f"--method {self.method} and {flag}: no head can be fitted here; drop one")
 
     def _check_windows(self) -> None:
         if self.network:

@@ -167,3 +167,28 @@ def test_ranks_that_share_the_reading_find_what_one_finds(encoder: Path) -> None
     alone, shared = run_on_ranks(1, read_here, encoder)[0], run_on_ranks(3, read_here, encoder)
 
     assert all(np.allclose(found, alone, atol=1e-5) for found in shared)
+
+
+def test_a_model_that_was_written_with_the_mean_is_trained_again_with_the_mean(
+    encoder: Path, rows: Path, train_here: Train, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train_here(*flags(encoder, rows, first, "--method", "head")) == 0
+    assert train_here(*flags(first, rows, second, "--method", "head")) == 0
+
+    assert AutoConfig.from_pretrained(second).num_hidden_layers == 5
+    accuracies = [metrics(output)["test"]["accuracy"] for output in (first, second)]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--budget", "60s"), ("--model", "tiny"), ("--lora", "4"), ("--task", "masked_lm"), ("--long", "windows")],
+    ids=" ".join,
+)
+def test_method_head_is_refused_where_no_head_can_be_fitted(
+    more: tuple[str, str], train_here: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here("--model", "starter", "--method", "head", *more) == 2
+
+    assert f"error: --method head and {' '.join(more)}: no head can be fitted here" in capfd.readouterr().err

@@ -34,7 +34,7 @@ from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import FAMILY_OF, keep_blocks
-from training.model.pooling import MEAN, add_mean_block, can_have_mean_block
+from training.model.pooling import MEAN, POOLING_KEY, add_mean_block, can_have_mean_block
 from training.model.precision import why_not_in_half
 from training.model.weights import read_network, redraw, stored_dtype
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
@@ -91,6 +91,7 @@ class NewsClassifier(nn.Module):
         self.has_stored_pooler = bool(family and family.pooler and f"{family.pooler}.weight" not in fresh)
         if layers:  # before the last block learns to compute a single token
             keep_blocks(network, layers, pretrained_model)
+        self.has_own_mean_block = hasattr(network.config, POOLING_KEY)
         if pooling == MEAN and can_have_mean_block(network):
             add_mean_block(network)
         self._adopt(network, task(names))

@@ -72,7 +72,7 @@ def start_from_head(
     widen(model)
     names = ranks.broadcast(_names(model.label_names, news) if ranks.is_first else None)
     index = _rows_to_read(config, news)
-    trained = trained_pooling(Path(model_place(config.model)))
+    trained = MEAN if model.has_own_mean_block else trained_pooling(Path(model_place(config.model)))
     say(f"Fitting the head to {counted(len(index), 'row')} ...")
     rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
     of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)

@@ -139,6 +139,13 @@ class Trainer:
             again = partial(load, _say_nothing)
             found = start_from_head(config, model, ranks, news, precision, lambda: again()[0], say)
             model, start = found or (model, None)
+            if config.method == "head" and start is None:
+                raise UserError(
+                    f"--method head: no head can be fitted to --model {config.model}; its last layer is not known, it "
+                    "has too many weights, or what it says of the rows is not finite. Use --method fine_tune",
+                    quiet=not ranks.is_first,
+                    code="model-unusable",
+                )
         # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         ideal_seconds = None
