@@ -662,6 +662,10 @@ class TrainConfig(BaseModel):
     def tracker_names(self) -> tuple[str, ...]:
         return _names(self.trackers)
 
+    def gives(self, name: str) -> bool:
+        """Whether a field was given; one that a file gives as null was not."""
+        return name in self.model_fields_set and getattr(self, name) is not None
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 

@@ -11,17 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, pipeline
+from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, pipeline
 
 from tests.processes import run_on_ranks
+from training.config import TrainConfig
 from training.data.tokenized import TokenizedRows
 from training.model.classifier import NewsClassifier
 from training.model.head import read_on_all_ranks
 from training.model.pooling import MEAN, POOLING_FILE
 from training.parallelism.distributed import Ranks
+from training.run.head_start import start_from_head
+from training.tasks import Classification
 
 pytest_plugins = ("tests.training.small_teacher",)
 Train = Callable[..., int]
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 LABELS = {"weather": ("storm", "wind"), "beach": ("sand", "sun")}
 DEFAULTS = ("--max_train_rows", "0", "--precision", "fp32", "--max_length", "32")
 
@@ -192,3 +196,39 @@ def test_method_head_is_refused_where_no_head_can_be_fitted(
     assert train_here("--model", "starter", "--method", "head", *more) == 2
 
     assert f"error: --method head and {' '.join(more)}: no head can be fitted here" in capfd.readouterr().err
+
+
+def test_the_configuration_that_a_run_writes_down_trains_the_same_model_again(
+    encoder: Path, rows: Path, train_here: Train, tmp_path: Path
+) -> None:
+    assert train_here(*flags(encoder, rows, tmp_path / "first", "--epochs", "1")) == 0
+    file = tmp_path / "first.run" / "config.yaml"
+
+    assert train_here("--config", file, *flags(encoder, rows, tmp_path / "second", "--epochs", "1")) == 0
+
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
+    assert weights[0] == weights[1]
+
+
+def test_a_head_without_a_bias_or_of_all_tokens_begins_at_random(encoder: Path, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=2
+    )
+    model = NewsClassifier.around(AutoModelForSequenceClassification.from_config(config), Classification(["a", "b"]))
+
+    found = start_from_head(TrainConfig(model=str(encoder)), model, ALONE, None, "fp32", None, print)  # type: ignore[arg-type]
+
+    assert found is None
+
+
+def test_a_run_of_an_older_version_keeps_its_validation_rows_when_it_is_resumed(
+    encoder: Path, rows: Path, train_here: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Such a run has few rows and yet kept some of them, and says so in its checkpoints alone.
+    given = flags(encoder, rows, tmp_path / "model", "--learning_rate", "1e-4")
+    assert train_here(*given, "--epochs", "1", "--validation_fraction", "0.2") == 0
+    assert "32 training, 8 validation" in capfd.readouterr().out
+
+    assert train_here(*given, "--epochs", "2") == 0
+
+    assert "32 training, 8 validation" in capfd.readouterr().out

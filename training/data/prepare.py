@@ -258,7 +258,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         repeats = None if drops else Repeats(texts, near=near)
         return measure_run(repeats, texts, task, train[train < tokens.num_labelled], validation)
 
-    kept_in = repeats_file(cache_dir, key, config, "report")
+    kept_in = repeats_file(cache_dir, key, config, f"report-{len(validation)}")
     figures = ranks.run_on_all_ranks(lambda: remembered(kept_in, measure) if ranks.is_first else {})
     lines = [*about_tokens, *found["lines"]]
     for line in [*lines, *lines_of(figures, config)]:
@@ -360,13 +360,13 @@ def _split(
     """``chosen``: the training rows to choose from, ascending; those without a label are all trained on."""
     chosen, unlabelled = np.split(chosen, [np.searchsorted(chosen, tokens.num_labelled)])
     labels = TASKS[config.task].strata(tokens.train.labels[: tokens.num_labelled])
-    fraction = validation_fraction(config, len(chosen))
     if len(chosen) == 0:
         raise UserError(f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few")
     if 0 < config.max_train_rows < len(chosen):
         # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the other uses of the
         # seed.
         chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
+    fraction = validation_fraction(config, len(chosen))
     if tokens.validation:
         train, validation = chosen, row_numbers(len(tokens.validation))
     elif not fraction:

@@ -91,7 +91,7 @@ class NewsClassifier(nn.Module):
         self.has_stored_pooler = bool(family and family.pooler and f"{family.pooler}.weight" not in fresh)
         if layers:  # before the last block learns to compute a single token
             keep_blocks(network, layers, pretrained_model)
-        self.has_own_mean_block = hasattr(network.config, POOLING_KEY)
+        self.has_own_mean_block = getattr(network.config, POOLING_KEY, None) == MEAN
         if pooling == MEAN and can_have_mean_block(network):
             add_mean_block(network)
         self._adopt(network, task(names))

@@ -25,7 +25,7 @@ from training.data.batching import pad
 from training.data.tokenized import TokenizedRows
 from training.model.classifier import NewsClassifier
 from training.model.layers import FAMILY_OF
-from training.model.pooling import FIRST, MEAN
+from training.model.pooling import FIRST, MEAN, POOLING_KEY
 from training.model.precision import autocast
 from training.parallelism.distributed import Ranks
 from training.tasks import MultiLabelClassification, Regression, Task
@@ -33,7 +33,7 @@ from training.tasks import MultiLabelClassification, Regression, Task
 # Penalties are weak for large numbers: scikit-learn's C, on vectors of length 1.
 PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
 # A label's name counts as so many rows of it. With two rows per label of Banking77 or SIB-200 that is worth 10 points.
-NAME_WEIGHTS = (0.0, 2.0)
+NAME_WEIGHT = 2.0
 MOST_FOLDS, FEWER_FOLDS = 5, 3
 # Scores (rows x labels) of a fit: with more of them, fewer folds; rows beyond that do not help to choose.
 MANY_SCORES, ROWS_TO_CHOOSE = 20_000, 1_500
@@ -43,7 +43,6 @@ ROWS_AT_ONCE = 64
 # A pooler that shall pass its input on: how large that input is, in standard deviations, where its activation bends.
 THROUGH_TANH = 0.3
 ABOVE_ZERO = 0.5
-STORED = "stored pooler"
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def read_rows(
     """What the layers before the head say of rows, without dropout: fp32, (rows, hidden) each.
 
     ``first`` and ``mean`` are what a pooler would get of them, as far as the model has both; ``head`` is what its last
-    layer gets.
+    layer gets, missing if that layer reads all tokens.
     """
     family = FAMILY_OF.get(type(model.network).__name__)
     seen: dict[str, torch.Tensor] = {}
@@ -110,12 +109,15 @@ def read_rows(
         def hook(module: nn.Module, given: tuple[torch.Tensor, ...], *result: torch.Tensor) -> None:
             states = result[0] if result else given[0]
             states = states[0] if isinstance(states, tuple) else states
-            seen[name] = states[:, 0] if states.dim() == 3 else states
+            if states.dim() == 2:
+                seen[name] = states
+            elif name == FIRST:  # of a block
+                seen[name] = states[:, 0]
 
         return hook
 
     hooks = [model.network.get_submodule(model.head).register_forward_pre_hook(keep("head"))]
-    has_mean = getattr(model.config, "pooling", None) == MEAN
+    has_mean = getattr(model.config, POOLING_KEY, None) == MEAN
     if _pooler_of(model) is not None:
         pooler = model.network.get_submodule(family.pooler)
         hooks.append(pooler.register_forward_pre_hook(keep(MEAN if has_mean else FIRST)))
@@ -318,17 +320,16 @@ def fit_head(
     targets: np.ndarray,
     *,
     trained: str | None,
-    has_words: bool,
     is_final: bool,
     seed: int,
 ) -> FittedHead:
     """Choose how to read the encoder, how strong the penalty is and whether the labels' names help; then fit.
 
     Args:
-        rows, names: what :func:`read_rows` found for the training rows and the names of the labels.
+        rows, names: what :func:`read_rows` found for the training rows and the names of the labels, which are empty
+            if the names say nothing.
         targets: of the rows, as the task takes them.
         trained: the pooling that the encoder was trained for, if that is known.
-        has_words: whether the names say anything.
         is_final: whether the head is to be used as it is. One that is trained on must not be sure of its rows, or they
             would have nothing left to teach the encoder.
     """
@@ -348,7 +349,7 @@ def fit_head(
     def held_out_score(way: _Features, C: float, name_weight: float) -> float:
         return _score(task, *answers(way, C, name_weight))
 
-    name_weight = NAME_WEIGHTS[-1] if has_words else 0.0
+    name_weight = NAME_WEIGHT if len(ways[0].names) else 0.0
     way, C, score = ways[0], PENALTIES[1], None
     if held_out:
         way = max(ways, key=lambda one: held_out_score(one, 3.0, name_weight)) if len(ways) > 1 else way

@@ -47,7 +47,7 @@ def trained_pooling(place: Path) -> str | None:
 def can_have_mean_block(network: nn.Module) -> bool:
     """Whether the blocks are known well enough to add one, and there is none yet."""
     family = FAMILY_OF.get(type(network).__name__)
-    if not isinstance(network, PreTrainedModel) or family is None or hasattr(network.config, POOLING_KEY):
+    if not isinstance(network, PreTrainedModel) or family is None or getattr(network.config, POOLING_KEY, None) == MEAN:
         return False
     # A bias by distance would give near tokens more weight; a norm before the block is not one that follows the mean.
     return not (family.relative_positions or family.final_norm or family.gate) and bool(family.pooler)

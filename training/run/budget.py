@@ -184,7 +184,7 @@ def settle_learning(
             rows = SHARE_OF_FORWARD_AND_BACKWARD * left / per_row
             chosen |= _learning_of(rows, len(news.train_index), model, chosen["learning_rate"])
         chosen = ranks.broadcast(chosen)
-    chosen = {name: value for name, value in chosen.items() if name not in config.model_fields_set}
+    chosen = {name: value for name, value in chosen.items() if not config.gives(name)}
     config = config.model_copy(update=chosen)
     if not config.lora:
         freeze_layers(model.network, config)

@@ -15,7 +15,7 @@ from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
 from training.model.classifier import NewsClassifier, widen
 from training.model.head import fit_head, read_on_all_ranks
-from training.model.pooling import MEAN, trained_pooling
+from training.model.pooling import MEAN, POOLING_KEY, trained_pooling
 from training.monitoring.records import METRICS
 from training.parallelism.distributed import Ranks
 
@@ -67,34 +67,39 @@ def start_from_head(
         The model, the same on all ranks; None if its head cannot be reached, or its weights are too large to be held
         by every rank.
     """
-    if not model.head or sum(parameter.numel() for parameter in model.parameters()) > MOST_WEIGHTS:
+    # A last layer without a bias belongs to a decoder, which reads each row's last token.
+    if not model.head or model.network.get_submodule(model.head).bias is None:
+        return None
+    if sum(parameter.numel() for parameter in model.parameters()) > MOST_WEIGHTS:
         return None
     widen(model)
-    names = ranks.broadcast(_names(model.label_names, news) if ranks.is_first else None)
+    names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
     index = _rows_to_read(config, news)
     trained = MEAN if model.has_own_mean_block else trained_pooling(Path(model_place(config.model)))
     say(f"Fitting the head to {counted(len(index), 'row')} ...")
     rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
-    of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
+    if "head" not in rows:
+        return None
+    of_names = {name: states[:0] for name, states in rows.items()}
+    if names is not None:
+        of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
     head = None
     finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
     if 2 * finite.sum() < len(index):  # training says at which row
         return None
     if ranks.is_first:
         targets = news.tokens.train.labels[index[finite]]
-        has_words = not config.columns.pair and all(WORD.search(name) for name in model.label_names)
         head = fit_head(
             model,
             {name: states[finite] for name, states in rows.items()},
             {name: np.nan_to_num(states) for name, states in of_names.items()},
             targets,
             trained=trained,
-            has_words=has_words,
             is_final=config.method == "head",
             seed=config.seed,
         )
     head = ranks.broadcast(head)
-    if head.pooling != MEAN and trained is None:  # without the block that only read the mean
+    if head.pooling != MEAN and getattr(model.config, POOLING_KEY, None) == MEAN:  # the block is not needed
         model = load()
         widen(model)
     head.apply_to(model)
@@ -110,10 +115,12 @@ def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
     return np.sort(np.random.default_rng([config.seed, 13]).permutation(index)[:most])
 
 
-def _names(labels: list[str], news: PreparedNews) -> TokenizedRows:
-    """The names of the labels as rows."""
+def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
+    """The names of the labels as rows; None if they are no words, or rows are pairs."""
+    if config.columns.pair or not all(WORD.search(name) for name in labels):
+        return None
     assert news.tokenizer is not None
-    words = [re.sub(r"[\W_]+", " ", name).strip() or name for name in labels]
-    found = [news.tokenizer(text)["input_ids"] for text in words]
+    words = [re.sub(r"[\W_]+", " ", name).strip() for name in labels]
+    found = [news.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"] for text in words]
     offsets = np.cumsum([0, *map(len, found)])
     return TokenizedRows(np.concatenate(found).astype(np.int32), offsets, np.zeros(len(found), np.int64), num_cut=0)

@@ -73,7 +73,7 @@ class Evidence:
 
     @property
     def continued(self) -> str:
-        """How a sentence begins that names a flag with which the run goes on where it ended."""
+        """The start of a sentence that names a flag which extends this run."""
         again = "" if self.config.resume == "auto" else " --resume auto and"
         return f"the same command continues this run with{again}"
 

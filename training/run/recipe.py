@@ -37,9 +37,9 @@ BATCHES = ((2_000, 16), (math.inf, 32))  # up to so many rows, rows per batch
 FEW_ROWS, FEW_EPOCHS, GENTLE = 1_000, 10, 0.5
 # Where a label has less than this of its even share of the rows, accuracy says little about it.
 RARE = 0.1
+CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
 # Who gives one of these wants rows to validate on.
 NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "early_stopping"}
-CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
 
 
 def is_pretrained(config: TrainConfig) -> bool:
@@ -99,7 +99,7 @@ def settle_recipe(
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in CHOSEN}
     else:
         chosen = _choose(config, model, labels, num_rows, num_train)
-    return config.model_copy(update={name: chosen[name] for name in chosen if name not in config.model_fields_set})
+    return config.model_copy(update={name: chosen[name] for name in chosen if not config.gives(name)})
 
 
 def _choose(
@@ -113,6 +113,8 @@ def _choose(
     steps = (STEPS + STEPS_PER_LABEL * num_labels) * (2 if config.task == "multi_label" else 1)
     epochs = FEW_EPOCHS if is_few else min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
     chosen: dict[str, Any] = {
+        # Written down with the rate, so that the run's own config.yaml begins another run in the same way.
+        "method": "fine_tune" if fits_head(config) else "auto",
         "learning_rate": _rounded(GENTLE * rate) if is_few else rate,
         "validation_fraction": validation_fraction(config, num_rows),
         "batch_size": size,

@@ -119,6 +119,9 @@ class Trainer:
         # The data, then the model that fits it, then the model distributed over the ranks.
         began = state_of_run(config, ranks, storage)
         config = config.model_copy(update={"clean": cleaning_of(config, began)})
+        if began and not config.gives("validation_fraction"):  # the rows that it trains on must not change
+            kept = began["config"].get("validation_fraction", config.validation_fraction)
+            config = config.model_copy(update={"validation_fraction": kept})
         config = settle_model(config, ranks, began, say)
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
         news = prepare_news(config, ranks, say, own)
@@ -139,6 +142,8 @@ class Trainer:
             again = partial(load, _say_nothing)
             found = start_from_head(config, model, ranks, news, precision, lambda: again()[0], say)
             model, start = found or (model, None)
+            if start is None:
+                say(f"No head can be fitted to --model {config.model}, so its head begins at random")
             if config.method == "head" and start is None:
                 raise UserError(
                     f"--method head: no head can be fitted to --model {config.model}; its last layer is not known, it "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 
 def network(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(config).eval()
+    return AutoModelForSequenceClassification.from_config(copy.deepcopy(config)).eval()
 
 
 def hidden_states(model: PreTrainedModel) -> tuple[torch.Tensor, ...]:

@@ -76,6 +76,10 @@ def test_a_flag_that_is_given_wins(given: dict[str, Any]) -> None:
     assert given.items() <= config.model_dump().items()
 
 
+def test_a_rate_that_a_file_gives_as_null_is_chosen() -> None:
+    assert settled(configuration(learning_rate=None), 500).learning_rate == settled(configuration(), 500).learning_rate
+
+
 def test_few_rows_all_train_unless_a_flag_asks_for_validation() -> None:
     assert validation_fraction(configuration(), 500) == 0
     assert validation_fraction(configuration(), 5_000) == 0.1
