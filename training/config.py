@@ -108,6 +108,10 @@ FLAGS_OF_TASKS = {
     "sampling": TASKS_WITH_ONE_LABEL,
     "label_smoothing": TASKS_WITH_ONE_LABEL,
     "suspects": TASKS_WITH_ONE_LABEL,
+    "labels": ("classification",),
+    "from_model": ("classification",),
+    "unlabelled": TASKS_WITH_ONE_LABEL,
+    "rough_share": (*LABELLED, "embedding"),
     "distill": (*LABELLED, "embedding"),
     "distill_share": LABELLED,
     "distill_texts": LABELLED,
@@ -221,6 +225,8 @@ class TrainConfig(BaseModel):
     train_split: str = _field("train", "data", "split to train on; in a folder, the file of that name", min_length=1)
     validation_split: str = _field("", "data", "split to validate on; unset = validation, valid, val or dev if the data has it, otherwise training rows are kept for it")
     test_split: str = _field("", "data", "split to test on; unset = test if the data has it, otherwise training rows are set aside")
+    labels: str = _field("", "data", "names of the labels, separated by commas, such as \"billing, login, refund\", or a file with one per line: without --dataset, the model learns from these names and from --unlabelled texts alone; with it, labels that have no rows learn from their names")
+    unlabelled: str = _field("", "data", "a file or folder of more texts, without labels, which show the head how texts of each label read: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the text columns; helps with no rows or few")
     text_column: str = _field("text", "data", "column with the text, if the columns have names; case-insensitive; if you name several, such as title,body, their texts are joined", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column with the label; for multi_label also several columns of 0 and 1, such as billing,login, each named after its label", min_length=1, on_resume="any")
     pair_column: str = _field("", "data", "column with a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
@@ -228,12 +234,14 @@ class TrainConfig(BaseModel):
     long: Literal["cut", "windows"] = _field("cut", "data", "what happens to texts of more than max_length tokens: cut = only their beginning is read; windows = they are read in up to 16 windows of max_length tokens, each of which repeats the last quarter of the one before, and learned attention weights the answers of the windows")
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; unset = 0.1, or 0 for few rows, where folds validate the fitted head; 0 = train on all rows and keep the last epoch; not used if the data has validation rows", ge=0, lt=0.9)
+    rough_share: float | None = _field(None, "data", "share of the training texts that each epoch reads a second time as people may type them: a title or first clause alone, the first ten words, without punctuation, in upper case, with typing errors; drawn with the seed; 0 = none; unset = by the length of the texts and the number of rows", ge=0, le=1)
     duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once, ignoring case and white space: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, which have 80% of all their word triples in common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself doubts: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small encoder that comes with this repository and needs no network; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached, starter is used instead of the default")
+    from_model: str = _field("", "model", "the folder of a model that was trained here: it learns the rows of --dataset too, also labels that it does not know, in seconds, and the run says what each of its labels has lost")
     model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
     network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
@@ -461,8 +469,11 @@ class TrainConfig(BaseModel):
                 "--layers"
             )
         self._check_distillation()
+        self._check_names()
+        if self.from_model:
+            self._check_from()
         if self.method != "auto":
-            self._check_method()
+            self._check_head(f"--method {self.method}")
         if self.long == "windows":
             self._check_windows()
         if self.batch_size == "auto":
@@ -494,18 +505,18 @@ class TrainConfig(BaseModel):
                 value, chosen = getattr(self, flag), getattr(self, choice)
                 if value != type(self).model_fields[flag].default and chosen not in wanted:
                     raise ValueError(
-                        f"--{flag} {value}: does nothing with --{choice} {chosen}, only with {', '.join(wanted)}"
+                        f"{flag_of(flag)} {value}: does nothing with --{choice} {chosen}, only with {', '.join(wanted)}"
                     )
         if self.checkpoint_dir and _is_within(self.checkpoint_dir, self.output_dir):
             raise ValueError(
                 f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished model "
                 "replaces; name another folder"
             )
-        for flag in ("model", "dataset", "distill_texts", "class_weights"):
+        for flag in ("model", "from_model", "dataset", "distill_texts", "unlabelled", "class_weights"):
             place = Path(getattr(self, flag) or "none").expanduser()
             if place.exists() and _is_within(str(place), self.output_dir):
                 raise ValueError(
-                    f"--{flag} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished model "
+                    f"{flag_of(flag)} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished model "
                     "replaces; name another --output_dir"
                 )
         return self
@@ -554,7 +565,44 @@ class TrainConfig(BaseModel):
                     "these texts have none; drop one"
                 )
 
-    def _check_method(self) -> None:
+    def _check_names(self) -> None:
+        if self.labels and not self.gives("dataset"):
+            self._settle("dataset", "")
+        if not self.dataset:
+            if not self.labels:
+                raise ValueError("--dataset: names no data; without labelled rows give --labels")
+            if self.method == "fine_tune":
+                raise ValueError("--method fine_tune and --labels without --dataset: there are no rows to train on")
+            self._settle("method", "head")
+        if self.unlabelled:
+            if self.distill_texts:
+                raise ValueError("--unlabelled and --distill_texts: the head or a teacher labels more texts; drop one")
+            self._check_head(f"--unlabelled {self.unlabelled}")
+            if self.method == "auto" and self.learning_rate is not None:
+                raise ValueError(
+                    f"--unlabelled {self.unlabelled} and --learning_rate {self.learning_rate:g}: with a rate of your "
+                    "own the head begins at random, and learns nothing from these texts; add --method fine_tune"
+                )
+
+    def _check_from(self) -> None:
+        if self.gives("model") and self.model != self.from_model:
+            raise ValueError(f"--from {self.from_model} and --model {self.model}: two models to begin with; drop one")
+        for flag in ("labels", "unlabelled", "distill"):
+            if value := getattr(self, flag):
+                raise ValueError(f"--from {self.from_model} and --{flag} {value}: do not go together; drop one")
+        if not self.gives("dataset"):
+            raise ValueError(f"--from {self.from_model}: give the rows that it shall learn, with --dataset")
+        self._settle("model", self.from_model)
+        if self.method == "auto":
+            self._settle("method", "head" if self.learning_rate is None else "fine_tune")
+        self._check_head(f"--from {self.from_model}")
+
+    def _settle(self, name: str, value: Any) -> None:
+        """Decide a field by others, as if it had been given."""
+        self.__dict__[name] = value
+        self.__pydantic_fields_set__.add(name)
+
+    def _check_head(self, asked: str) -> None:
         """Where no head can be fitted, nobody may ask for one."""
         given = {
             f"--task {self.task}": self.task in UNLABELLED,
@@ -567,7 +615,7 @@ class TrainConfig(BaseModel):
         }
         for flag, conflicts in given.items():
             if conflicts:
-                raise ValueError(f"--method {self.method} and {flag}: no head can be fitted here; drop one")
+                raise ValueError(f"{asked} and {flag}: no head can be fitted here; drop one")
 
     def _check_windows(self) -> None:
         if self.network:
@@ -670,6 +718,11 @@ class TrainConfig(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field; one cannot be called as it is, because that is a word of Python's."""
+    return "--from" if name == "from_model" else f"--{name}"
+
+
 def on_resume(name: str) -> OnResume:
     """What the field ``name`` may be when a run resumes from a checkpoint."""
     return TrainConfig.model_fields[name].json_schema_extra["on_resume"]  # type: ignore[index, call-overload, return-value]
@@ -730,7 +783,7 @@ def _build_parser(description: str) -> OneLineParser:
 def add_flag(parser: Any, name: str) -> None:
     """Add the flag of a field to a parser or a group of one; without it the value is None."""
     field = TrainConfig.model_fields[name]
-    parser.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
+    parser.add_argument(flag_of(name), dest=name, help=_help_text(field), **_argument_form(field))
 
 
 def _argument_form(field: FieldInfo) -> dict[str, Any]:
@@ -766,7 +819,7 @@ def _normalise(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     name = "--" + name[2:].replace("-", "_")
-    known = ["--config", "--print_config", "--help", *(f"--{field}" for field in TrainConfig.model_fields)]
+    known = ["--config", "--print_config", "--help", *map(flag_of, TrainConfig.model_fields)]
     if name not in known:
         hint = _hint(name[2:], [flag[2:] for flag in known], "--{}".format)
         raise UserError(f"{argument}: no such flag{hint or ' (see --help)'}", code="flag-unknown")
@@ -825,7 +878,9 @@ def _describe(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
         return invalid_value(problem)
     name = str(problem["loc"][0])
     origin = origins.get(name, "flag")
-    where = {"flag": f"--{name}", "environment": f"{ENVIRONMENT_PREFIX}{name.upper()}"}.get(origin, f"{origin}: {name}")
+    where = {"flag": flag_of(name), "environment": f"{ENVIRONMENT_PREFIX}{name.upper()}"}.get(
+        origin, f"{origin}: {name}"
+    )
     return f"{where} {problem['input']}: {invalid_value(problem)}{_hint_of_value(name, problem)}"
 
 

@@ -3,8 +3,9 @@
     python -m training.starter --dataset data/ag_news --teacher checkpoints/minilm
 
 Three steps, each of which you could start by hand: shrink the teacher, pretrain the result on the texts (--task
-masked_lm), then let it learn the vectors that the teacher gives them (--task embedding). No label is read. Start the
-same command again if it was stopped: the runs resume, and what is done is not repeated.
+masked_lm), then let it learn the vectors that the teacher gives them, whole and as people may type them (--task
+embedding). No label is read. Start the same command again if it was stopped: the runs resume, and what is done is not
+repeated. With --start an earlier starter goes on with the last step, for example on texts of your own.
 """
 
 from __future__ import annotations
@@ -48,15 +49,17 @@ SHRINKING = (
     "vocabulary",
     "width",
     "layers",
+    "start",
 )  # the flags that decide what it gives
 COMMON = ("--batch_size", "64", "--max_length", "64", "--validation_fraction", "0.02")
 # Too small to overfit in a few epochs. Without dropout it comes much closer to the teacher, in two thirds of the time;
 # fine-tuning on few rows is another matter, so the folder that is written says nothing of it.
 COMMON += ("--dropout", "0")
+RATE_TO_GO_ON = "6e-4"  # with --start; of two flags the last one counts
 TERMS = {"ag_news": "AG News is offered for research and other non-commercial use."}
 STEPS = {
     "masked_lm": ("--learning_rate", "5e-4"),
-    "embedding": ("--learning_rate", "1e-3"),
+    "embedding": ("--learning_rate", "1e-3", "--rough_share", "1"),
 }
 
 
@@ -68,10 +71,14 @@ def main() -> None:
     small = parts / "shrunk"
     if (small / ABOUT).exists():
         _check_same(options, small)
+    elif options.start:
+        _go_on(options, small)
     else:
         _shrink(options, small)
     model = small
     for task, flags in STEPS.items():
+        if options.start and task != "embedding":
+            continue
         epochs = getattr(options, f"{task}_epochs")
         if epochs:
             _train(options, task, model, parts / task, epochs, flags)
@@ -141,6 +148,23 @@ def _shrink(options: Namespace, folder: Path) -> None:
         write_json(aside / ABOUT, about)
 
 
+def _go_on(options: Namespace, folder: Path) -> None:
+    """Let training begin with an earlier starter."""
+    start = Path(options.start).expanduser()
+    for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
+        if not (start / name).is_file():
+            raise UserError(f"--start {options.start}: has no {name}; give a starter's folder", code="model-not-found")
+    data = load_news(options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding)
+    weights = load_file(start / WEIGHTS_FILE)
+    parameters = sum(tensor.numel() for name, tensor in weights.items() if name.startswith("distilbert."))
+    about = {"texts": len(data.train.texts), "parameters": parameters}
+    about["flags"] = {name: getattr(options, name) for name in SHRINKING}
+    with writing_folder(folder) as aside:
+        for name in ("config.json", WEIGHTS_FILE, "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(start / name, aside / name)
+        write_json(aside / ABOUT, about)
+
+
 def _tokenizer_config(teacher: Path) -> dict[str, Any]:
     file = teacher / "tokenizer_config.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -152,6 +176,7 @@ def _train(options: Namespace, task: str, model: Path, output: Path, epochs: int
     flags = [*("--task", task, "--dataset", options.dataset, "--text_column", options.text_column)]
     flags += ["--model", str(model), "--epochs", str(epochs), "--output_dir", str(output), *COMMON, *more]
     flags += ["--distill", options.teacher] if task == "embedding" else []
+    flags += ["--learning_rate", RATE_TO_GO_ON] if options.start else []
     print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
     code = subprocess.run([ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False).returncode
     if code:
@@ -189,6 +214,11 @@ def _card(options: Namespace, small: Path, model: Path) -> str:
     # In a table a bar ends the cell even within code, unless it is escaped.
     cells = [(code_span(name).replace("|", r"\|"), sha) for name, sha in read.items()]
     hashes = "\n".join(f"| {name} | `{sha}` |" for name, sha in cells)
+    shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    began = f"It began as a part of {code_span(teacher.name)}, learned to fill in hidden words in those texts, and then"
+    if options.start:
+        began = f"It began as the starter {code_span(options.start)}, and"
+        read[f"{Path(options.start).name}/{WEIGHTS_FILE}, before"] = sha256_of(small / WEIGHTS_FILE)
     metrics = model / "metrics.json"
     learned = ""
     if metrics.is_file() and "cosine" in (test := json.loads(metrics.read_text(encoding="utf-8"))["test"]):
@@ -202,14 +232,15 @@ tags: [distrinews, text-classification]
 
 # A starter encoder
 
-A small DistilBERT to fine-tune: {options.layers} blocks of width {options.width}, {options.vocabulary:,} word pieces,
-{about["parameters"]:,} parameters, stored in float16. It is not a classifier yet;
+A small DistilBERT to fine-tune: {shape["n_layers"]} blocks of width {shape["dim"]}, {shape["vocab_size"]:,} word
+pieces, {about["parameters"]:,} parameters, stored in float16. It is not a classifier yet;
 {code_span(f"--model {options.output_dir}")} trains a head on your rows.
 
 ## How it was made
 
-It began as a part of {code_span(teacher.name)}, learned to fill in hidden words in {about["texts"]:,} texts, and then
-learned the vectors that {code_span(teacher.name)} gives those texts.{learned} No label was read.
+{began} learned the vectors that {code_span(teacher.name)} gives {about["texts"]:,} texts, whole and as people may type
+them: a title or first clause alone, the first ten words, without punctuation, in upper case, with typing
+errors.{learned} No label was read.
 
 ```bash
 {_command(options)}
@@ -245,6 +276,7 @@ def _parser() -> OneLineParser:
     for task, epochs in (("masked_lm", 1), ("embedding", 12)):
         text = f"epochs of --task {task} (default: %(default)s)"
         parser.add_argument(f"--{task}_epochs", type=int, default=epochs, help=text)
+    parser.add_argument("--start", default="", help="folder of a starter that goes on learning, instead of a new one")
     parser.add_argument("--processes", type=positive, default=2, help="ranks of each run (default: %(default)s)")
     return parser
 

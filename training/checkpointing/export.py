@@ -145,7 +145,7 @@ def write_model(
         one_file = {
             "epoch": metrics["best_epoch"],
             "model_state_dict": weights,
-            "loss": metrics["test"]["loss"],
+            "loss": metrics["test"].get("loss"),  # of a model without test rows
             "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
             "config": {
                 "model_name": metrics["base_model"],

@@ -98,6 +98,8 @@ class ArrayFile:
     def __getitem__(self, name: str) -> np.ndarray:
         """An array, mapped: all processes of a machine share its pages."""
         dtype, shape, begin = self.places[name]
+        if 0 in shape:  # of which nothing can be mapped
+            return np.empty(shape, dtype)
         # Copy on write, because PyTorch warns of arrays that nobody may write to.
         return np.asarray(np.memmap(self.path, dtype, "c", begin, shape))
 

@@ -36,7 +36,8 @@ class MicroBatch:
 
     ``input_ids``, ``attention_mask``: int64, (inputs, seq); the mask is None if nothing is padded. An input is a row,
     or one of its windows. ``labels``: (rows, ...), as the task takes them. ``weights``: float32, (rows,), each row's
-    weight in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, -1 for a dummy row.
+    weight in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, of a rough copy its
+    original's, -1 for a dummy row.
     ``first_row``: position of the first input in the global batch. ``num_tokens``: tokens without padding.
     ``windows``: int64, (rows, most), which inputs are the windows of a row, then -1; None if every row is one input.
     ``teacher``: float32, (rows, scores), what a teacher answers, and ``is_labelled``: bool, (rows,), which rows have a
@@ -220,12 +221,12 @@ def _micro_batch(
         attention_mask=attention_mask,
         labels=targets,
         weights=torch.from_numpy(own_weights),
-        rows=np.concatenate([own, np.full(num_dummies, -1, own.dtype)]),
+        rows=np.concatenate([rows.originals(own), np.full(num_dummies, -1, own.dtype)]),
         first_row=first_row,
         num_tokens=int(rows.lengths[own].sum()),
         windows=torch.from_numpy(_places(rows.num_inputs(chosen))) if rows.window else None,
-        teacher=torch.from_numpy(teacher.of(chosen)) if teacher else None,
-        is_labelled=torch.from_numpy(teacher.has_label(chosen)) if teacher else None,
+        teacher=torch.from_numpy(teacher.of(rows.originals(chosen))) if teacher else None,
+        is_labelled=torch.from_numpy(teacher.has_label(rows.originals(chosen))) if teacher else None,
     )
 
 

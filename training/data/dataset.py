@@ -102,6 +102,8 @@ def load_news(
     validation_fraction: float = 0.0,
     class_names: Sequence[str] | None = None,
     *,
+    labels: Sequence[str] = (),
+    more_labels: bool = False,
     as_found: bool = False,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
@@ -110,6 +112,8 @@ def load_news(
     unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
     into memory. ``validation_fraction``: of the texts of a language model that are set aside, if the data brings none.
     ``class_names``: what the classes of a file without a header are called, if the file's folder does not say it.
+    ``labels``: those that there are, also without rows; with ``more_labels`` others of the training rows come behind
+    them; unset = those of the training rows.
     ``as_found``: with the place of each row, and no row is moved to another split.
 
     Raises:
@@ -127,7 +131,8 @@ def load_news(
         new_texts=new_texts,
         keeps_places=as_found,
     )
-    assemble = partial(_assemble, seed=seed, task=task, validation_fraction=validation_fraction)
+    known = {"labels": labels, "more_labels": more_labels}
+    assemble = partial(_assemble, seed=seed, task=task, validation_fraction=validation_fraction, **known)
     if dataset == SAMPLE:
         _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
         named = Columns(label=Columns().label if columns.label else "", pair=columns.pair)
@@ -401,6 +406,8 @@ def _assemble(
     seed: int,
     task: type[Task],
     validation_fraction: float,
+    labels: Sequence[str],
+    more_labels: bool,
 ) -> NewsData:
     """``splits``: the rows of train, and of validation and test if present, under their file names."""
 
@@ -415,15 +422,18 @@ def _assemble(
     def rows_of(texts: Sequence[Text], labels: Sequence[Label]) -> Rows:
         return Rows(texts, task.targets(labels, names))
 
-    texts, labels = usable("train")
+    texts, found_labels = usable("train", () if more_labels else labels)
     try:
-        names, notes = task.name_labels(name, labels, label_names or reading.declared, reading.columns.label)
+        more = sorted({str(label) for label in found_labels} - set(labels)) if more_labels else []
+        names, notes = [*labels, *more], []
+        if not labels:
+            names, notes = task.name_labels(name, found_labels, label_names or reading.declared, reading.columns.label)
     except UserError as error:
         if not reading.without_header:
             raise
         raise UserError(f"{error}; {reading.notes[0]}", code=error.code) from error
-    train, validation = rows_of(texts, labels), None
-    del texts, labels  # of many rows, the labels as they were read need more memory than what became of them
+    train, validation = rows_of(texts, found_labels), None
+    del texts, found_labels  # of many rows, the labels as they were read need more memory than what became of them
     if "validation" in splits:
         validation = rows_of(*usable("validation", names))
         notes.append(f"validation on the {counted(len(validation), 'row')} of {splits['validation'][0]}")

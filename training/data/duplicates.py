@@ -57,7 +57,7 @@ class Repeats:
         numbers = row_numbers(int(firsts[-1]))
         self.rows = {split: numbers[slice(*ends)] for split, ends in zip(data.splits, pairwise(firsts), strict=True)}
         self.texts = JoinedTexts(*texts)
-        self._hashes = np.fromiter(map(hash, map(_folded, self.texts)), np.int64, len(self.texts))
+        self._hashes = np.fromiter(map(hash, map(folded, self.texts)), np.int64, len(self.texts))
         self._may_repeat = _occurs_again(self._hashes)
         self._shingles, self._second = _shingles_of(self.texts) if near else (None, None)
 
@@ -108,7 +108,7 @@ class Repeats:
         earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(dict)  # the first row of each label, by text
         repeating = np.flatnonzero(self._may_repeat[rows])
         for place, row, label in zip(repeating, rows[repeating], self.labels(rows[repeating]), strict=True):
-            same, key = earlier[_folded(self.texts[row])], label.tobytes()
+            same, key = earlier[folded(self.texts[row])], label.tobytes()
             if same.keys() <= {key}:
                 same.setdefault(key, row)
                 continue
@@ -133,7 +133,7 @@ class Repeats:
         return found
 
     def are_equal(self, row: int, other: int) -> bool:
-        return self._hashes[row] == self._hashes[other] and _folded(self.texts[row]) == _folded(self.texts[other])
+        return self._hashes[row] == self._hashes[other] and folded(self.texts[row]) == folded(self.texts[other])
 
     def _both_near(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         """Whether the texts of pairs that were not searched are near too; (pairs,)."""
@@ -157,7 +157,7 @@ class Repeats:
         return found
 
 
-def _folded(text: Text) -> Text:
+def folded(text: Text) -> Text:
     """What equal texts have in common."""
     if isinstance(text, str):
         return " ".join(text.casefold().split())

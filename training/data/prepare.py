@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,11 @@ from training.data.hub_access import cache_is_shared, download_once, hub_may_hav
 from training.data.report import lines_of, measure_run
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teachers
-from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
+from training.data.teacher_vectors import vectors_file, with_copies, with_vectors, write_vectors
 from training.data.token_check import check_tokens
 from training.data.tokenized import (
     Blocks,
+    Copies,
     TokenizedNews,
     TokenizedRows,
     cache_key,
@@ -44,7 +45,7 @@ from training.data.tokenized import (
     read_tokens,
     write_tokens,
 )
-from training.data.unlabelled import add_unlabelled
+from training.data.unlabelled import add_unlabelled, names_of_labels, rows_of_names
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_half_precision, try_unknown_family
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
@@ -52,7 +53,8 @@ from training.model.own import NOTHING_OWN, Own
 from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
-from training.run.recipe import validation_fraction
+from training.run.extend import with_earlier_rows
+from training.run.recipe import rough_share, validation_fraction
 from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Regression, Vocabulary
 
 if TYPE_CHECKING:
@@ -68,9 +70,10 @@ class PreparedNews:
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
     ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
-    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the
-    first rank of each machine. ``teacher``: its answers to the training rows, with ``--distill``. ``figures``: of the
-    data report, on the first rank.
+    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``rough_share``: which share of the
+    training rows are read a second time as rough texts. ``texts`` and ``tokenizer`` are only on the first rank of each
+    machine. ``teacher``: its answers to the training rows, with ``--distill``. ``figures``: of the data report, on the
+    first rank.
     """
 
     tokens: TokenizedNews
@@ -81,6 +84,7 @@ class PreparedNews:
     tokenizer: PreTrainedTokenizerBase | None
     separator: int | None
     vocabulary: Vocabulary | None
+    rough_share: float
     teacher: TeacherAnswers | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,8 +96,13 @@ class PreparedNews:
         """The same rows with at most ``length`` tokens each."""
         tokens = self.tokens
         validation = tokens.validation and tokens.validation.cut(length)
-        cut = replace(tokens, train=tokens.train.cut(length), test=tokens.test.cut(length), validation=validation)
-        return replace(self, tokens=cut)
+        train, test = tokens.read_in_training.cut(length), tokens.test.cut(length)
+        return replace(self, tokens=replace(tokens, read_in_training=train, test=test, validation=validation))
+
+    @cached_property
+    def epoch_index(self) -> np.ndarray:
+        """What an epoch reads: the training rows, and behind them the rough copies of some."""
+        return self.tokens.read_in_training.with_copies(self.train_index)
 
     @property
     def labelled_index(self) -> np.ndarray:
@@ -136,7 +145,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
     task = TASKS[config.task]
 
-    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
+    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None, float]:
         try:
             return read_here()
         except OSError as error:
@@ -145,19 +154,21 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
             what = f"cannot be written ({error.strerror}); free some space, or name another folder"
             raise UserError(f"--cache_dir {cache_dir}: {what}", code="not-writable") from error
 
-    def read_here() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
+    def read_here() -> tuple[str, str, int | None, Vocabulary | None, Path | None, float]:
         nonlocal loaded
         # Once per machine, not once per rank.
         if ranks.local_rank != 0:
-            return "", "", None, None, None
+            return "", "", None, None, None, 0.0
         check_model_name(config.model, config.model_revision)
-        say(f"Reading {config.dataset} ...")
+        say(f"Reading {config.dataset or config.unlabelled or 'the names of the labels'} ...")
         source = source_file(cache_dir, config)
         known = read_known(source)
         data = read_texts(cache_dir, known["tokens"]) if known else None
         if data is None:
             known = {}
-            data = load_news(
+            names = names_of_labels(config.labels) if config.labels else []
+            load = partial(
+                load_news,
                 config.dataset,
                 config.seed,
                 config.bad_rows,
@@ -168,7 +179,13 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
                 cache_dir,
                 config.validation_fraction,
             )
-            if config.distill_texts:
+            if config.from_model:
+                data = with_earlier_rows(config, load, say)
+            elif config.dataset:
+                data = load(labels=names)
+            else:
+                data = rows_of_names(names)
+            if config.distill_texts or config.unlabelled:
                 data = add_unlabelled(data, config, cache_dir)
         for note in data.notes:
             say(note[0].upper() + note[1:])
@@ -204,14 +221,15 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
         # source.
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        copies = Copies(rough_share(config, data), config.seed)
         if known.get("tokenizer_sha256") == digest:
             key = known["tokens"]
         else:
-            key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks, config.long)
+            key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks, config.long, copies)
             length = UNCUT if blocks else config.max_length
             windows = Windows.of_length(config.max_length) if config.long == "windows" else None
             text_tokenizer = TextTokenizer.from_json(tokenizer_json, length, cleaning, windows)
-            write_tokens(cache_dir, key, data, text_tokenizer, say, blocks)
+            write_tokens(cache_dir, key, data, text_tokenizer, say, blocks, copies)
             data = read_texts(cache_dir, key)
             known = {"tokens": key, "tokenizer_sha256": digest}
             # That of tiny would have to be learned from all texts again.
@@ -222,14 +240,15 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         loaded = data, tokenizer
         vectors = None
         if task is Embedding:
-            vectors = vectors_file(cache_dir, data, config.distill, cleaning, config.max_length)
+            asked = with_copies(data, copies, cleaning)
+            vectors = vectors_file(cache_dir, asked, config.distill, cleaning, config.max_length)
             precision = choose_precision(config.precision, ranks.device)
-            write_vectors(vectors, config.distill, data, cleaning, config.max_length, ranks.device, precision, say)
-        return key, cleaning, separator, vocabulary, vectors
+            write_vectors(vectors, config.distill, asked, cleaning, config.max_length, ranks.device, precision, say)
+        return key, cleaning, separator, vocabulary, vectors, copies.share
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning, separator, vocabulary, vectors = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning, separator, vocabulary, vectors, share = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
     if vectors:
@@ -253,7 +272,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
 
     def measure() -> dict[str, Any]:
-        if not ranks.is_first or task.is_language_model:
+        if not ranks.is_first or task.is_language_model or not config.dataset:
             return {}
         repeats = None if drops else Repeats(texts, near=near)
         return measure_run(repeats, texts, task, train[train < tokens.num_labelled], validation)
@@ -265,7 +284,9 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *lines])
     teacher = ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None
-    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher, figures)
+    return PreparedNews(
+        tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, share, teacher, figures
+    )
 
 
 def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
@@ -382,7 +403,8 @@ def _split(
             "--validation_fraction 0",
             code="rows-too-few",
         )
-    train = np.concatenate([train, unlabelled])
+    if not config.unlabelled:  # which only the head learns from, before the first step
+        train = np.concatenate([train, unlabelled])
     if len(train) < world_size:
         raise UserError(
             f"{world_size} ranks for {len(train)} training rows: start fewer processes", code="rows-too-few"

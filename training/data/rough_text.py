@@ -11,10 +11,14 @@ from __future__ import annotations
 import random
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import overload
+
+import numpy as np
 
 from common.rows import JoinedText
 from common.text import Text
+from training.data.stored_texts import ChosenTexts
 
 # From a text, a seed and the number of its row to a rough text.
 Roughen = Callable[[Text, int, int], Text]
@@ -92,6 +96,69 @@ KINDS: dict[str, Roughen] = {
     "one typing error in ten words": with_typing_errors,
     "first ten words": first_words,
 }
+
+
+# What a training text is changed by, one after the other: how it is cut, then what else happens to it, each with its
+# probability. Half of the texts are as short as a headline.
+_CUTS = ((0.5, first_part), (0.15, first_words))
+_MORE = ((0.25, with_typing_errors), (0.2, without_punctuation), (0.15, upper_case))
+
+
+def rough_version(text: Text, seed: int, row: int) -> Text:
+    """A training text as somebody might type it: mostly cut short, some with other changes too."""
+    draw = random.Random(f"rough {seed} {row}")
+    place, rough = draw.random(), text
+    for probability, cut in _CUTS:
+        if 0 <= place < probability:
+            rough = cut(text, seed, row)
+        place -= probability
+    for probability, change in _MORE:
+        if draw.random() < probability:
+            rough = change(rough, seed, row)
+    return rough if rough != text else with_typing_errors(text, seed, row)
+
+
+class RoughTexts(Sequence[Text]):
+    """Rough versions of chosen rows, made when they are asked for.
+
+    Args:
+        texts: all texts of a split.
+        rows: the numbers of the chosen ones.
+        seed: decides with a row's number how its text is changed.
+        clean: what is done to a text before it is changed: a character reference without its punctuation could no
+            longer be decoded.
+    """
+
+    def __init__(self, texts: Sequence[Text], rows: np.ndarray, seed: int, clean: Callable[[str], str]) -> None:
+        self._texts, self._rows, self._seed, self._clean = texts, rows, seed, clean
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Text: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Text]: ...
+
+    def __getitem__(self, place: int | slice) -> Text | list[Text]:
+        if isinstance(place, slice):
+            chosen = ChosenTexts(self._texts, self._rows[place])[:]
+            return [self._rough(*one) for one in zip(chosen, self._rows[place].tolist(), strict=True)]
+        row = int(self._rows[place])
+        return self._rough(self._texts[row], row)
+
+    def _rough(self, text: Text, row: int) -> Text:
+        return rough_version(cleaned(text, self._clean), self._seed, row)
+
+
+def cleaned(text: Text, clean: Callable[[str], str]) -> Text:
+    """The text, cleaned, which still knows where its first cell ends."""
+    if isinstance(text, tuple):
+        return tuple(cleaned(part, clean) for part in text)
+    if isinstance(text, JoinedText):
+        return JoinedText.of([clean(text.first), clean(text.rest)])
+    return clean(text)
 
 
 def _each(text: Text, change: Callable[[str], str]) -> Text:

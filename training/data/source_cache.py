@@ -15,13 +15,16 @@ from common.rows import FORMATS, PLAIN_TEXT_FORMAT, SAMPLE_NEWS
 from common.text import VERSION
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, is_saved_by_datasets
+from training.data.tokenized import Copies
 
 # Raise it whenever a file may be read as other rows than before.
-READING_VERSION = 3
+READING_VERSION = 4
 
 
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
     """Where it is kept what came of these files, if none of them changes, read with these flags; None for the hub."""
+    if not config.dataset or config.from_model:  # names are read in no time, and an earlier model's data may change
+        return None
     path = SAMPLE_NEWS if config.dataset == SAMPLE else Path(config.dataset).expanduser().absolute()
     states = _states_of(path)
     if not states:
@@ -31,7 +34,10 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
         flags.append(config.validation_fraction)  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
     flags += [config.long] if config.long != "cut" else []
-    flags += [_states_of(Path(config.distill_texts).expanduser().absolute())] if config.distill_texts else []
+    flags += [f"rough {Copies.VERSION} {config.rough_share} {config.method} {config.learning_rate}"]
+    flags += [config.labels] if config.labels else []
+    for texts in filter(None, (config.distill_texts, config.unlabelled)):
+        flags += [_states_of(Path(texts).expanduser().absolute())]
     return folder / f"source-{_digest([VERSION, READING_VERSION, states, flags])}.json"
 
 

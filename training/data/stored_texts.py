@@ -13,6 +13,7 @@ from typing import BinaryIO, overload
 
 import numpy as np
 
+from common.rows import JoinedText
 from common.text import Text
 from training.data.array_file import GrowingArray
 
@@ -22,6 +23,8 @@ BYTES_PER_READ = 8 * 2**20
 # Of texts that are chosen, those between them may be read too.
 CHOSEN_PER_READ = 1_000
 MOST_READ_PER_CHOSEN = 3
+# Stands where a joined text has its first space between cells: a byte that no text in UTF-8 has.
+JOINT = b"\xff"
 
 
 def in_chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -80,7 +83,7 @@ class StoredTexts(Sequence[Text]):
         parts = (text,) if isinstance(text, str) else text
         self.width = len(parts)
         for part in parts:
-            data = part.encode("utf-8", "surrogatepass")
+            data = _encoded(part)
             self._file.write(data)
             self._end += len(data)
             self._unwritten.append(self._end)
@@ -141,8 +144,24 @@ class StoredTexts(Sequence[Text]):
         ends = self._ends(start, stop).tolist()
         data = _read_exactly(self._file, ends[-1] - ends[0], self._begin + ends[0])
         cuts = [end - ends[0] for end in ends]
-        texts = [data[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts)]
+        decode = _decoded if JOINT in data else _decoded_plain
+        texts = [decode(data[a:b]) for a, b in pairwise(cuts)]
         return texts if self.width == 1 else list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _encoded(text: str) -> bytes:
+    if isinstance(text, JoinedText) and text.rest:
+        return _encoded(text.first) + JOINT + _encoded(text.rest)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decoded(data: bytes) -> str:
+    first, joint, rest = data.partition(JOINT)
+    return JoinedText.of([_decoded_plain(first), _decoded_plain(rest)]) if joint else _decoded_plain(data)
+
+
+def _decoded_plain(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
 
 
 def _read_exactly(file: BinaryIO, num_bytes: int, place: int) -> bytes:

@@ -15,16 +15,23 @@ from common.encoders import max_positions
 from common.errors import UserError
 from common.files import sha256_of
 from common.model_folder import WEIGHTS_FILE
-from common.text import VERSION, TextTokenizer
+from common.text import VERSION, TextTokenizer, cleaner
 from training.data.array_file import ArrayFile, find_damage, write_arrays
-from training.data.dataset import NewsData
-from training.data.tokenized import TokenizedNews, TokenizedRows, check_vocabulary, load_from
+from training.data.dataset import NewsData, Rows
+from training.data.stored_texts import JoinedTexts
+from training.data.tokenized import Copies, TokenizedNews, TokenizedRows, check_vocabulary, load_from
 from training.model.pooling import FIRST, trained_pooling
 from training.model.precision import autocast, why_not_in_half
 from training.model.weights import read_network
 
 BATCH_TOKENS = 8192
 TEXTS_AT_ONCE = 20_000  # sorted by length
+
+
+def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
+    """``data`` with the rough copies of its training rows, for which the teacher has vectors of their own."""
+    numbers, rough = copies.of(data, cleaner(cleaning))
+    return replace(data, train=Rows(JoinedTexts(data.train.texts, rough), data.train.labels)) if len(numbers) else data
 
 
 def vectors_file(folder: Path, data: NewsData, teacher: str, cleaning: str, max_length: int) -> Path:
@@ -95,10 +102,10 @@ def write_vectors(
         pooled = hidden[:, 0] if reads_first else (hidden * mask[..., None]).sum(dim=1)
         return F.normalize(pooled, dim=1).cpu().numpy()
 
-    arrays, done, total = {}, 0, sum(map(len, data.splits.values()))
+    arrays, done, total = {}, 0, sum(len(rows.texts) for rows in data.splits.values())
     for split, rows in data.splits.items():
-        found = np.zeros((len(rows), network.config.hidden_size), np.float32)
-        for start in range(0, len(rows), TEXTS_AT_ONCE):
+        found = np.zeros((len(rows.texts), network.config.hidden_size), np.float32)
+        for start in range(0, len(rows.texts), TEXTS_AT_ONCE):
             ids = [one.ids for one in tokenizer.encode(rows.texts[start : start + TEXTS_AT_ONCE])]
             order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)  # too little memory shows at once
             while order:
@@ -128,7 +135,7 @@ def with_vectors(tokens: TokenizedNews, file: Path) -> TokenizedNews:
         tokens,
         key=f"{tokens.key}-{file.stem}",
         label_names=[str(i) for i in range(width)],
-        train=rows("train", tokens.train),
+        read_in_training=rows("train", tokens.read_in_training),
         test=rows("test", tokens.test),
         validation=tokens.validation and rows("validation", tokens.validation),
     )

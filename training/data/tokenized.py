@@ -7,11 +7,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,8 +22,9 @@ from common.text import VERSION, Text, TextTokenizer, cleaner, vocabulary_misfit
 from common.windows import count_windows, window_lengths
 from training.config import STARTER, STARTER_FOLDER, TINY, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
-from training.data.dataset import NewsData, Rows
+from training.data.dataset import NewsData, Rows, row_numbers
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.data.rough_text import RoughTexts
 from training.data.stored_texts import StoredTexts, in_chunks
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ SPECIAL_TOKENS = {
 }
 MOST_PARTS = 100_000
 PARTS = ("ids", "offsets", "labels")
+NO_ROWS = np.array([], dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class TokenizedRows:
     Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: (tokens,), int32, or uint16 in files if that is enough;
     ``offsets``: int64, (rows + 1,); ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer
     than the maximum. ``window``: ids per window, of which a long row has several, joined; 0 if every row is one input.
+    ``copies_of``: of which rows the last ones are rough copies, (copies,), ascending.
     """
 
     ids: np.ndarray
@@ -56,6 +59,7 @@ class TokenizedRows:
     labels: np.ndarray
     num_cut: int
     window: int = 0
+    copies_of: np.ndarray = field(default_factory=lambda: NO_ROWS)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,6 +68,24 @@ class TokenizedRows:
     def lengths(self) -> np.ndarray:
         """Tokens per row: int32, (rows,)."""
         return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
+
+    def without_copies(self) -> TokenizedRows:
+        """The rows as the data has them."""
+        count = len(self) - len(self.copies_of)
+        ids, offsets = self.ids[: self.offsets[count]], self.offsets[: count + 1]
+        return replace(self, ids=ids, offsets=offsets, labels=self.labels[:count], copies_of=NO_ROWS)
+
+    def with_copies(self, index: np.ndarray) -> np.ndarray:
+        """These rows, and behind them their rough copies."""
+        copies = np.flatnonzero(np.isin(self.copies_of, index)) + (len(self) - len(self.copies_of))
+        return np.concatenate([index, copies.astype(index.dtype)])
+
+    def originals(self, index: np.ndarray) -> np.ndarray:
+        """These rows, and in place of a rough copy the row that it was made from."""
+        if not len(self.copies_of):
+            return index
+        first = len(self) - len(self.copies_of)
+        return np.where(index < first, index, self.copies_of[np.maximum(index - first, 0)])
 
     def num_inputs(self, index: np.ndarray) -> np.ndarray:
         """How many inputs of the model each of these rows is: its windows, or 1. int64, (rows,)."""
@@ -89,18 +111,22 @@ class TokenizedNews:
     """Tokenized training and test rows, and validation rows if the data has any.
 
     ``key`` identifies data, tokenizer and length together. ``num_unlabelled``: how many of the last training rows have
-    no label.
+    no label. ``read_in_training``: the training rows, and behind them the rough copies of some of them.
     """
 
     key: str
     name: str
     label_names: list[str]
-    train: TokenizedRows
+    read_in_training: TokenizedRows
     test: TokenizedRows
     notes: list[str]
     vocab_size: int
     validation: TokenizedRows | None = None
     num_unlabelled: int = 0
+
+    @cached_property
+    def train(self) -> TokenizedRows:
+        return self.read_in_training.without_copies()
 
     @property
     def num_labelled(self) -> int:
@@ -268,11 +294,13 @@ def cache_key(
     cleaning: str = "news",
     blocks: Blocks | None = None,
     long: str = "cut",
+    copies: Copies | None = None,
 ) -> str:
-    """A name for exactly these texts, labels, tokenizer, length, cleaning, blocks and way with long texts."""
+    """A name for exactly these texts, labels, tokenizer, length, cleaning, blocks, way with long texts and copies."""
     digest = hashlib.sha256()
     more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
     more += [data.num_unlabelled] if data.num_unlabelled else []
+    more += [f"rough {copies.VERSION} {copies.share} {copies.seed}"] if copies and copies.share else []
     about = [data.name, data.label_names, data.notes, max_length, cleaning, *more]
     digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
@@ -283,6 +311,21 @@ def cache_key(
             del chunk  # before the next one is read
         digest.update(np.ascontiguousarray(rows.labels).data)
     return f"v{VERSION}-{digest.hexdigest()[:24]}"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which share of the training rows are read a second time as rough texts, drawn with the seed."""
+
+    share: float
+    seed: int
+    VERSION: ClassVar[int] = 1  # raise it whenever the same row may give another rough text
+
+    def of(self, data: NewsData, clean: Callable[[str], str]) -> tuple[np.ndarray, Sequence[Text]]:
+        """The numbers of the rows, ascending, and their rough texts."""
+        drawn = np.random.default_rng([self.seed, 29]).random(len(data.train)) < self.share
+        rows = row_numbers(len(drawn))[drawn]
+        return rows, RoughTexts(data.train.texts, rows, self.seed, clean)
 
 
 @dataclass(frozen=True)
@@ -310,10 +353,12 @@ def write_tokens(
     tokenizer: TextTokenizer,
     say: Callable[[str], None],
     blocks: Blocks | None = None,
+    copies: Copies | None = None,
 ) -> None:
     """Tokenize ``data`` into ``folder`` unless a complete file with that key exists.
 
-    With ``blocks``, a row is a block of the texts of a split, one after the other, instead of a text.
+    With ``blocks``, a row is a block of the texts of a split, one after the other, instead of a text. With ``copies``,
+    rough copies of some training rows stand behind them.
     """
     file = _file(folder, key)
     if file.exists():
@@ -347,6 +392,13 @@ def write_tokens(
                 edges = blocks.offsets(ids.shape[0])
                 arrays |= {f"{split}.offsets": edges, f"{split}.labels": np.zeros(len(edges) - 1, rows.labels.dtype)}
             arrays[f"{split}.texts"], arrays[f"{split}.text_offsets"] = texts.arrays(folder)
+            if split == "train" and copies and copies.share:
+                numbers, rough = copies.of(data, tokenizer.clean)
+                labels = rows.labels[numbers]
+                for _, part, part_lengths, _ in _encoded(tokenizer, Rows(rough, labels), cleaned=True):
+                    offsets.extend(ids.shape[0] + np.cumsum(part_lengths))
+                    ids.extend(part)
+                arrays |= {"train.labels": np.concatenate([rows.labels, labels]), "train.copies_of": numbers}
         write_arrays(file, arrays, about)
     except OSError as error:
         raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
@@ -354,13 +406,13 @@ def write_tokens(
 
 
 def _encoded(
-    tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None
+    tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None, *, cleaned: bool = False
 ) -> Iterator[tuple[list[Text], np.ndarray, np.ndarray, int]]:
     """Some texts after the other; their ids, int32, one row after the other; their lengths; how many were cut."""
     many = tokenizer.many()
     for chunk in in_chunks(rows.texts):
         before = many.num_cut
-        texts = many.token_ids([tokenizer.clean_all(text) for text in chunk])
+        texts = many.token_ids(chunk if cleaned else [tokenizer.clean_all(text) for text in chunk])
         texts = list(blocks.joined(texts)) if blocks else texts
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         ids = np.fromiter(chain.from_iterable(texts), np.int32, int(lengths.sum()))
@@ -380,7 +432,8 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
     about = cached.about
 
     def rows(split: str) -> TokenizedRows:
-        arrays = {part: cached[f"{split}.{part}"] for part in PARTS}
+        parts = [*PARTS, *(["copies_of"] if f"{split}.copies_of" in cached.places else [])]
+        arrays = {part: cached[f"{split}.{part}"] for part in parts}
         return TokenizedRows(**arrays, num_cut=about["cut"][split], window=about.get("window", 0))
 
     validation = rows("validation") if "validation" in about["cut"] else None
@@ -388,7 +441,7 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
         key=key,
         name=about["name"],
         label_names=about["label_names"],
-        train=rows("train"),
+        read_in_training=rows("train"),
         test=rows("test"),
         notes=about["notes"],
         vocab_size=about["vocab_size"],
@@ -408,7 +461,7 @@ def read_texts(folder: Path, key: str) -> NewsData | None:
         begin = cached.places[f"{split}.texts"][2]
         _, (count,), begin_offsets = cached.places[f"{split}.text_offsets"]
         texts = StoredTexts(file, file, count - 1, begin, begin_offsets, about["width"][split])
-        return Rows(texts, cached[f"{split}.labels"])
+        return Rows(texts, cached[f"{split}.labels"][: len(texts)])
 
     splits = {split: rows(split) for split in about["cut"]}
     return NewsData(

@@ -1,7 +1,9 @@
-"""Texts without labels (``--distill_texts``), which join the training rows."""
+"""Texts without labels (``--unlabelled``, ``--distill_texts``) and labels without texts (``--labels``)."""
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +22,38 @@ from training.data.duplicates import Repeats
 from training.data.stored_texts import ChosenTexts, JoinedTexts
 
 
+def names_of_labels(labels: str) -> list[str]:
+    """What ``--labels`` names.
+
+    Raises:
+        UserError: fewer than two names, or one twice.
+    """
+    try:
+        lines = Path(labels).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):  # no file, so these are the names; quotes keep a comma within one
+        lines = next(csv.reader([labels], skipinitialspace=True))
+    names = [name.strip() for name in lines if name.strip()]
+    if len(set(names)) < max(2, len(names)):
+        what = f"names {names[0]!r} only" if len(set(names)) == 1 else "names one label twice" if names else "is empty"
+        raise UserError(f"--labels {labels}: {what}; give two or more, separated by commas", code="labels-too-few")
+    return names
+
+
+def in_a_sentence(name: str) -> str:
+    """A label's name as a text of that label: closer to its texts than the bare words."""
+    words = re.sub(r"[\W_]+", " ", name).strip()
+    return f"This is about {words}." if words.isascii() else words
+
+
+def rows_of_names(names: Sequence[str]) -> NewsData:
+    """Data without rows: each label's name is the one training row that it has."""
+    texts, labels = [in_a_sentence(name) for name in names], np.arange(len(names))
+    return NewsData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
+
+
 def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> NewsData:
-    """``data`` with the texts of ``--distill_texts`` behind its training rows, whose labels there mean nothing.
+    """``data`` with the texts of ``--unlabelled`` or ``--distill_texts`` behind its training rows, whose labels there
+    mean nothing.
 
     A text that any row has already is left out: in the validation or test rows it would make their scores too good, and
     among the training rows it would say nothing new.
@@ -29,14 +61,16 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     Raises:
         UserError: no such file or folder, an unusable row, or no new text.
     """
-    place = Path(config.distill_texts).expanduser()
+    flag = "unlabelled" if config.unlabelled else "distill_texts"
+    asked = f"--{flag} {getattr(config, flag)}"
+    place = Path(getattr(config, flag)).expanduser()
     # Columns of a second text stand behind that of a label. There is none to read, so a column of the text takes its
     # place, and what it says there is ignored.
     columns = Columns(config.columns.text, config.columns.pair.partition(",")[0], config.columns.pair)
     reading = Reading(
         columns,
         skip=config.bad_rows == "skip",
-        flag="--distill_texts",
+        flag=f"--{flag}",
         remedy="name yours with --text_column",
         problem_type=PLAIN_TEXT,
         new_texts=partial(texts_on_disk, cache_dir),
@@ -45,7 +79,7 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     if not files:
         what = f"the folder has no file that ends in {', '.join(reading.formats)}"
         what = what if place.is_dir() else "no such file or folder"
-        raise UserError(f"--distill_texts {config.distill_texts}: {what}", code="data-not-found")
+        raise UserError(f"{asked}: {what}", code="data-not-found")
     texts, _ = reading.usable(str(place), chain.from_iterable(read_file(file, reading) for file in files))
 
     num_labelled = len(data.train)
@@ -56,9 +90,7 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     fresh = new[repeats.partners(new, np.concatenate([known, *others])) < 0]
     fresh = fresh[repeats.partners(fresh) < 0]
     if not len(fresh):
-        raise UserError(
-            f"--distill_texts {config.distill_texts}: all of its texts are already in the data", code="data-empty"
-        )
+        raise UserError(f"{asked}: all of its texts are already in the data", code="data-empty")
     note = f"{len(fresh):,} texts without a label from {place}"
     if left_out := len(new) - len(fresh):
         note += f"; {left_out:,} are left out, because the data or an earlier line has the same text"

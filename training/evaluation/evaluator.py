@@ -71,6 +71,8 @@ def evaluate(
         EvaluationStopped: ``stops`` returned true.
     """
     index = np.arange(len(rows)) if index is None else index
+    if not len(index):
+        return {"rows": 0, "labels": list(task.label_names)}, np.zeros((0, task.num_scores), np.float32)
     # Rows of similar length share a batch, so little is padded. Rank r of n takes the batches r, r + n, r + 2n, ...
     order = np.argsort(rows.lengths[index], kind="stable")
     batch_of = (np.cumsum(rows.num_inputs(index[order])) - 1) // task.rows_at_once  # a row's windows stay together

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from common.rows import JoinedText
-from common.text import Text
 from training.data.dataset import Rows
-from training.data.rough_text import KINDS
+from training.data.rough_text import KINDS, cleaned
 from training.monitoring.records import METRICS, Metric, metrics_of
 
 WHOLE = "whole rows"
@@ -31,7 +29,7 @@ def measure_robustness(
     if len(index) > MOST_ROWS:
         index = np.sort(np.random.default_rng(SEED).choice(index, MOST_ROWS, replace=False))
     rows = rows.take(index)
-    texts = [_cleaned(text, clean) for text in rows.texts]
+    texts = [cleaned(text, clean) for text in rows.texts]
     whole = answer(rows)
     metric = next(iter(metrics_of(whole)))
     kinds = {WHOLE: {metric: whole[metric], "rows_changed": 0}}
@@ -57,11 +55,3 @@ def robustness_table(found: dict[str, Any], num_test_rows: int) -> str:
         changed = "" if kind == WHOLE else f"{one['rows_changed'] / rows:.0%}"
         lines.append(f"{kind:{width}}  {metric.shown(one[name]):>10}  {change:>9}  {changed:>13}".rstrip())
     return "\n".join(lines)
-
-
-def _cleaned(text: Text, clean: Callable[[str], str]) -> Text:
-    if isinstance(text, tuple):
-        return tuple(map(clean, text))
-    if isinstance(text, JoinedText):
-        return JoinedText.of([clean(text.first), clean(text.rest)])
-    return clean(text)

@@ -66,9 +66,9 @@ class BadSteps:
             self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})
             context.events.write_on_rank0("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
 
-    def remaining(self, batch: np.ndarray) -> np.ndarray:
-        excluded = self.context.state.bad.excluded_rows
-        return batch[~np.isin(batch, excluded)] if excluded else batch
+    def is_left(self, rows: np.ndarray) -> np.ndarray:
+        """Whether each of these rows is still trained on; bool, (rows,)."""
+        return ~np.isin(rows, self.context.state.bad.excluded_rows)
 
     def count(self, steps: Sequence[StepMetrics], bad: Mapping[int, BadStep]) -> BadStep | None:
         """Count the steps just synchronized; returns the bad step that exceeds the budget, after which the run is

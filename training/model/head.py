@@ -13,12 +13,14 @@ was trained, the way that the linear model likes best is taken.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize
+from scipy.special import logsumexp, softmax
 from torch import nn
 
 from training.data.batching import pad
@@ -34,6 +36,12 @@ from training.tasks import MultiLabelClassification, Regression, Task
 PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
 # A label's name counts as so many rows of it. With two rows per label of Banking77 or SIB-200 that is worth 10 points.
 NAME_WEIGHT = 2.0
+# A text without a label counts as this part of a row, times the square of how sure its cluster is.
+TEXT_WEIGHT = 0.1
+# Of the clusters: how sharply they are told apart, and as how many of their texts a label's name and a row of it count.
+CONCENTRATION, ANCHOR_OF_NAME, ANCHOR_OF_ROW, ROUNDS_OF_CLUSTERS = 40.0, 20.0, 5.0, 20
+# Where nothing says how sure a model may be that knows names alone: less sure than right, on four data sets.
+SHARPNESS_OF_NAMES = 8.0
 MOST_FOLDS, FEWER_FOLDS = 5, 3
 # Scores (rows x labels) of a fit: with more of them, fewer folds; rows beyond that do not help to choose.
 MANY_SCORES, ROWS_TO_CHOOSE = 20_000, 1_500
@@ -52,7 +60,9 @@ class FittedHead:
     ``pooling``: mean or first; ``through_pooler``: as the encoder was pretrained; otherwise the pooler becomes
     ``scale`` times the identity plus ``shift``, (hidden,). ``weight``: (labels, hidden) and ``bias``: (labels,), of the
     last layer. ``score``: the linear model's ``metric`` on held-out folds, None if there are too few rows; ``folds``:
-    how many; ``loss``: the task's, of the rows that it was fitted to.
+    how many; ``loss``: the task's, of the rows that it was fitted to. ``agreement``: on which share of the texts
+    without a label it answers as rows and names alone do, None without such texts; ``learned_from_texts``: whether it
+    did.
     """
 
     pooling: str
@@ -65,6 +75,8 @@ class FittedHead:
     score: float | None
     folds: int
     loss: float
+    agreement: float | None = None
+    learned_from_texts: bool = False
 
     @torch.no_grad()
     def apply_to(self, model: NewsClassifier) -> None:
@@ -172,6 +184,7 @@ class _Features:
     through_pooler: bool
     rows: np.ndarray
     names: np.ndarray
+    unlabelled: np.ndarray
     scale: float = 1.0
     shift: float | np.ndarray = 0.0
     mean: float | np.ndarray = 0.0
@@ -179,9 +192,12 @@ class _Features:
 
 
 def _ways_to_read(
-    model: NewsClassifier, rows: dict[str, np.ndarray], names: dict[str, np.ndarray], *, trained: str | None
+    model: NewsClassifier, of_all: Sequence[dict[str, np.ndarray]], *, trained: str | None
 ) -> list[_Features]:
-    """The most natural one first."""
+    """The most natural one first. ``of_all``: what was read of rows, names and texts without a label."""
+    rows, names, unlabelled = of_all
+    texts = {pooling: np.concatenate([rows[pooling], unlabelled[pooling]]) for pooling in rows}
+    texts = texts if len(texts["head"]) else names
     family = FAMILY_OF.get(type(model.network).__name__)
     pooler = _pooler_of(model)
     ways = []
@@ -190,21 +206,21 @@ def _ways_to_read(
         for pooling in (MEAN, FIRST):
             if pooling not in rows or (trained and pooling != trained and MEAN in rows):
                 continue
-            scale = 1 / max(float(rows[pooling].std()), 1e-6)
+            scale = 1 / max(float(texts[pooling].std()), 1e-6)
             shift: np.ndarray = np.zeros(rows[pooling].shape[1], np.float32)
             if family.pooler_activation == "tanh":
                 scale *= THROUGH_TANH
             else:  # which pass on what is above zero, so all of it is moved there
-                shift = np.maximum(0, -(scale * rows[pooling]).min(axis=0)) + ABOVE_ZERO
+                shift = np.maximum(0, -(scale * texts[pooling]).min(axis=0)) + ABOVE_ZERO
                 shift = shift.astype(np.float32)
-            read = [activation(scale * states[pooling] + shift) for states in (rows, names)]
+            read = [activation(scale * states[pooling] + shift) for states in of_all]
             ways.append(_Features(pooling, False, *read, scale=scale, shift=shift))
     if pooler is None or (model.has_stored_pooler and not trained):
         # With the block of the mean, the head has just read the mean through a pooler that was trained on the first.
-        states = [rows["head"], names["head"]]
+        states = [one["head"] for one in of_all]
         if pooler is not None and MEAN in rows:
             weight, bias = (part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias))
-            states = [activation(one[FIRST] @ weight.T + bias) for one in (rows, names)]
+            states = [activation(one[FIRST] @ weight.T + bias) for one in of_all]
         ways.append(_Features(FIRST, True, *states))
     return [_normalised(way) for way in ways]
 
@@ -214,23 +230,22 @@ def _gelu(states: np.ndarray) -> np.ndarray:
 
 
 def _normalised(way: _Features) -> _Features:
-    mean = way.rows.mean(axis=0)
+    texts = np.concatenate([way.rows, way.unlabelled])
+    texts = texts if len(texts) else way.names
+    mean = texts.mean(axis=0)
     # The length before the shift, which says nothing about a row.
-    length = float(np.sqrt(((way.rows - way.shift) ** 2).sum(axis=1)).mean()) or 1.0
-    return _Features(
-        way.pooling,
-        way.through_pooler,
-        (way.rows - mean) / length,
-        (way.names - mean) / length,
-        way.scale,
-        way.shift,
-        mean,
-        length,
-    )
+    length = float(np.sqrt(((texts - way.shift) ** 2).sum(axis=1)).mean()) or 1.0
+    rows, unlabelled = ((states - mean) / length for states in (way.rows, way.unlabelled))
+    # A name is not written as a text is. What all names have in common tells no label.
+    names = way.names
+    if len(names):
+        names = names - names.mean(axis=0)
+        names = names / (float(np.linalg.norm(names, axis=1).mean()) or 1.0)
+    return _Features(way.pooling, way.through_pooler, rows, names, unlabelled, way.scale, way.shift, mean, length)
 
 
 @dataclass(frozen=True)
-class _Linear:
+class Linear:
     """Scores are ``rows @ weight.T + bias``."""
 
     weight: np.ndarray
@@ -240,23 +255,74 @@ class _Linear:
         return rows @ self.weight.T + self.bias
 
 
-def _fit(task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, C: float, name_weight: float) -> _Linear:
-    """The linear model of the task for the rows ``own``, and the names of the labels with their weight."""
+def _anchors(way: _Features, targets: np.ndarray, num_labels: int) -> np.ndarray:
+    """Where each label's texts are to be looked for, by its name and its rows: (labels, hidden), of any length."""
+    anchors = np.zeros((num_labels, way.rows.shape[1]))
+    np.add.at(anchors, targets, ANCHOR_OF_ROW * _unit(way.rows))
+    return anchors + ANCHOR_OF_NAME * way.names if len(way.names) else anchors
+
+
+def _answers_of_clusters(way: _Features, targets: np.ndarray, num_labels: int) -> np.ndarray:
+    """Which label each text without one has, as clusters say it: probabilities, (texts, labels).
+
+    Each label is a direction, at first that of its anchor. Every text is shared out among the labels by its
+    angle to them, then each direction becomes the mean of its texts, and so on: a mixture of von Mises-Fisher
+    distributions, fitted by expectation maximisation (Banerjee et al., JMLR 6, 2005). Names and rows stay where they
+    are, and keep the clusters at their labels.
+    """
+    texts, anchors = _unit(way.unlabelled), _anchors(way, targets, num_labels)
+    directions = _unit(anchors)
+    for _ in range(ROUNDS_OF_CLUSTERS):
+        answers = softmax(CONCENTRATION * texts @ directions.T, axis=1)
+        directions = _unit(anchors + answers.T @ texts)
+    return softmax(CONCENTRATION * texts @ directions.T, axis=1)
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
+def _fit(
+    task: Task,
+    way: _Features,
+    targets: np.ndarray,
+    own: np.ndarray,
+    C: float,
+    name_weight: float,
+    text_weight: float = 0.0,
+    earlier: Linear | None = None,
+) -> Linear:
+    """The linear model of the task for the rows ``own``, the names of the labels, and the texts without a label, each
+    with their weight; a text counts the less, the less sure it is whose it is.
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
 
     warnings.filterwarnings("ignore", category=ConvergenceWarning)  # a start need not be the last word
     rows, targets = way.rows[own], targets[own]
+    if earlier:
+        return _fit_from(earlier, rows, targets, len(task.label_names), C)
     weights = np.ones(len(rows))
     if isinstance(task, Regression):
         model = Ridge(alpha=1 / C).fit(rows, (targets - task.mean) / task.deviation)
-        return _Linear(model.coef_[None], np.array([model.intercept_]))
+        return Linear(model.coef_[None], np.array([model.intercept_]))
     num_labels = len(task.label_names)
+    way = replace(way, rows=rows)
+    is_single = not isinstance(task, MultiLabelClassification)
+    if is_single and not text_weight and len(np.unique(targets)) < num_labels and len(way.names):
+        # Logistic regression would never answer with a label that it has seen no text of. The angle to a name or to
+        # the rows does not ask how many there are.
+        has_rows = np.bincount(targets, minlength=num_labels)[:, None] > 0
+        directions = np.where(has_rows, _unit(_anchors(way, targets, num_labels)), way.names)
+        return Linear(SHARPNESS_OF_NAMES * directions, np.zeros(num_labels))
+    parts = [(rows, targets, weights)]
     if name_weight:
-        rows = np.concatenate([rows, way.names])
-        weights = np.concatenate([weights, np.full(num_labels, name_weight)])
-        of_names = np.eye(num_labels) if isinstance(task, MultiLabelClassification) else np.arange(num_labels)
-        targets = np.concatenate([targets, of_names])
+        of_names = np.arange(num_labels) if is_single else np.eye(num_labels)
+        parts.append((way.names, of_names, np.full(num_labels, name_weight)))
+    if text_weight:
+        answers = _answers_of_clusters(way, targets, num_labels)
+        parts.append((way.unlabelled, answers.argmax(axis=1), text_weight * answers.max(axis=1) ** 2))
+    rows, targets, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     fresh = {"C": C, "max_iter": 200, "tol": 1e-3}
     if isinstance(task, MultiLabelClassification):
         weight, bias = np.zeros((num_labels, rows.shape[1])), np.zeros(num_labels)
@@ -267,7 +333,7 @@ def _fit(task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, C: fl
                 continue
             model = LogisticRegression(**fresh).fit(rows, applies, sample_weight=weights)
             weight[label], bias[label] = model.coef_[0], model.intercept_[0]
-        return _Linear(weight, bias)
+        return Linear(weight, bias)
     model = LogisticRegression(**fresh).fit(rows, targets, sample_weight=weights)
     weight, bias = model.coef_, model.intercept_
     if len(model.classes_) == 2:  # one row of weights stands for both
@@ -276,7 +342,28 @@ def _fit(task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, C: fl
         whole, of_all = np.zeros((num_labels, weight.shape[1])), np.full(num_labels, bias.min() - 1.0)
         whole[model.classes_], of_all[model.classes_] = weight, bias
         weight, bias = whole, of_all
-    return _Linear(weight, bias)
+    return Linear(weight, bias)
+
+
+def _fit_from(earlier: Linear, rows: np.ndarray, targets: np.ndarray, num_labels: int, C: float) -> Linear:
+    """Logistic regression whose penalty is on the distance from an earlier head; new labels begin at zero."""
+    before = np.zeros((num_labels, rows.shape[1] + 1))
+    before[: len(earlier.weight)] = np.column_stack([earlier.weight, earlier.bias])
+    inputs, wanted = np.column_stack([rows, np.ones(len(rows))]), np.eye(num_labels)[targets]
+
+    def loss(moved: np.ndarray) -> tuple[float, np.ndarray]:
+        moved = moved.reshape(before.shape)
+        scores = inputs @ (before + moved).T
+        wrong = softmax(scores, axis=1) - wanted
+        costs = (logsumexp(scores, axis=1) - (scores * wanted).sum(axis=1)).sum()
+        # As in scikit-learn, C weighs the rows against the penalty, and a bias may move as it likes.
+        penalty = (moved[:, :-1] ** 2).sum() / 2
+        slope = C * wrong.T @ inputs
+        slope[:, :-1] += moved[:, :-1]
+        return C * costs + penalty, slope.ravel()
+
+    found = before + minimize(loss, np.zeros(before.size), jac=True, method="L-BFGS-B").x.reshape(before.shape)
+    return Linear(found[:, :-1], found[:, -1])
 
 
 def metric_of(task: Task) -> str:
@@ -291,6 +378,8 @@ def _score(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
 def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
     """Rows to hold out, several times; empty if some label has a single row."""
     strata = task.strata(targets)
+    if not len(targets):
+        return []
     rng = np.random.default_rng([seed, 7])
     order = rng.permutation(len(targets))[:ROWS_TO_CHOOSE]
     counts = np.bincount(strata[order])
@@ -317,53 +406,73 @@ def fit_head(
     model: NewsClassifier,
     rows: dict[str, np.ndarray],
     names: dict[str, np.ndarray],
+    unlabelled: dict[str, np.ndarray],
     targets: np.ndarray,
     *,
     trained: str | None,
     is_final: bool,
     seed: int,
+    earlier: Linear | None = None,
 ) -> FittedHead:
     """Choose how to read the encoder, how strong the penalty is and whether the labels' names help; then fit.
 
     Args:
-        rows, names: what :func:`read_rows` found for the training rows and the names of the labels, which are empty
-            if the names say nothing.
+        rows, names, unlabelled: what :func:`read_rows` found for the training rows, the names of the labels, which are
+            empty if the names say nothing, and the texts without a label.
         targets: of the rows, as the task takes them.
         trained: the pooling that the encoder was trained for, if that is known.
         is_final: whether the head is to be used as it is. One that is trained on must not be sure of its rows, or they
             would have nothing left to teach the encoder.
+        earlier: the head of the model that is extended, which reads the encoder as it is.
     """
-    task, ways = model.task, _ways_to_read(model, rows, names, trained=trained)
+    task = model.task
+    if earlier:
+        pooling = MEAN if model.has_own_mean_block else FIRST
+        ways = [_normalised(_Features(pooling, True, *(one["head"] for one in (rows, names, unlabelled))))]
+        earlier = Linear(earlier.weight * ways[0].length, earlier.bias + earlier.weight @ ways[0].mean)
+    else:
+        ways = _ways_to_read(model, (rows, names, unlabelled), trained=trained)
     held_out = _folds(task, targets, seed)
     everything = np.concatenate(held_out) if held_out else np.arange(len(targets))
 
-    def answers(way: _Features, C: float, name_weight: float) -> tuple[np.ndarray, np.ndarray]:
+    def answers(way: _Features, *how: float) -> tuple[np.ndarray, np.ndarray]:
         """The scores of rows by models that did not see them, and their targets."""
         scores, wanted = [], []
         for fold in held_out:
             own = np.setdiff1d(everything, fold)
-            scores.append(_fit(task, way, targets, own, C, name_weight).scores(way.rows[fold]))
+            scores.append(_fit(task, way, targets, own, *how, earlier=earlier).scores(way.rows[fold]))
             wanted.append(targets[fold])
         return np.concatenate(scores).astype(np.float32), np.concatenate(wanted)
 
-    def held_out_score(way: _Features, C: float, name_weight: float) -> float:
-        return _score(task, *answers(way, C, name_weight))
+    def held_out_score(way: _Features, *how: float) -> float:
+        return _score(task, *answers(way, *how))
 
     name_weight = NAME_WEIGHT if len(ways[0].names) else 0.0
-    way, C, score = ways[0], PENALTIES[1], None
+    text_weight = TEXT_WEIGHT if len(ways[0].unlabelled) else 0.0
+    way, C, score = ways[0], PENALTIES[2], None
     if held_out:
         way = max(ways, key=lambda one: held_out_score(one, 3.0, name_weight)) if len(ways) > 1 else way
         found = {C: held_out_score(way, C, name_weight) for C in PENALTIES}
         C = max(found, key=lambda C: (found[C], -C))
         score = found[C]
-        if name_weight and (without := held_out_score(way, C, 0.0)) > score:
+        has_all = isinstance(task, MultiLabelClassification) or len(np.unique(targets)) == len(task.label_names)
+        if name_weight and has_all and (without := held_out_score(way, C, 0.0)) > score:
             name_weight, score = 0.0, without
-    linear = _fit(task, way, targets, np.arange(len(targets)), C, name_weight)
-    if held_out and is_final and not isinstance(task, Regression):
-        sharpness = _sharpness(task, *answers(way, C, name_weight))
-        linear = _Linear(linear.weight * sharpness, linear.bias * sharpness)
-    scores = linear.scores(way.rows).astype(np.float32)
-    loss = model.task.row_losses(torch.from_numpy(scores), torch.from_numpy(targets), 0.0).mean().item()
+        if text_weight and (with_texts := held_out_score(way, C, name_weight, text_weight)) < score:
+            text_weight = 0.0
+        elif text_weight:
+            score = with_texts
+    linear = _fit(task, way, targets, np.arange(len(targets)), C, name_weight, text_weight, earlier)
+    agreement = None
+    if len(way.unlabelled):
+        plain = _fit(task, way, targets, np.arange(len(targets)), C, name_weight)
+        agreement = float((plain.scores(way.unlabelled).argmax(1) == linear.scores(way.unlabelled).argmax(1)).mean())
+    if held_out and is_final and not earlier and not isinstance(task, Regression):
+        sharpness = _sharpness(task, *answers(way, C, name_weight, text_weight))
+        linear = Linear(linear.weight * sharpness, linear.bias * sharpness)
+    known = (way.rows, targets) if len(targets) else (way.names, np.arange(len(way.names)))
+    scores, wanted = (torch.from_numpy(one) for one in (linear.scores(known[0]).astype(np.float32), known[1]))
+    loss = model.task.row_losses(scores, wanted, 0.0).mean().item()
     # The last layer gets vectors as they are, neither centred nor scaled.
     weight = linear.weight / way.length
     return FittedHead(
@@ -377,4 +486,6 @@ def fit_head(
         score=score,
         folds=len(held_out),
         loss=loss,
+        agreement=agreement,
+        learned_from_texts=bool(text_weight),
     )

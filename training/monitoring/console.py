@@ -136,6 +136,7 @@ class Console:
         report: Path,
         exports: bool = False,
         baseline: str = "",
+        earlier_labels: str = "",
         hints: Sequence[str] = (),
     ) -> None:
         """Print the results of the run, where its files are, and what would make it better."""
@@ -155,15 +156,20 @@ class Console:
                 low, high = map(format_percent, wilson_interval(test[name], test["rows"]))
                 value += f" (95% interval {low} to {high})"
             facts[title] = value
+        if not test["rows"]:
+            facts["Test"] = "none, no row has a label"
         if baseline:
             facts["Linear baseline"] = baseline
+        if earlier_labels:
+            facts["Its old labels"] = earlier_labels
         facts |= {"Model folder": str(model_folder)}
         facts |= {"One file": str(checkpoint_file)} if checkpoint_file else {}
         facts |= {"Report": str(report)}
         if not checkpoint_file:  # a language model: it is not served, but it can be trained further
             facts["Next"] = f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
         elif not exports:  # otherwise the export names the next command
-            facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
+            rows = "" if test["rows"] else " --rows LABELLED.csv"
+            facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}{rows}"
         self.facts(f"Done in {format_time(seconds)}", facts)
         for hint in hints:
             self.say(hint)

@@ -167,7 +167,7 @@ def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dic
 def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float]) -> list[tuple[str, str, str]]:
     """The tiles at the top of the page: name, figure, small print."""
     tiles = []
-    if test := report.test:
+    if (test := report.test)["rows"]:
         small_prints = {
             "macro_f1": f"over {len(test['labels'])} classes, {counted(test['rows'], 'text')}",
             "calibration_error": "how far confidence is from accuracy",

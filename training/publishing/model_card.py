@@ -47,7 +47,10 @@ _ANY_TEXT = "The text to classify"
 
 def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     """A model's card, from ``metrics.json``."""
-    base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
+    base, test = public_name(metrics["base_model"]), metrics["test"]
+    learned = "with a head made from the names of its labels"
+    if "dataset" in metrics:
+        learned = f"fine-tuned on {code_span(public_name(metrics['dataset']))}"
     if metrics.get("validation", True):
         tested = f"after the best epoch ({metrics['best_epoch']}) was chosen on a validation split"
     else:
@@ -58,13 +61,18 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     reads = f"Labels: {some_of(test['labels'], in_markdown)}. Texts are cut at {metrics['max_length']} tokens."
     if not test["labels"]:
         reads = f"It was trained on blocks of {metrics['max_length']} tokens."
+    results = f"""{test["rows"]:,} test {"rows" if test["labels"] else "blocks"}, read once, {tested}:
+{figures}.
+{_classes(test)}"""
+    if not test["rows"]:
+        results = "None: there was no row with a label to test it on.\n"
     return f"""---
 {_front_matter(metrics, name).to_yaml()}
 ---
 
 # {in_markdown(name)}
 
-{kind}: {code_span(base)} fine-tuned on {code_span(dataset)} with DistriNews{_teacher(metrics)}.
+{kind}: {code_span(base)} {learned} with DistriNews{_teacher(metrics)}.
 
 {version}{reads}
 
@@ -72,9 +80,7 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 
 ## Test results
 
-{test["rows"]:,} test {"rows" if test["labels"] else "blocks"}, read once, {tested}:
-{figures}.
-{_classes(test)}
+{results}
 ## Limits
 
 {_limits(metrics)}
@@ -151,7 +157,7 @@ def _limits(metrics: dict[str, Any]) -> str:
 
 
 def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
-    base, dataset = metrics["base_model"], metrics["dataset"]
+    base, dataset = metrics["base_model"], metrics.get("dataset", "")
     return ModelCardData(
         language="en" if _is_news(metrics) else None,
         license=_LICENSES.get(base),

@@ -38,7 +38,8 @@ from training.parallelism.strategy import Strategy
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
-from training.run.hints import Evidence, hints_of
+from training.run.extend import Change, measure_change, read_earlier, sources_of
+from training.run.hints import Evidence, hints_of, trust_in
 from training.run.suspects import Suspects
 from training.serving_commands import run_command_of_serving
 from training.tasks.task import RowAnswer
@@ -62,7 +63,8 @@ def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
 
 def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects | None) -> Path:
     config, tokens, task = context.config, context.news.tokens, context.strategy.task
-    context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
+    if len(tokens.test):
+        context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     console, data_shard = context.console, context.strategy.data_shard
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
@@ -77,6 +79,9 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             on_batch=lambda rows: count(rows * data_shard.size),
             stops=context.stop_agreed,
         )
+    change = None
+    if config.from_model:
+        change = measure_change(config, context.ranks, tokens.test, logits)
     # 3. Gather the whole weights on rank 0 (a collective call, so every rank is here), which writes everything.
     weights = context.strategy.full_weights()
     context.events.publish(RunTested(context.state.step, test))
@@ -85,10 +90,10 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             weights = merge_adapters(weights, config)
         answers = list(task.describe(logits, tokens.test.labels, best.validation))
         baseline = _baseline(context, best, logits)
-        hints = hints_of(_evidence(context, test, answers, baseline))
+        hints = hints_of(_evidence(context, test, answers, baseline)) if test["rows"] else []
         metrics = {
             "task": config.task,
-            "dataset": recorded_name(tokens.name),
+            **({"dataset": recorded_name(tokens.name)} if config.dataset else {}),
             "text_column": config.text_column,
             **({"label_column": config.label_column} if task.has_labels else {}),
             **asdict(config.selection),
@@ -103,13 +108,15 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             **({"fitted_head": asdict(start)} if (start := context.plan.start) else {}),
             "created": datetime.now(UTC).date().isoformat(),
             **({"version": config.model_version} if config.model_version else {}),
-            "train_rows": len(context.news.train_index),
+            "train_rows": len(context.news.train_index) if config.dataset else 0,
             **_distilled_from(context),
             "rows_left_out": context.news.texts.left_out + len(context.state.bad.excluded_rows),
             "test": test,
             "test_precision": context.strategy.test_precision,
             "validation": best.validation or None,
             **({"baseline": baseline.to_plain()} if baseline else {}),
+            **({"learned_before": sources_of(read_earlier(config))} if config.from_model else {}),
+            **({"earlier": asdict(change)} if change else {}),
             **({"hints": hints} if hints else {}),
         }
         try:
@@ -128,7 +135,9 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             doubted = _doubted_texts(context, suspects)
             if suspects:
                 _write_suspects(context, doubted)
-            report = write_report(config.run_dir, _report_data(context, test, answers, doubted, baseline, hints))
+            report = write_report(
+                config.run_dir, _report_data(context, test, answers, doubted, baseline, hints, change)
+            )
         except OSError as error:
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
@@ -142,7 +151,8 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             validation=best.validation,
             test=test,
             baseline=str(baseline or ""),
-            hints=hints,
+            earlier_labels=change.in_words if change else "",
+            hints=[*trust_in(context.plan.start, has_test=bool(test["rows"])), *hints],
             model_folder=config.output_dir,
             checkpoint_file=config.checkpoint_file if task.has_labels else None,
             report=report,
@@ -156,7 +166,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
 def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Baseline | None:
     """What a linear model makes of the same rows, on rank 0, which has the texts; None if there is none."""
     config, task = context.config, context.strategy.task
-    if not task.has_labels:
+    if not task.has_labels or not len(context.news.tokens.test):
         return None
     seconds = seconds_for_baseline(config, context.news)
     if not seconds:
@@ -251,14 +261,17 @@ def _report_data(
     doubted: Sequence[DoubtedText],
     baseline: Baseline | None,
     hints: Sequence[str],
+    change: Change | None,
 ) -> ReportData:
     tokens = context.news.tokens
     notes, figures = [*hints, *tokens.notes], {**context.news.figures}
+    notes += [f"Labels of {change.model}: {change.in_words}."] if change else []
+    notes += trust_in(context.plan.start, has_test=bool(test["rows"]))
     if context.config.is_language_model:
         notes.append(
             f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
         )
-    else:
+    elif context.config.dataset:
         figures["tokens"] = run_lengths(tokens, context.config)
     if context.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")

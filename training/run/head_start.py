@@ -13,11 +13,13 @@ from common.text import counted
 from training.config import TrainConfig, model_place
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
+from training.data.unlabelled import in_a_sentence
 from training.model.classifier import NewsClassifier, widen
 from training.model.head import fit_head, read_on_all_ranks
 from training.model.pooling import MEAN, POOLING_KEY, trained_pooling
 from training.monitoring.records import METRICS
 from training.parallelism.distributed import Ranks
+from training.run.extend import earlier_head
 
 # Rows to fit a head to that is only a start: reading them takes a third of an epoch at most.
 ROWS_TO_START, ROWS_PER_LABEL = 4_096, 32
@@ -36,6 +38,9 @@ class Start:
     score: float | None
     folds: int
     loss: float
+    agreement: float | None = None
+    learned_from_texts: bool = False
+    num_texts: int = 0
 
     @property
     def by_folds(self) -> str:
@@ -47,6 +52,8 @@ class Start:
 
 def wanted_pooling(config: TrainConfig) -> str:
     """How to load the encoder; with the block of the mean it can be read in both ways."""
+    if config.from_model:
+        return ""  # as it was trained
     return trained_pooling(Path(model_place(config.model))) or MEAN
 
 
@@ -73,37 +80,49 @@ def start_from_head(
     if sum(parameter.numel() for parameter in model.parameters()) > MOST_WEIGHTS:
         return None
     widen(model)
-    names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
-    index = _rows_to_read(config, news)
+    names = None
+    if not config.from_model:  # whose rows say more
+        names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
+    index, texts = _rows_to_read(config, news), _texts_to_read(config, news)
     trained = MEAN if model.has_own_mean_block else trained_pooling(Path(model_place(config.model)))
-    say(f"Fitting the head to {counted(len(index), 'row')} ...")
+    more = f" and {counted(len(texts), 'text')} without a label" if len(texts) else ""
+    what = f"to {counted(len(index), 'row')}" if config.dataset else "to the names of the labels"
+    say(f"Fitting the head {what}{more} ...")
     rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
     if "head" not in rows:
         return None
     of_names = {name: states[:0] for name, states in rows.items()}
     if names is not None:
         of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
+    of_texts = {name: states[:0] for name, states in rows.items()}
+    if len(texts):
+        of_texts = read_on_all_ranks(model, news.tokens.train, texts, ranks, precision)
     head = None
     finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
     if 2 * finite.sum() < len(index):  # training says at which row
         return None
     if ranks.is_first:
         targets = news.tokens.train.labels[index[finite]]
+        rows = {name: states[finite] for name, states in rows.items()}
+        if not config.dataset:  # whose rows are the names
+            rows, targets = {name: states[:0] for name, states in rows.items()}, targets[:0]
         head = fit_head(
             model,
-            {name: states[finite] for name, states in rows.items()},
-            {name: np.nan_to_num(states) for name, states in of_names.items()},
+            rows,
+            *({name: np.nan_to_num(states) for name, states in one.items()} for one in (of_names, of_texts)),
             targets,
             trained=trained,
             is_final=config.method == "head",
             seed=config.seed,
+            earlier=earlier_head(config) if config.from_model else None,
         )
     head = ranks.broadcast(head)
     if head.pooling != MEAN and getattr(model.config, POOLING_KEY, None) == MEAN:  # the block is not needed
         model = load()
         widen(model)
     head.apply_to(model)
-    return model, Start(head.pooling, head.metric, head.score, head.folds, head.loss)
+    found = (head.pooling, head.metric, head.score, head.folds, head.loss)
+    return model, Start(*found, head.agreement, head.learned_from_texts, len(texts))
 
 
 def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
@@ -115,12 +134,21 @@ def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
     return np.sort(np.random.default_rng([config.seed, 13]).permutation(index)[:most])
 
 
+def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
+    """The texts of ``--unlabelled``, or as many as tell enough."""
+    index = np.arange(news.tokens.num_labelled, len(news.tokens.train) if config.unlabelled else 0)
+    drawn = np.random.default_rng([config.seed, 17]).permutation(index)[:ROWS_TO_START]
+    return np.sort(drawn)
+
+
 def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
     """The names of the labels as rows; None if they are no words, or rows are pairs."""
     if config.columns.pair or not all(WORD.search(name) for name in labels):
         return None
     assert news.tokenizer is not None
-    words = [re.sub(r"[\W_]+", " ", name).strip() for name in labels]
-    found = [news.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"] for text in words]
+    found = [
+        news.tokenizer(in_a_sentence(name), truncation=True, max_length=config.max_length)["input_ids"]
+        for name in labels
+    ]
     offsets = np.cumsum([0, *map(len, found)])
     return TokenizedRows(np.concatenate(found).astype(np.int32), offsets, np.zeros(len(found), np.int64), num_cut=0)

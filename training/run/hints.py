@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
+from common.text import counted
 from training.config import TrainConfig
 from training.evaluation.baseline import Baseline
 from training.monitoring.records import METRICS, SMALLER_IS_BETTER, EpochMetrics, format_percent, score_of
+from training.run.head_start import Start
 
 MOST_HINTS = 2
 # Of the loss of a guess that knows only how frequent each label is. A network that has learned something is far below
@@ -89,6 +91,25 @@ def hints_of(run: Evidence) -> list[str]:
     if run.baseline and run.baseline.wins and not hints:
         hints.append(_beaten(run))
     return hints
+
+
+def trust_in(start: Start | None, *, has_test: bool) -> list[str]:
+    """How far to trust a model that learned from names or texts without a label."""
+    said = []
+    if start and start.agreement is not None:
+        texts = counted(start.num_texts, "text")
+        did = "learned from" if start.learned_from_texts else "did not use (folds were no better with them)"
+        said.append(
+            f"The head {did} {texts} without a label, and answers {format_percent(start.agreement, 0)} of them as "
+            "names and rows alone would."
+        )
+    if not has_test:
+        said.append(
+            "No row has a label, so nothing measures this model: label some 100 texts, and run python -m "
+            "training.evaluate with --dataset to know how good it is. A few rows of each label, given with --dataset "
+            "beside --labels, make it better."
+        )
+    return said
 
 
 def _beaten(run: Evidence) -> str:

@@ -63,7 +63,7 @@ def train_step(
         TrainingFailure: no memory, a lost rank, an fp16 overflow at the smallest loss scale.
     """
     config, plan, strategy, ranks = context.config, context.plan, context.strategy, context.ranks
-    tokens, step = context.news.tokens.train, context.state.step + 1
+    tokens, step = context.news.tokens.read_in_training, context.state.step + 1
 
     # This rank's share of the batch, cut into micro-batches. All ranks pad to the same length, so all have equal work.
     with context.phases("data"):
@@ -90,7 +90,8 @@ def train_step(
         balance.step_done(micro_batches)
     num_tokens = int(tokens.lengths[batch].sum())
     local_rows = np.concatenate([micro_batch.rows for micro_batch in micro_batches])
-    return StepRecord(step, epoch, learning_rate, batch, num_tokens, local_rows, result), micro_batches
+    record = StepRecord(step, epoch, learning_rate, tokens.originals(batch), num_tokens, local_rows, result)
+    return record, micro_batches
 
 
 def optimizer_step(

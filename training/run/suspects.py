@@ -107,9 +107,9 @@ class Suspects:
         reduced = {"list": 1, "drop": 0, "reweight": REDUCED_WEIGHT}[self.action]
         self._rows[:, WEIGHT] = np.where(self._flagged(), reduced, 1)
 
-    def remaining(self, batch: np.ndarray) -> np.ndarray:
-        """The rows of a batch that are not left out."""
-        return batch[self._rows[self._places(batch), WEIGHT] > 0] if self.action == "drop" else batch
+    def is_left(self, batch: np.ndarray) -> np.ndarray:
+        """Whether each row of a batch is still trained on; bool, (rows,)."""
+        return self._rows[self._places(batch), WEIGHT] > 0
 
     def weights(self, batch: np.ndarray) -> np.ndarray | None:
         """The weights of rows in the loss; None if all are 1."""

@@ -64,6 +64,7 @@ from training.run.batch_size import settle_batch_size
 from training.run.budget import settle_flags, settle_learning, start_budget
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
+from training.run.extend import with_earlier_settings
 from training.run.finish import finish_run
 from training.run.head_start import Start, start_from_head, wanted_pooling
 from training.run.phases import Phases
@@ -122,10 +123,15 @@ class Trainer:
         if began and not config.gives("validation_fraction"):  # the rows that it trains on must not change
             kept = began["config"].get("validation_fraction", config.validation_fraction)
             config = config.model_copy(update={"validation_fraction": kept})
+        if began and not config.gives("rough_share"):
+            config = config.model_copy(update={"rough_share": began["config"].get("rough_share") or 0.0})
+        if config.from_model:
+            config = ranks.run_on_all_ranks(lambda: with_earlier_settings(config))
         config = settle_model(config, ranks, began, say)
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
         news = prepare_news(config, ranks, say, own)
-        config = config.model_copy(update={"clean": news.cleaning})
+        share = {} if config.is_language_model else {"rough_share": news.rough_share}
+        config = config.model_copy(update={"clean": news.cleaning, **share})
         config, news = settle_flags(config, news, began)
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
@@ -169,12 +175,12 @@ class Trainer:
         resumed = find_resume_point(config, ranks, strategy.data_shard, storage, sources, say)
         fitting = config.model_copy(update={"batch_size": rows_that_fit})
         global_batch, accumulation = global_batch_size(fitting, strategy.data_shard, resumed)
-        train = news.tokens.train
-        balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
-        self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
-        self.suspects = suspects_of(config, train, news.train_index, len(news.tokens.label_names))
+        train = news.tokens.read_in_training
+        balanced = train.labels[news.epoch_index] if config.sampling == "balanced" else None
+        self.sampler = LengthBucketSampler(train.lengths[news.epoch_index], global_batch, config.seed, balanced)
+        self.suspects = suspects_of(config, news.tokens.train, news.train_index, len(news.tokens.label_names))
         self.budget = start_budget(config, strategy, ranks, news, resumed.state if resumed else {})
-        self.tokens_per_step = global_batch * float(train.lengths[news.train_index].mean())
+        self.tokens_per_step = global_batch * float(train.lengths[news.epoch_index].mean())
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         parameters = list(model.network.parameters())
@@ -297,7 +303,7 @@ class Trainer:
         self.step_log = StepLog(context.ranks, plan.ideal_seconds, self.suspects)
         self.bad_steps = BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
-        samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size
+        samples_done = epochs_done * len(context.news.epoch_index) + steps_into_epoch * plan.global_batch_size
         progress = (
             context.console.progress(total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done)
             if context.console and plan.total_steps
@@ -322,10 +328,9 @@ class Trainer:
         seconds_before = state.epoch_seconds if resumed_at else 0.0
         if not resumed_at:
             state.epoch_loss, state.epoch_accuracy = AverageMeter(), AverageMeter()
-        next_sync = state.step + 1
+        next_sync, news = state.step + 1, self.context.news
         for batch in islice(self.sampler, resumed_at, None):
-            rows = self.bad_steps.remaining(self.context.news.train_index[batch])
-            self._train_step(epoch, self.suspects.remaining(rows) if self.suspects else rows)
+            self._train_step(epoch, self._remaining(news.epoch_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             validates = self._validates_at(state.step)
             saves = self.save_schedule.due_by_step(state.step)
@@ -353,6 +358,12 @@ class Trainer:
                     return True
         return True
 
+    def _remaining(self, rows: np.ndarray) -> np.ndarray:
+        """Without what the run leaves out, and its rough copies."""
+        originals = self.context.news.tokens.read_in_training.originals(rows)
+        is_left = self.bad_steps.is_left(originals)
+        return rows[is_left & self.suspects.is_left(originals)] if self.suspects else rows[is_left]
+
     def _validates_at(self, step: int) -> bool:
         every, plan = self.context.config.evaluate_every, self.context.plan
         ends = step == plan.total_steps or (step % plan.steps_per_epoch == 0 and not self.budget)
@@ -373,7 +384,8 @@ class Trainer:
         context, step = self.context, self.context.state.step + 1
         if len(batch):
             context.events.publish(StepStarted(step))
-            weights = self.suspects.weights(batch) if self.suspects else None
+            originals = context.news.tokens.read_in_training.originals(batch)
+            weights = self.suspects.weights(originals) if self.suspects else None
             record, micro_batches = train_step(context, self.balance, epoch, batch, weights)
             context.events.publish(StepDone(step, micro_batches))
             self.step_log.add(record)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from common.rows import JoinedText
 from common.text import TextTokenizer
 from training.config import FAULTS, TrainConfig
 from training.data import stored_texts
@@ -220,3 +221,11 @@ def test_what_repeats_is_looked_for_once(tmp_path: Path, prepare: Callable[..., 
     assert (len(first.train_index), len(first.validation_index)) != (len(again.train_index), 0)
     assert again.tokens.notes[-1] == "as kept"
     assert not {0, 1} & {*again.train_index.tolist(), *again.validation_index.tolist()}
+
+
+def test_a_joined_text_is_read_back_with_the_end_of_its_title(tmp_path: Path) -> None:
+    texts = [JoinedText.of(["A title", "what it says"]), "no title", JoinedText.of(["alone"]), "ÿ"]
+    found = stored(tmp_path, texts)
+
+    assert list(found) == texts
+    assert [getattr(text, "first", None) for text in found] == ["A title", None, None, None]

@@ -3,14 +3,17 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from common.rows import JoinedText
 from common.text import Text
 from training.data.rough_text import (
     KINDS,
+    RoughTexts,
     first_part,
     first_words,
+    rough_version,
     upper_case,
     with_typing_errors,
     without_punctuation,
@@ -70,3 +73,21 @@ def test_both_texts_of_a_pair_are_changed_by_seed_and_row_alone(kind: str) -> No
 
 def test_equal_texts_of_other_rows_or_seeds_get_other_typing_errors() -> None:
     assert len({with_typing_errors(WORDS, seed, row) for seed in range(3) for row in range(3)}) == 9
+
+
+def test_a_training_text_gets_the_same_rough_version_wherever_it_is_made() -> None:
+    texts = [JoinedText.of([f"Title number {i}", f"what it says, at length {i}. And more."]) for i in range(200)]
+    rough = RoughTexts(texts, np.arange(0, 200, 2), 7, str)
+
+    assert list(rough) == [rough_version(texts[row], 7, row) for row in range(0, 200, 2)]
+    assert rough[3:9] == [rough[i] for i in range(3, 9)]
+    assert all(one != text for one, text in zip(rough, texts[::2], strict=True))
+    titles = sum(one.lower().startswith("title number") and len(one) < 20 for one in rough)
+    assert 30 < titles < 80  # about half of them
+
+
+def test_rough_texts_are_made_of_cleaned_ones() -> None:
+    text = JoinedText.of(["A &amp; B merge at last", "It was said."])
+    rough = RoughTexts([text], np.array([0]), 1, lambda part: part.replace("&amp;", "and"))
+
+    assert "amp" not in rough[0].lower()
