@@ -154,7 +154,7 @@ def train_rank(flags: list[str]) -> dict[str, Any]:
     with join_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         for owner, names in (
-            (trainer.suspects, ("add", "merge", "end_epoch", "remaining", "weights", "ranking")),
+            (trainer.suspects, ("add", "merge", "end_epoch", "is_left", "weights", "ranking")),
             (trainer.context.strategy.task, ("check_labels",)),
         ):
             for name in names:

@@ -211,14 +211,14 @@ def _card(options: Namespace, small: Path, model: Path) -> str:
     files = [data] if data.is_file() else sorted(data.glob("train.*"))
     read = {f"{data.name}/{file.name}": sha256_of(file) for file in files}
     read[f"{teacher.name}/{WEIGHTS_FILE}"] = sha256_of(teacher / WEIGHTS_FILE)
-    # In a table a bar ends the cell even within code, unless it is escaped.
-    cells = [(code_span(name).replace("|", r"\|"), sha) for name, sha in read.items()]
-    hashes = "\n".join(f"| {name} | `{sha}` |" for name, sha in cells)
     shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
     began = f"It began as a part of {code_span(teacher.name)}, learned to fill in hidden words in those texts, and then"
     if options.start:
         began = f"It began as the starter {code_span(options.start)}, and"
         read[f"{Path(options.start).name}/{WEIGHTS_FILE}, before"] = sha256_of(small / WEIGHTS_FILE)
+    # In a table a bar ends the cell even within code, unless it is escaped.
+    cells = [(code_span(name).replace("|", r"\|"), sha) for name, sha in read.items()]
+    hashes = "\n".join(f"| {name} | `{sha}` |" for name, sha in cells)
     metrics = model / "metrics.json"
     learned = ""
     if metrics.is_file() and "cosine" in (test := json.loads(metrics.read_text(encoding="utf-8"))["test"]):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from training.config import TrainConfig, on_resume, parse_config
+from training.config import TrainConfig, flag_of, on_resume, parse_config
 
 GROUPS = [
     "task",
@@ -251,7 +251,7 @@ def test_help_lists_every_flag_in_its_group(capsys: pytest.CaptureFixture[str]) 
 
     assert re.findall(r"^([a-z][a-z ]*):$", text, re.MULTILINE) == ["options", *GROUPS]
     for name in TrainConfig.model_fields:
-        assert re.search(rf"^  --{name}\b", text, re.MULTILINE), name
+        assert re.search(rf"^  {flag_of(name)}\b", text, re.MULTILINE), name
 
 
 def test_help_shows_defaults_choices_and_off_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,8 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
     decisive = {
         *("dataset", "dataset_config", "dataset_revision", "train_split", "validation_split", "test_split"),
         *("max_length", "long", "clean", "validation_fraction", "max_train_rows", "duplicates", "suspects"),
-        *("model", "model_revision", "method", "learning_rate"),
+        *("model", "from_model", "model_revision", "method", "learning_rate"),
+        *("labels", "unlabelled", "rough_share"),
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha", "layers", "distill_share"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),

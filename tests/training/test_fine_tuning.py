@@ -157,3 +157,14 @@ def test_dropout_is_refused_for_a_network_that_has_none(
     assert train_here("--network", "plain:build", "--dropout", 0.1, "--output_dir", tmp_path / "model") == 2
 
     assert "--dropout 0.1: --model tiny has no dropout layers; leave it out" in capfd.readouterr().err
+
+
+def test_rough_copies_are_trained_on_and_named(
+    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--rough_share", "1", "--batch_size", "8", "--output_dir", tmp_path / "model", "--epochs", "1")
+    assert train_here(*flags) == 0
+
+    shown = capfd.readouterr().out
+    assert "Rough texts    57 rows of each epoch, the same texts as people type them" in shown
+    assert "step 15/15" in shown  # 114 texts

@@ -178,7 +178,7 @@ def test_what_is_known_of_the_rows_survives_a_checkpoint() -> None:
     after.read(WholeState({TENSOR: before.tensor.clone()}, {}))
 
     for suspects in (before, after):
-        assert suspects.remaining(np.array([9, 2, 5])).tolist() == [2, 5]
+        assert suspects.is_left(np.array([9, 2, 5])).tolist() == [False, True, True]
         [row] = suspects.ranking()
         assert (row.row, row.label, row.proposed, row.is_flagged) == (9, 1, 0, True)
 

@@ -37,25 +37,41 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
     rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
     num_unlabelled = len(news.train_index) - len(news.labelled_index)
     unlabelled = f" ({num_unlabelled:,} of them without a label)" if num_unlabelled else ""
+    size = {"Global batch": f"{counted(context.plan.global_batch_size, 'row')} = {batch}"}
+    learning = {
+        "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
+        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{counted(int(config.warmup), 'step')} of warm-up")
+        + below,
+        **describe_warmup(config, context.plan),
+    }
+    if not context.plan.total_steps and config.method == "head":  # nothing of this happens
+        size, learning = {}, {}
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
         **({"Teacher": f"{config.distill}, {config.distill_share:.0%} of the loss"} if config.is_distilled else {}),
         "Data": f"{tokens.name}: {len(news.train_index):,} training{unlabelled}, {validation} validation, "
-        f"{len(tokens.test):,} test {rows}",
+        f"{len(tokens.test):,} test {rows}"
+        if config.dataset
+        else f"no rows, {len(tokens.label_names):,} names of labels, {tokens.num_unlabelled:,} texts without a label",
+        **_rough(context),
         **_reads(context),
         "World size": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",
         "Layout": context.strategy.describe(),
         "Device": describe_device(ranks),
         "Precision": context.precision,
-        "Global batch": f"{counted(context.plan.global_batch_size, 'row')} = {batch}",
+        **size,
         **_head(context),
         **_steps(context, budget),
-        "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
-        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{counted(int(config.warmup), 'step')} of warm-up")
-        + below,
-        **describe_warmup(config, context.plan),
+        **learning,
         "Run folder": str(config.run_dir),
     }
+
+
+def _rough(context: RunContext) -> dict[str, str]:
+    copies = len(context.news.epoch_index) - len(context.news.train_index)
+    return (
+        {"Rough texts": f"{counted(copies, 'row')} of each epoch, the same texts as people type them"} if copies else {}
+    )
 
 
 def _head(context: RunContext) -> dict[str, str]:
@@ -63,7 +79,10 @@ def _head(context: RunContext) -> dict[str, str]:
     if (start := context.plan.start) is None:
         return {}
     read = "the mean of all tokens" if start.pooling == MEAN else "the first token"
-    return {"Head": f"fitted to {read}" + (f"; {start.by_folds}" if start.by_folds else "")}
+    found = f"; {start.by_folds}" if start.by_folds else ""
+    if context.config.from_model:
+        return {"Head": f"that of {context.config.from_model}, with what the new rows ask for{found}"}
+    return {"Head": f"fitted to {read}{found}"}
 
 
 def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ import torch
 from common.text import TextTokenizer
 from training.data.batching import DataShard, LengthBucketSampler, MicroBatch, pad, rank_share
 from training.data.dataset import load_news
+from training.data.teacher import TeacherAnswers
 from training.data.tokenized import TokenizedRows, encode_rows, load_tokenizer
 from training.model.architectures import mask_of
 
@@ -235,3 +236,22 @@ def test_without_padding_there_is_no_mask() -> None:
     assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]) + 1)[1] is not None
     (share,) = rank_share(rows, np.array([longest]), DataShard(0, 1))
     assert share.attention_mask is None
+
+
+def test_a_rough_copy_has_the_label_and_the_number_of_its_row_and_its_teachers_answer() -> None:
+    rows = random_rows(10)
+    copies = np.array([2, 7])
+    ids = np.concatenate([rows.ids, np.array([1, 2, 3, 4, 5])]).astype(np.int32)
+    offsets = np.concatenate([rows.offsets, rows.offsets[-1] + np.array([2, 5])])
+    read = TokenizedRows(ids, offsets, np.concatenate([rows.labels, rows.labels[copies]]), 0, copies_of=copies)
+    teacher = TeacherAnswers("key", [np.eye(10)], np.arange(10), [np.arange(10)], num_labelled=5)
+
+    [batch] = rank_share(read, np.array([10, 2, 11]), DataShard(0, 1), 1, teacher=teacher)
+
+    assert batch.rows.tolist() == [2, 2, 7]
+    assert batch.labels.tolist() == rows.labels[[2, 2, 7]].tolist()
+    assert batch.teacher.argmax(dim=1).tolist() == [2, 2, 7]
+    assert batch.is_labelled.tolist() == [True, True, False]
+    assert batch.input_ids[0, :2].tolist() == [1, 2]
+    assert read.with_copies(np.array([0, 7])).tolist() == [0, 7, 11]  # of a row for validation, no copy is trained on
+    assert read.without_copies().lengths.tolist() == rows.lengths.tolist()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,14 @@ import pytest
 from common.errors import UserError
 from common.text import TextTokenizer
 from training.data.dataset import NewsData, Rows, load_news, texts_on_disk
+from training.data.rough_text import cleaned, rough_version
 from training.data.tokenized import (
+    Copies,
     TokenizedNews,
     cache_key,
     encode_rows,
     load_tokenizer,
+    read_texts,
     read_tokens,
     write_tokens,
 )
@@ -228,3 +232,22 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match=r"--cache_dir .*file/cache: cannot be written \(Not a directory\)"):
         write(tmp_path / "file" / "cache")
+
+
+def test_rough_copies_stand_behind_the_rows_and_the_rows_are_what_they_are_without(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.from_json(TOKENIZER, LENGTH)
+    plain = read_tokens(tmp_path, write(tmp_path, NEWS))
+    copies = Copies(share=1.0, seed=5)
+    key = cache_key(NEWS, TOKENIZER, LENGTH, copies=copies)
+    write_tokens(tmp_path, key, NEWS, tokenizer, print, copies=copies)
+    found = read_tokens(tmp_path, key)
+
+    assert_same_news(replace(found, read_in_training=found.train, key=plain.key), plain)
+    read = found.read_in_training
+    assert read.copies_of.tolist() == list(range(len(NEWS.train)))
+    for row, text in enumerate(NEWS.train.texts):
+        copy = len(NEWS.train) + row
+        rough = rough_version(cleaned(text, tokenizer.clean), 5, row)
+        assert read.ids[read.offsets[copy] : read.offsets[copy + 1]].tolist() == tokenizer.many().token_ids([rough])[0]
+    assert read_texts(tmp_path, key).train.texts[:] == list(NEWS.train.texts)
+    assert key != cache_key(NEWS, TOKENIZER, LENGTH)

@@ -1,0 +1,179 @@
+"""What do the defaults reach, on data sets of other kinds and with few rows, beside what takes seconds?
+
+Every run is a command without any flag but data and encoder. Results are kept beside the page, and what is there is not
+measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import harness
+from benchmarks.training_run import run_program
+from common.errors import positive
+from common.text import cleaner
+from training.config import STARTER, model_place
+from training.data.dataset import NewsData, default_cleaning, load_news
+
+MODULE = "benchmarks.recipe"
+PACKAGES = ("torch", "transformers", "scikit-learn")
+INTRODUCTION = """
+`python -m training.train_single --dataset ROWS --model ENCODER`, without another flag that decides anything, on so many
+rows per label drawn with the seed, or on all rows; always tested on all test rows of the data. *defaults*: accuracy of
+the model that the run writes, in percent, mean over the seeds (lowest to highest). *words*: TF-IDF of words and pairs
+with a linear model, on the same rows, as the run reports it. *frozen*: logistic regression (scikit-learn, C = 10)
+on the encoder's vectors as they were before training, of length 1, the better of the mean of all tokens and the first
+one. *seconds*: of the whole command, from start to the model folder with its test and report, median.
+"""
+
+
+def main() -> None:
+    options = _parse()
+    run = harness.read_results(options.output.with_suffix(".json")) or {"facts": {}, "results": {}}
+    run["facts"] = harness.measurement_facts(MODULE, PACKAGES)
+    with tempfile.TemporaryDirectory(prefix="recipe-") as name:
+        for place in options.dataset:
+            data = load_news(str(place))
+            for per_label in options.per_label:
+                for seed in range(options.seeds):
+                    measure_all(options, run, data, per_label, seed, Path(name))
+                    harness.write_page(options.output, render(run), run)
+
+
+def measure_all(
+    options: Namespace, run: dict[str, Any], data: NewsData, per_label: int, seed: int, folder: Path
+) -> None:
+    """Draw the rows, and measure every encoder that has not been."""
+    case = f"{Path(data.name).name} / {per_label or 'all'}"
+    rows = folder / f"{case.replace(' / ', '-')}-{seed}"
+    wanted = [model for model in options.model if f"{case} / {Path(model).name} / {seed}" not in run["results"]]
+    if wanted and not rows.exists():
+        write_rows(data, per_label, seed, rows)
+    for model in wanted:
+        clean = default_cleaning(data.name, data.label_names)
+        found = train(rows, model, seed, clean)
+        found["frozen"] = 0.0 if per_label == 0 else frozen(rows, model, clean)
+        run["results"][f"{case} / {Path(model).name} / {seed}"] = found
+        harness.report(f"{case}, {model}, seed {seed}: {found}")
+
+
+def write_rows(data: NewsData, per_label: int, seed: int, folder: Path) -> None:
+    """Write the drawn training rows, and all test rows, where training reads them."""
+    generator, labels = np.random.default_rng(seed), data.train.labels
+    chosen = [
+        generator.permutation(np.flatnonzero(labels == label))[: per_label or None] for label in np.unique(labels)
+    ]
+    folder.mkdir()
+    for name, rows in (("train", data.train.take(np.sort(np.concatenate(chosen)))), ("test", data.test)):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for text, label in zip(rows.texts, rows.labels, strict=True):
+                file.write(json.dumps({"text": text, "label": data.label_names[label]}) + "\n")
+
+
+def train(rows: Path, model: str, seed: int, clean: str) -> dict[str, float]:
+    """Train at the defaults; accuracies of the model and of its linear baseline, and the seconds of the command."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
+        output = Path(place) / "model"
+        flags = ["--dataset", str(rows), "--model", model, "--seed", str(seed), "--output_dir", str(output)]
+        flags += ["--cache_dir", place, *(["--clean", clean] if clean != "none" else [])]
+        began = time.monotonic()
+        run_program([sys.executable, "-m", "training.train_single", *flags])
+        seconds = time.monotonic() - began
+        metrics = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+    words = metrics["baseline"]["test"]["accuracy"]
+    return {"accuracy": metrics["test"]["accuracy"], "words": words, "seconds": seconds}
+
+
+def frozen(rows: Path, model: str, clean: str) -> float:
+    """The accuracy of logistic regression on vectors of the untrained encoder."""
+    from sklearn.linear_model import LogisticRegression
+
+    data = load_news(str(rows))
+    train, test = (read(model, part.texts, clean) for part in (data.train, data.test))
+    scores = []
+    for of_train, of_test in zip(train, test, strict=True):
+        fitted = LogisticRegression(C=10, max_iter=1000).fit(of_train, data.train.labels)
+        scores.append(float((fitted.predict(of_test) == data.test.labels).mean()))
+    return max(scores)
+
+
+@torch.inference_mode()
+def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors of the mean of all tokens and of the first one: (texts, width) each."""
+    from transformers import AutoModel, AutoTokenizer
+
+    place = model_place(model)
+    network, tokenizer = AutoModel.from_pretrained(place).float().eval(), AutoTokenizer.from_pretrained(place)
+    cleaned = list(map(cleaner(clean), texts))
+    order = sorted(range(len(cleaned)), key=lambda i: len(cleaned[i]))
+    found = np.zeros((2, len(cleaned), network.config.hidden_size), np.float32)
+    for start in range(0, len(order), 64):
+        batch = order[start : start + 64]
+        given = tokenizer(
+            [cleaned[i] for i in batch], padding=True, truncation=True, max_length=128, return_tensors="pt"
+        )
+        mask = given["attention_mask"]
+        states = network(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
+        found[0, batch] = torch.nn.functional.normalize((states * mask[..., None]).sum(1), dim=1).numpy()
+        found[1, batch] = torch.nn.functional.normalize(states[:, 0], dim=1).numpy()
+    return found[0], found[1]
+
+
+def render(run: dict[str, Any]) -> str:
+    """The page of a run."""
+    cases = list(dict.fromkeys(key.rpartition(" / ")[0] for key in run["results"]))
+
+    def values(case: str, name: str) -> list[float]:
+        return [found[name] for key, found in run["results"].items() if key.rpartition(" / ")[0] == case]
+
+    def share(name: str) -> Callable[[str], str]:
+        def cell(case: str) -> str:
+            found = [100 * value for value in values(case, name) if value]
+            if not found:
+                return harness.NONE
+            return f"{mean(found):.1f}" + (f" ({harness.spread(found)})" if len(found) > 1 else "")
+
+        return cell
+
+    columns: dict[str, Callable[[str], str]] = {
+        "data": lambda case: case.split(" / ")[0],
+        "rows per label": lambda case: case.split(" / ")[1],
+        "encoder": lambda case: f"`{case.split(' / ')[2]}`",
+        "seeds": lambda case: str(len(values(case, "accuracy"))),
+        "defaults, %": share("accuracy"),
+        "words, %": share("words"),
+        "frozen, %": share("frozen"),
+        "seconds": lambda case: harness.median_and_spread(values(case, "seconds"), 0),
+    }
+    page = harness.introduction(MODULE, "What the defaults reach", INTRODUCTION)
+    return f"{page}{harness.table(columns, cases)}\n{harness.fact_list(run['facts'])}"
+
+
+def _rows_per_label(text: str) -> int:
+    if text == "all":
+        return 0
+    return positive(text)
+
+
+def _parse() -> Namespace:
+    parser = harness.Parser(MODULE, __doc__ or "", page="recipe.md")
+    parser.add_argument("--dataset", nargs="+", required=True, help="folders with train and test rows")
+    parser.add_argument("--model", nargs="+", default=[STARTER], help="encoders (default: starter)")
+    parser.add_argument("--per_label", type=_rows_per_label, nargs="+", default=[8, 16, 64], help="rows, or all")
+    parser.add_argument("--seeds", type=positive, default=3, help="how many draws (default: 3)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    harness.run_benchmark(main)
