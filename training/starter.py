@@ -196,8 +196,11 @@ def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None
     }
     with writing_folder(options.output_dir) as aside:
         save_file(weights, aside / WEIGHTS_FILE, {"format": "pt"})
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(model / name, aside / name)
+        # One that began with stored halves says that it is to be loaded as such, and CPUs compute them slowly.
+        config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+        write_json(aside / "config.json", config)
         (aside / "README.md").write_text(_card(options, small, model), encoding="utf-8")
     size = sum(file.stat().st_size for file in options.output_dir.iterdir())
     print(f"\nWritten: {options.output_dir}, {size / 1e6:.1f} MB, after {seconds / 60:.0f} minutes")

@@ -172,6 +172,7 @@ def test_an_earlier_model_learns_a_new_label_and_the_run_says_what_the_old_ones_
     assert set(found["earlier"]["recalls"]) == {"storm", "sun"}
     assert found["earlier"]["after"] > 0.9
     assert found["max_length"] == 32  # as it was trained
+    assert "which knows storm, sun" in shown  # a label that is misspelt would be a new one
     assert "Its old labels" in shown
     assert "right before" in shown
 

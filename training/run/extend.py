@@ -79,6 +79,9 @@ def with_earlier_rows(config: TrainConfig, load: Callable[..., NewsData], say: C
     """
     saved = read_earlier(config)
     new = load(labels=saved.labels, more_labels=True)
+    if added := new.label_names[len(saved.labels) :]:
+        note = f"{some_of(added)}: new to {config.from_model}, which knows {some_of(saved.labels)}"
+        new = replace(new, notes=[note, *new.notes])
     try:
         old = _read_again(config, saved, new.label_names, say)
     except ForeseenError as error:
