@@ -111,6 +111,11 @@ def test_a_row_with_a_label_that_is_not_named_is_refused(teacher: Path, run: Tra
         run(tmp_path / "model", dataset=str(rows), model=teacher, labels="storm,sun")
 
 
+def test_numbers_are_no_names_to_learn_from(teacher: Path, run: Train, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'1' says nothing of the texts"):
+        run(tmp_path / "model", labels="TV, 1", model=teacher)
+
+
 def test_the_names_of_labels_may_stand_in_a_file(teacher: Path, run: Train, tmp_path: Path) -> None:
     names = tmp_path / "names.txt"
     names.write_text("storm, heavy\nsun\n")

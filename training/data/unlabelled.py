@@ -46,7 +46,17 @@ def in_a_sentence(name: str) -> str:
 
 
 def rows_of_names(names: Sequence[str]) -> NewsData:
-    """Data without rows: each label's name is the one training row that it has."""
+    """Data without rows: each label's name is the one training row that it has.
+
+    Raises:
+        UserError: a name without a letter, which means nothing.
+    """
+    if numbers := [name for name in names if not any(map(str.isalpha, name))]:
+        raise UserError(
+            f"--labels: {numbers[0]!r} says nothing of the texts it stands for; give names in words, or rows with "
+            "--dataset",
+            code="labels-too-few",
+        )
     texts, labels = [in_a_sentence(name) for name in names], np.arange(len(names))
     return NewsData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
 

@@ -143,7 +143,7 @@ def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
 
 def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
     """The names of the labels as rows; None if they are no words, or rows are pairs."""
-    if config.columns.pair or not all(WORD.search(name) for name in labels):
+    if config.dataset and (config.columns.pair or not all(WORD.search(name) for name in labels)):
         return None
     assert news.tokenizer is not None
     found = [
