@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModel
 
+from common.model_folder import read_saved_model
 from tests.deployment.documented import REPOSITORY, documented
 from tests.training.small_teacher import fixture_teacher, fixture_text  # noqa: F401
+from training.model.classifier import NewsClassifier
 
 SIZES = ("--width", "32", "--layers", "2", "--vocabulary", "85", "--embedding_epochs", "1", "--processes", "1")
 
@@ -111,3 +115,20 @@ def test_a_teacher_that_is_no_folder_of_an_encoder_is_refused_in_one_line(
     ended = start([*command, "--teacher", "bert-base-uncased", "--output_dir", tmp_path / "starter"], warm=True)
     assert ended.process.returncode == 2
     assert "--teacher bert-base-uncased: has no config.json; give the folder of an encoder" in ended.err
+
+
+def test_a_model_that_began_in_half_precision_is_written_and_read_in_full(
+    train_here: Callable[..., int], tmp_path: Path
+) -> None:
+    flags = ("--model", "starter", "--method", "head", "--max_length", "32", "--output_dir", tmp_path / "model")
+    assert train_here(*flags) == 0
+
+    # transformers loads a model in what its configuration says, and CPUs compute halves slowly.
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "float32"
+    assert {parameter.dtype for parameter in AutoModel.from_pretrained(tmp_path / "model").parameters()} == {
+        torch.float32
+    }
+    about = json.loads((tmp_path / "model" / "config.json").read_text()) | {"dtype": "float16"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(about))  # as an earlier version wrote it
+    model = NewsClassifier.from_saved(read_saved_model(tmp_path / "model"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

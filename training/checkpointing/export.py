@@ -124,7 +124,7 @@ def write_model(
             else:
                 # The network is only needed for its names and its configuration; on the meta device it takes no memory.
                 with torch.device("meta"):  # the trained one may lie in parts on many ranks
-                    network = getattr(transformers, task.auto_class).from_config(architecture)
+                    network = getattr(transformers, task.auto_class).from_config(architecture, dtype=torch.float32)
                 network.config.update(settings)
                 if not task.keeps_head:
                     network.config.num_labels = DEFAULT_LABELS
