@@ -54,7 +54,7 @@ from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
 from training.run.extend import with_earlier_rows
-from training.run.recipe import rough_share, validation_fraction
+from training.run.recipe import validation_fraction
 from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Regression, Vocabulary
 
 if TYPE_CHECKING:
@@ -70,10 +70,9 @@ class PreparedNews:
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
     ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
-    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``rough_share``: which share of the
-    training rows are read a second time as rough texts. ``texts`` and ``tokenizer`` are only on the first rank of each
-    machine. ``teacher``: its answers to the training rows, with ``--distill``. ``figures``: of the data report, on the
-    first rank.
+    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the
+    first rank of each machine. ``teacher``: its answers to the training rows, with ``--distill``. ``figures``: of the
+    data report, on the first rank.
     """
 
     tokens: TokenizedNews
@@ -84,7 +83,6 @@ class PreparedNews:
     tokenizer: PreTrainedTokenizerBase | None
     separator: int | None
     vocabulary: Vocabulary | None
-    rough_share: float
     teacher: TeacherAnswers | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -145,7 +143,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
     task = TASKS[config.task]
 
-    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None, float]:
+    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
         try:
             return read_here()
         except OSError as error:
@@ -154,11 +152,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
             what = f"cannot be written ({error.strerror}); free some space, or name another folder"
             raise UserError(f"--cache_dir {cache_dir}: {what}", code="not-writable") from error
 
-    def read_here() -> tuple[str, str, int | None, Vocabulary | None, Path | None, float]:
+    def read_here() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
         nonlocal loaded
         # Once per machine, not once per rank.
         if ranks.local_rank != 0:
-            return "", "", None, None, None, 0.0
+            return "", "", None, None, None
         check_model_name(config.model, config.model_revision)
         say(f"Reading {config.dataset or config.unlabelled or 'the names of the labels'} ...")
         source = source_file(cache_dir, config)
@@ -221,7 +219,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
         # source.
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
-        copies = Copies(rough_share(config, data), config.seed)
+        copies = Copies(config.rough_share, config.seed)
         if known.get("tokenizer_sha256") == digest:
             key = known["tokens"]
         else:
@@ -244,11 +242,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
             vectors = vectors_file(cache_dir, asked, config.distill, cleaning, config.max_length)
             precision = choose_precision(config.precision, ranks.device)
             write_vectors(vectors, config.distill, asked, cleaning, config.max_length, ranks.device, precision, say)
-        return key, cleaning, separator, vocabulary, vectors, copies.share
+        return key, cleaning, separator, vocabulary, vectors
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning, separator, vocabulary, vectors, share = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning, separator, vocabulary, vectors = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
     if vectors:
@@ -284,9 +282,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *lines])
     teacher = ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None
-    return PreparedNews(
-        tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, share, teacher, figures
-    )
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher, figures)
 
 
 def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:

@@ -34,7 +34,7 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
         flags.append(config.validation_fraction)  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
     flags += [config.long] if config.long != "cut" else []
-    flags += [f"rough {Copies.VERSION} {config.rough_share} {config.method} {config.learning_rate}"]
+    flags += [Copies.VERSION, config.rough_share] if config.rough_share else []
     flags += [config.labels] if config.labels else []
     for texts in filter(None, (config.distill_texts, config.unlabelled)):
         flags += [_states_of(Path(texts).expanduser().absolute())]

@@ -27,7 +27,6 @@ import numpy as np
 from training.config import LABELLED, TINY, TrainConfig
 
 if TYPE_CHECKING:
-    from training.data.dataset import NewsData
     from training.model.classifier import NewsClassifier
 
 RATE, WIDTH, DEPTH = 3e-5, 768, 12
@@ -61,13 +60,6 @@ def validation_fraction(config: TrainConfig, num_rows: int) -> float:
     """The share of so many labelled rows that is kept for validation: none where folds validate the head."""
     has_folds = fits_head(config) and (config.method == "head" or num_rows <= FEW_ROWS)
     return 0.0 if has_folds and not NEED_VALIDATION & config.model_fields_set else config.validation_fraction
-
-
-def rough_share(config: TrainConfig, data: NewsData) -> float:
-    """The share of the training rows that are read a second time as rough texts."""
-    if config.rough_share is not None:
-        return config.rough_share
-    return 0.0
 
 
 def rate_for(config: TrainConfig, model: NewsClassifier) -> float:

@@ -123,15 +123,12 @@ class Trainer:
         if began and not config.gives("validation_fraction"):  # the rows that it trains on must not change
             kept = began["config"].get("validation_fraction", config.validation_fraction)
             config = config.model_copy(update={"validation_fraction": kept})
-        if began and not config.gives("rough_share"):
-            config = config.model_copy(update={"rough_share": began["config"].get("rough_share") or 0.0})
         if config.from_model:
             config = ranks.run_on_all_ranks(lambda: with_earlier_settings(config))
         config = settle_model(config, ranks, began, say)
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
         news = prepare_news(config, ranks, say, own)
-        share = {} if config.is_language_model else {"rough_share": news.rough_share}
-        config = config.model_copy(update={"clean": news.cleaning, **share})
+        config = config.model_copy(update={"clean": news.cleaning})
         config, news = settle_flags(config, news, began)
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
