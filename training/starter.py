@@ -242,7 +242,7 @@ pieces, {about["parameters"]:,} parameters, stored in float16. It is not a class
 ## How it was made
 
 {began} learned the vectors that {code_span(teacher.name)} gives {about["texts"]:,} texts, whole and as people may type
-them: a title or first clause alone, the first ten words, without punctuation, in upper case, with typing
+them: only the title or the first clause, the first ten words, without punctuation, in upper case, with typing
 errors.{learned} No label was read.
 
 ```bash

@@ -70,9 +70,9 @@ def test_a_run_stopped_while_data_is_prepared_leaves_nothing_behind(
 ) -> None:
     load = prepare.load_news
 
-    def loads(*arguments: Any) -> Any:
+    def loads(*arguments: Any, **flags: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
-        return load(*arguments)
+        return load(*arguments, **flags)
 
     monkeypatch.setattr(prepare, "load_news", loads)
 
