@@ -25,6 +25,7 @@ from common.errors import positive
 from common.text import cleaner
 from training.config import STARTER, model_place
 from training.data.dataset import NewsData, default_cleaning, load_news
+from training.run.quiet import quiet_libraries
 
 MODULE = "benchmarks.recipe"
 PACKAGES = ("torch", "transformers", "scikit-learn")
@@ -40,6 +41,7 @@ one. *seconds*: of the whole command, from start to the model folder with its te
 
 def main() -> None:
     options = _parse()
+    quiet_libraries()
     run = harness.read_results(options.output.with_suffix(".json")) or {"facts": {}, "results": {}}
     run["facts"] = harness.measurement_facts(MODULE, PACKAGES)
     with tempfile.TemporaryDirectory(prefix="recipe-") as name:

@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, budget, distillation, harness, one_or_two_processes, scaling, sizing, time_to_accuracy
+from benchmarks import (
+    accuracy,
+    budget,
+    distillation,
+    harness,
+    one_or_two_processes,
+    recipe,
+    scaling,
+    sizing,
+    time_to_accuracy,
+)
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
 from common.errors import UserError
@@ -36,6 +46,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "one_or_two_processes": lambda run: one_or_two_processes.render(run, "figure.png"),
     "sizing": sizing.render,
     "budget": budget.render,
+    "recipe": recipe.render,
     "distillation": distillation.render,
     "time_to_accuracy": time_to_accuracy.render,
     "serving": serving_page.render,
