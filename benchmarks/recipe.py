@@ -65,7 +65,7 @@ def measure_all(
     for model in wanted:
         clean = default_cleaning(data.name, data.label_names)
         found = train(rows, model, seed, clean)
-        found["frozen"] = 0.0 if per_label == 0 else frozen(rows, model, clean)
+        found["frozen"] = frozen(rows, model, clean)
         run["results"][f"{case} / {Path(model).name} / {seed}"] = found
         harness.report(f"{case}, {model}, seed {seed}: {found}")
 

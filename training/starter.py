@@ -5,7 +5,7 @@
 Three steps, each of which you could start by hand: shrink the teacher, pretrain the result on the texts (--task
 masked_lm), then let it learn the vectors that the teacher gives them, whole and as people may type them (--task
 embedding). No label is read. Start the same command again if it was stopped: the runs resume, and what is done is not
-repeated. With --start an earlier starter goes on with the last step, for example on texts of your own.
+repeated. With --start, only the last step is trained, from an earlier starter, for example on your own texts.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def _parser() -> OneLineParser:
     for task, epochs in (("masked_lm", 1), ("embedding", 12)):
         text = f"epochs of --task {task} (default: %(default)s)"
         parser.add_argument(f"--{task}_epochs", type=int, default=epochs, help=text)
-    parser.add_argument("--start", default="", help="folder of a starter that goes on learning, instead of a new one")
+    parser.add_argument("--start", default="", help="folder of a starter to train further, instead of making a new one")
     parser.add_argument("--processes", type=positive, default=2, help="ranks of each run (default: %(default)s)")
     return parser
 

@@ -155,7 +155,7 @@ def test_flags_that_do_not_go_together_are_refused_in_one_line(flags: dict, said
 
 @pytest.fixture(scope="module", name="earlier")
 def fixture_earlier(teacher: Path, tmp_path_factory: pytest.TempPathFactory, run: Train) -> Path:
-    """A model of two labels, and the rows that it was trained on beside it."""
+    """A model of two labels, next to the rows that it was trained on."""
     folder = tmp_path_factory.mktemp("earlier")
     write_rows(folder / "rows" / "train.csv", 40, "storm", "sun")
     write_rows(folder / "rows" / "test.csv", 20, "storm", "sun", first=300)

@@ -62,7 +62,7 @@ def read_earlier(config: TrainConfig) -> SavedModel:
 
 
 def with_earlier_settings(config: TrainConfig) -> TrainConfig:
-    """The configuration with what the earlier model must go on with: how texts are cut and cleaned."""
+    """The configuration with what the earlier model fixes: how texts are cut and cleaned."""
     saved = read_earlier(config)
     kept = {"max_length": saved.max_length, "clean": saved.cleaning}
     return config.model_copy(update={name: value for name, value in kept.items() if not config.gives(name)})
@@ -93,7 +93,8 @@ def with_earlier_rows(config: TrainConfig, load: Callable[..., NewsData], say: C
                 f"({error}); give rows of these labels too",
                 code="data-not-found",
             ) from error
-        note = f"the data that {config.from_model} was trained on cannot be read again, so the new rows stand for all"
+        what = f"the data that {config.from_model} was trained on cannot be read again ({error})"
+        note = f"{what}, so the new rows stand for all"
         return replace(new, notes=[note, *new.notes])
     was_trained, was_tested = ({folded(text) for text in rows.texts} for rows in (old.train, old.test))
     trained = _without(new.train, was_tested)

@@ -135,7 +135,7 @@ def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
 
 
 def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
-    """The texts of ``--unlabelled``, or as many as tell enough."""
+    """The texts of ``--unlabelled``; of many, a sample that is drawn with the seed."""
     index = np.arange(news.tokens.num_labelled, len(news.tokens.train) if config.unlabelled else 0)
     drawn = np.random.default_rng([config.seed, 17]).permutation(index)[:ROWS_TO_START]
     return np.sort(drawn)

@@ -147,10 +147,14 @@ class Trainer:
             model, start = found or (model, None)
             if start is None:
                 say(f"No head can be fitted to --model {config.model}, so its head begins at random")
-            if config.method == "head" and start is None:
+            if start is None and (config.method == "head" or config.unlabelled):
+                asked = "--method head" if config.method == "head" else f"--unlabelled {config.unlabelled}"
+                remedy = "Leave it out" if config.unlabelled else "Use --method fine_tune"
+                remedy = remedy if config.dataset else "Use another --model"
                 raise UserError(
-                    f"--method head: no head can be fitted to --model {config.model}; its last layer is not known, it "
-                    "has too many weights, or what it says of the rows is not finite. Use --method fine_tune",
+                    f"{asked}: no head can be fitted to --model {config.model}; its last layer is not known, it "
+                    "has too many weights, or what it says of the rows is not finite. "
+                    f"{remedy}",
                     quiet=not ranks.is_first,
                     code="model-unusable",
                 )
