@@ -12,30 +12,42 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.metrics import accuracy_score, f1_score, r2_score
 
 from benchmarks import harness
 from benchmarks.training_run import run_program
 from common.errors import positive
+from common.rows import Columns
 from common.text import cleaner
 from training.config import STARTER, model_place
 from training.data.dataset import NewsData, default_cleaning, load_news
 from training.run.quiet import quiet_libraries
+from training.tasks import TASKS
 
 MODULE = "benchmarks.recipe"
+METRIC_OF = {"classification": "accuracy", "multi_label": "micro_f1", "regression": "r2"}
+SCORE_OF: dict[str, Callable[..., float]] = {
+    "classification": accuracy_score,
+    "multi_label": partial(f1_score, average="micro"),
+    "regression": r2_score,
+}
 PACKAGES = ("torch", "transformers", "scikit-learn")
 INTRODUCTION = """
 `python -m training.train_single --dataset ROWS --model ENCODER`, without another flag that decides anything, on so many
-rows per label drawn with the seed, or on all rows; always tested on all test rows of the data. *defaults*: accuracy of
-the model that the run writes, in percent, mean over the seeds (lowest to highest). *words*: TF-IDF of words and pairs
-with a linear model, on the same rows, as the run reports it. *frozen*: logistic regression (scikit-learn, C = 10)
-on the encoder's vectors as they were before training, of length 1, the better of the mean of all tokens and the first
-one. *seconds*: of the whole command, from start to the model folder with its test and report, median.
+rows per label drawn with the seed, or on all rows; always tested on all test rows of the data. *defaults*: what the
+model that the run writes achieves, mean over the seeds (lowest to highest): accuracy, or with several labels per text
+micro F1, in percent; of numbers, R² times 100. *words*: TF-IDF of words and pairs with a linear model, on the same
+rows, as the run reports it. *frozen*: logistic regression (scikit-learn, C = 10; one per label if a text may have
+several; ridge regression for numbers) on the encoder's vectors as they were before training, of length 1, the better of
+the mean of all tokens and the first one; of a pair, both vectors, the difference and the product. *seconds*: of the
+whole command, from start to the model folder with its test and report, median.
 """
 
 
@@ -46,7 +58,7 @@ def main() -> None:
     run["facts"] = harness.measurement_facts(MODULE, PACKAGES)
     with tempfile.TemporaryDirectory(prefix="recipe-") as name:
         for place in options.dataset:
-            data = load_news(str(place))
+            data = load_news(str(place), columns=_columns(options), task=TASKS[options.task])
             for per_label in options.per_label:
                 for seed in range(options.seeds):
                     measure_all(options, run, data, per_label, seed, Path(name))
@@ -64,54 +76,83 @@ def measure_all(
         write_rows(data, per_label, seed, rows)
     for model in wanted:
         clean = default_cleaning(data.name, data.label_names)
-        found = train(rows, model, seed, clean)
-        found["frozen"] = frozen(rows, model, clean)
+        found = train(options, rows, model, seed, clean)
+        found["frozen"] = frozen(data, options, draw(data, per_label, seed), model, clean)
         run["results"][f"{case} / {Path(model).name} / {seed}"] = found
         harness.report(f"{case}, {model}, seed {seed}: {found}")
 
 
+def draw(data: NewsData, per_label: int, seed: int) -> np.ndarray:
+    """The training rows of a run."""
+    labels = data.train.labels
+    if not per_label:
+        return np.arange(len(labels))
+    generator = np.random.default_rng(seed)
+    chosen = [generator.permutation(np.flatnonzero(labels == label))[:per_label] for label in np.unique(labels)]
+    return np.sort(np.concatenate(chosen))
+
+
 def write_rows(data: NewsData, per_label: int, seed: int, folder: Path) -> None:
-    """Write the drawn training rows, and all test rows, where training reads them."""
-    generator, labels = np.random.default_rng(seed), data.train.labels
-    chosen = [
-        generator.permutation(np.flatnonzero(labels == label))[: per_label or None] for label in np.unique(labels)
-    ]
+    """Write the drawn training rows, and all others, where training reads them."""
     folder.mkdir()
-    for name, rows in (("train", data.train.take(np.sort(np.concatenate(chosen)))), ("test", data.test)):
+    splits = data.splits | {"train": data.train.take(draw(data, per_label, seed))}
+    for name, rows in splits.items():
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for text, label in zip(rows.texts, rows.labels, strict=True):
-                file.write(json.dumps({"text": text, "label": data.label_names[label]}) + "\n")
+            for text, target in zip(rows.texts, rows.labels, strict=True):
+                texts = {"text": text} if isinstance(text, str) else dict(zip(("text", "text_pair"), text, strict=True))
+                file.write(json.dumps(texts | {"label": _label(data.label_names, target)}) + "\n")
 
 
-def train(rows: Path, model: str, seed: int, clean: str) -> dict[str, float]:
-    """Train at the defaults; accuracies of the model and of its linear baseline, and the seconds of the command."""
+def _label(names: list[str], target: np.ndarray) -> str | list[str] | float:
+    if target.ndim:
+        return [names[label] for label in np.flatnonzero(target)]
+    return float(target) if target.dtype.kind == "f" else names[target]
+
+
+def train(options: Namespace, rows: Path, model: str, seed: int, clean: str) -> dict[str, float]:
+    """Train at the defaults; figures of the model and of its linear baseline, and the seconds of the command."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
         output = Path(place) / "model"
         flags = ["--dataset", str(rows), "--model", model, "--seed", str(seed), "--output_dir", str(output)]
         flags += ["--cache_dir", place, *(["--clean", clean] if clean != "none" else [])]
+        flags += ["--task", options.task, *(["--pair_column", "text_pair"] if options.pair_column else [])]
         began = time.monotonic()
         run_program([sys.executable, "-m", "training.train_single", *flags])
         seconds = time.monotonic() - began
         metrics = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
-    words = metrics["baseline"]["test"]["accuracy"]
-    return {"accuracy": metrics["test"]["accuracy"], "words": words, "seconds": seconds}
+    name = METRIC_OF[options.task]
+    words = metrics["baseline"]["test"][name]
+    return {"defaults": metrics["test"][name], "words": words, "seconds": seconds}
 
 
-def frozen(rows: Path, model: str, clean: str) -> float:
-    """The accuracy of logistic regression on vectors of the untrained encoder."""
-    from sklearn.linear_model import LogisticRegression
+def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, clean: str) -> float:
+    """What a linear model makes of the vectors of the untrained encoder."""
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.multiclass import OneVsRestClassifier
 
-    data = load_news(str(rows))
-    train, test = (read(model, part.texts, clean) for part in (data.train, data.test))
-    scores = []
-    for of_train, of_test in zip(train, test, strict=True):
-        fitted = LogisticRegression(C=10, max_iter=1000).fit(of_train, data.train.labels)
-        scores.append(float((fitted.predict(of_test) == data.test.labels).mean()))
-    return max(scores)
+    fit: Any = LogisticRegression(C=10, max_iter=1000)
+    if options.task == "multi_label":
+        fit = OneVsRestClassifier(fit)
+    elif options.task == "regression":
+        fit = Ridge(alpha=0.1)
+    rows = data.train.take(chosen)
+    train, test = (read(model, part.texts, clean) for part in (rows, data.test))
+    return max(
+        float(SCORE_OF[options.task](data.test.labels, fit.fit(of_train, rows.labels).predict(of_test)))
+        for of_train, of_test in zip(train, test, strict=True)
+    )
+
+
+def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors of the mean of all tokens and of the first one: (texts, width) each."""
+    if isinstance(texts[0], str):
+        return read_texts(model, texts, clean)
+    first, second = (read_texts(model, side, clean) for side in zip(*texts, strict=True))
+    return tuple(np.column_stack([a, b, abs(a - b), a * b]) for a, b in zip(first, second, strict=True))
 
 
 @torch.inference_mode()
-def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, np.ndarray]:
+def read_texts(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, np.ndarray]:
     """Unit vectors of the mean of all tokens and of the first one: (texts, width) each."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -152,14 +193,18 @@ def render(run: dict[str, Any]) -> str:
         "data": lambda case: case.split(" / ")[0],
         "rows per label": lambda case: case.split(" / ")[1],
         "encoder": lambda case: f"`{case.split(' / ')[2]}`",
-        "seeds": lambda case: str(len(values(case, "accuracy"))),
-        "defaults, %": share("accuracy"),
-        "words, %": share("words"),
-        "frozen, %": share("frozen"),
+        "seeds": lambda case: str(len(values(case, "defaults"))),
+        "defaults": share("defaults"),
+        "words": share("words"),
+        "frozen": share("frozen"),
         "seconds": lambda case: harness.median_and_spread(values(case, "seconds"), 0),
     }
     page = harness.introduction(MODULE, "What the defaults reach", INTRODUCTION)
     return f"{page}{harness.table(columns, cases)}\n{harness.fact_list(run['facts'])}"
+
+
+def _columns(options: Namespace) -> Columns:
+    return Columns(label=options.label_column, pair=options.pair_column)
 
 
 def _rows_per_label(text: str) -> int:
@@ -173,8 +218,14 @@ def _parse() -> Namespace:
     parser.add_argument("--dataset", nargs="+", required=True, help="folders with train and test rows")
     parser.add_argument("--model", nargs="+", default=[STARTER], help="encoders (default: starter)")
     parser.add_argument("--per_label", type=_rows_per_label, nargs="+", default=[8, 16, 64], help="rows, or all")
+    parser.add_argument("--task", choices=METRIC_OF, default="classification", help="as for training")
+    parser.add_argument("--label_column", default="label", help="column with the label (default: label)")
+    parser.add_argument("--pair_column", default="", help="column with a second text")
     parser.add_argument("--seeds", type=positive, default=3, help="how many draws (default: 3)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.task != "classification" and any(options.per_label):
+        parser.error(f"--task {options.task}: rows are drawn by label, so give --per_label all")
+    return options
 
 
 if __name__ == "__main__":

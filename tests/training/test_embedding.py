@@ -21,6 +21,7 @@ from common.model_folder import read_saved_model
 from common.text import TextTokenizer
 from tests.training.small_teacher import WIDTH, WORDS, fixture_teacher, fixture_text  # noqa: F401
 from training.data.array_file import ArrayFile
+from training.model.pooling import POOLER, trained_pooling
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.run.quiet import quiet_libraries
 
@@ -118,6 +119,7 @@ def test_what_is_written_is_a_base_for_fine_tuning_and_nothing_to_serve(
     assert not (tmp_path / "model.pt").exists()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "id2label" not in config
+    assert trained_pooling(tmp_path / "model") == POOLER
     with pytest.raises(ModelLoadError, match="an encoder without classes"):
         read_saved_model(tmp_path / "model")
     rows = "\n".join(f"{'calm' if i % 2 else 'rough'},{WORDS[i % 5]}" for i in range(40))

@@ -89,6 +89,12 @@ def test_texts_without_labels_show_what_the_names_mean(
     assert both["accuracy"] > 0.8 > names["accuracy"]  # the weights of the encoder are random
 
 
+def test_names_alone_are_compared_with_texts_as_the_encoder_was_trained_to_be_read(run: Train, tmp_path: Path) -> None:
+    run(tmp_path / "model", labels=",".join(load_news(SAMPLE).label_names), model="starter")
+
+    assert evaluate_saved(tmp_path / "model", SAMPLE, ALONE, quiet=True)["accuracy"] > 0.55  # by the mean it is 0.5
+
+
 def test_a_label_without_rows_is_learned_from_its_name(run: Train, tmp_path: Path) -> None:
     data = load_news(SAMPLE)
     for split, rows in (("train", data.train), ("test", data.test)):

@@ -20,6 +20,7 @@ from common.model_folder import read_saved_model
 from tests.deployment.documented import REPOSITORY, documented
 from tests.training.small_teacher import fixture_teacher, fixture_text  # noqa: F401
 from training.model.classifier import NewsClassifier
+from training.model.pooling import POOLER, trained_pooling
 
 SIZES = ("--width", "32", "--layers", "2", "--vocabulary", "85", "--embedding_epochs", "1", "--processes", "1")
 
@@ -106,6 +107,7 @@ def test_the_starter_of_the_repository_is_an_encoder_with_a_card() -> None:
     card = (folder / "README.md").read_text()
     for words in ("python -m training.starter", "SHA-256", "research and other non-commercial use"):
         assert words in card, words
+    assert trained_pooling(folder) == POOLER
 
 
 def test_a_teacher_that_is_no_folder_of_an_encoder_is_refused_in_one_line(

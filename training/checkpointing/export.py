@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from common.errors import UserError, first_line
 from common.files import nearest_folder, remove_unfinished, write_json, writing_folder, writing_whole
 from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE, read_tokenizer
+from training.model.pooling import POOLER, POOLING_KEY
 from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
 from training.tasks import Classification, Task
@@ -132,6 +133,7 @@ def write_model(
                 if not task.keeps_head:  # an encoder, which nobody should take for a classifier
                     about = json.loads((aside / "config.json").read_text(encoding="utf-8"))
                     about["architectures"] = [type(network.base_model).__name__]
+                    about[POOLING_KEY] = POOLER
                     write_json(aside / "config.json", about)
             tokenizer.save_pretrained(aside)
         write_json(aside / "metrics.json", metrics)

@@ -20,7 +20,7 @@ from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
 from training.data.stored_texts import JoinedTexts
 from training.data.tokenized import Copies, TokenizedNews, TokenizedRows, check_vocabulary, load_from
-from training.model.pooling import FIRST, trained_pooling
+from training.model.pooling import FIRST, POOLER, trained_pooling
 from training.model.precision import autocast, why_not_in_half
 from training.model.weights import read_network
 
@@ -86,7 +86,7 @@ def write_vectors(
     longest = min(max_length, max_positions(network.config.to_dict()) or max_length)
     tokenizer = TextTokenizer.from_file(place / "tokenizer.json", longest, cleaning)
     check_vocabulary(asked, tokenizer.highest_id, network.get_input_embeddings().num_embeddings)
-    reads_first = trained_pooling(place) == FIRST
+    reads_first = trained_pooling(place) in (FIRST, POOLER)
 
     @torch.inference_mode()
     def vectors(rows: list[list[int]]) -> np.ndarray:

@@ -27,7 +27,7 @@ from training.data.batching import pad
 from training.data.tokenized import TokenizedRows
 from training.model.classifier import NewsClassifier
 from training.model.layers import FAMILY_OF
-from training.model.pooling import FIRST, MEAN, POOLING_KEY
+from training.model.pooling import FIRST, MEAN, POOLER, POOLING_KEY
 from training.model.precision import autocast
 from training.parallelism.distributed import Ranks
 from training.tasks import MultiLabelClassification, Regression, Task
@@ -204,7 +204,7 @@ def _ways_to_read(
     if pooler is not None:
         activation = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0), "gelu": _gelu}[family.pooler_activation]
         for pooling in (MEAN, FIRST):
-            if pooling not in rows or (trained and pooling != trained and MEAN in rows):
+            if pooling not in rows or (trained in (MEAN, FIRST) and pooling != trained and MEAN in rows):
                 continue
             scale = 1 / max(float(texts[pooling].std()), 1e-6)
             shift: np.ndarray = np.zeros(rows[pooling].shape[1], np.float32)
@@ -215,13 +215,13 @@ def _ways_to_read(
                 shift = shift.astype(np.float32)
             read = [activation(scale * states[pooling] + shift) for states in of_all]
             ways.append(_Features(pooling, False, *read, scale=scale, shift=shift))
-    if pooler is None or (model.has_stored_pooler and not trained):
+    if pooler is None or (model.has_stored_pooler and trained not in (MEAN, FIRST)):
         # With the block of the mean, the head has just read the mean through a pooler that was trained on the first.
         states = [one["head"] for one in of_all]
         if pooler is not None and MEAN in rows:
             weight, bias = (part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias))
             states = [activation(one[FIRST] @ weight.T + bias) for one in of_all]
-        ways.append(_Features(FIRST, True, *states))
+        ways.insert(0 if trained == POOLER else len(ways), _Features(FIRST, True, *states))
     return [_normalised(way) for way in ways]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,21 +28,28 @@ from training.model.layers import FAMILY_OF
 
 # Where sentence-transformers says how an encoder's tokens are pooled.
 POOLING_FILE = "1_Pooling/config.json"
-MEAN, FIRST = "mean", "first"
-# In the config.json of a model that has the block, so that it does not get another one.
+# The third one is the first token through the dense layer behind it, where that was trained with the encoder.
+MEAN, FIRST, POOLER = "mean", "first", "pooler"
+# In config.json: how our own encoders were trained; "mean" in a model that has the block and needs no other one.
 POOLING_KEY = "pooling"
 MEAN_WEIGHT = 32.0
 
 
 def trained_pooling(place: Path) -> str | None:
     """How the texts of the encoder in this folder were pooled when it was trained, if its files say so."""
-    try:
-        about = json.loads((place / POOLING_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    if _read(place / "config.json").get(POOLING_KEY) == POOLER:
+        return POOLER
+    about = _read(place / POOLING_FILE)
     if about.get("pooling_mode_cls_token"):
         return FIRST
     return MEAN if about.get("pooling_mode_mean_tokens") else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def can_have_mean_block(network: nn.Module) -> bool:

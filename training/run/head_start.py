@@ -16,7 +16,7 @@ from training.data.tokenized import TokenizedRows
 from training.data.unlabelled import in_a_sentence
 from training.model.classifier import NewsClassifier, widen
 from training.model.head import fit_head, read_on_all_ranks
-from training.model.pooling import MEAN, POOLING_KEY, trained_pooling
+from training.model.pooling import FIRST, MEAN, POOLING_KEY, trained_pooling
 from training.monitoring.records import METRICS
 from training.parallelism.distributed import Ranks
 from training.run.extend import earlier_head
@@ -54,7 +54,7 @@ def wanted_pooling(config: TrainConfig) -> str:
     """How to load the encoder; with the block of the mean it can be read in both ways."""
     if config.from_model:
         return ""  # as it was trained
-    return trained_pooling(Path(model_place(config.model))) or MEAN
+    return FIRST if trained_pooling(Path(model_place(config.model))) == FIRST else MEAN
 
 
 def start_from_head(

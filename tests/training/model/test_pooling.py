@@ -18,7 +18,14 @@ from transformers import (
     RobertaConfig,
 )
 
-from training.model.pooling import FIRST, MEAN, POOLING_FILE, add_mean_block, can_have_mean_block, trained_pooling
+from training.model.pooling import (
+    FIRST,
+    MEAN,
+    POOLING_FILE,
+    add_mean_block,
+    can_have_mean_block,
+    trained_pooling,
+)
 
 SIZE = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROBERTA = RobertaConfig(**SIZE, pad_token_id=1, bos_token_id=0, eos_token_id=2)
