@@ -7,6 +7,7 @@ measured again.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -32,6 +33,9 @@ from training.run.quiet import quiet_libraries
 from training.tasks import TASKS
 
 MODULE = "benchmarks.recipe"
+ALL, NAMES, TEXTS = "all", "names", "names+texts"
+WITHOUT_ROWS = (NAMES, TEXTS)
+TIE = 0.005
 METRIC_OF = {"classification": "accuracy", "multi_label": "micro_f1", "regression": "r2"}
 SCORE_OF: dict[str, Callable[..., float]] = {
     "classification": accuracy_score,
@@ -47,15 +51,19 @@ micro F1, in percent; of numbers, R² times 100. *words*: TF-IDF of words and pa
 rows, as the run reports it. *frozen*: logistic regression (scikit-learn, C = 10; one per label if a text may have
 several; ridge regression for numbers) on the encoder's vectors as they were before training, of length 1, the better of
 the mean of all tokens and the first one; of a pair, both vectors, the difference and the product. *seconds*: of the
-whole command, from start to the model folder with its test and report, median.
+whole command, from start to the model folder with its test and report, median; they depend on the machine, which the
+last column refers to.
+
+*names*: no rows, only the names of the labels (`--labels NAMES`); *names+texts*: the same, and the texts of all
+training rows without their labels (`--unlabelled TEXTS`). Both are tested by `python -m training.evaluate`.
 """
 
 
 def main() -> None:
     options = _parse()
     quiet_libraries()
-    run = harness.read_results(options.output.with_suffix(".json")) or {"facts": {}, "results": {}}
-    run["facts"] = harness.measurement_facts(MODULE, PACKAGES)
+    run = harness.read_results(options.output.with_suffix(".json")) or {"measurements": [], "results": {}}
+    run["measurements"].append(harness.measurement_facts(MODULE, PACKAGES))
     with tempfile.TemporaryDirectory(prefix="recipe-") as name:
         for place in options.dataset:
             data = load_news(str(place), columns=_columns(options), task=TASKS[options.task])
@@ -66,33 +74,37 @@ def main() -> None:
 
 
 def measure_all(
-    options: Namespace, run: dict[str, Any], data: NewsData, per_label: int, seed: int, folder: Path
+    options: Namespace, run: dict[str, Any], data: NewsData, per_label: str, seed: int, folder: Path
 ) -> None:
     """Draw the rows, and measure every encoder that has not been."""
-    case = f"{Path(data.name).name} / {per_label or 'all'}"
+    case = f"{Path(data.name).name} / {per_label}"
     rows = folder / f"{case.replace(' / ', '-')}-{seed}"
     wanted = [model for model in options.model if f"{case} / {Path(model).name} / {seed}" not in run["results"]]
     if wanted and not rows.exists():
         write_rows(data, per_label, seed, rows)
     for model in wanted:
         clean = default_cleaning(data.name, data.label_names)
-        found = train(options, rows, model, seed, clean)
-        found["frozen"] = frozen(data, options, draw(data, per_label, seed), model, clean)
+        if per_label in WITHOUT_ROWS:
+            found = from_names(rows, model, seed, clean, with_texts=per_label != NAMES)
+        else:
+            found = train(options, rows, model, seed, clean)
+            found["frozen"] = frozen(data, options, draw(data, per_label, seed), model, clean)
+        found["measurement"] = len(run["measurements"])
         run["results"][f"{case} / {Path(model).name} / {seed}"] = found
         harness.report(f"{case}, {model}, seed {seed}: {found}")
 
 
-def draw(data: NewsData, per_label: int, seed: int) -> np.ndarray:
+def draw(data: NewsData, per_label: str, seed: int) -> np.ndarray:
     """The training rows of a run."""
     labels = data.train.labels
-    if not per_label:
+    if not per_label.isdigit():
         return np.arange(len(labels))
     generator = np.random.default_rng(seed)
-    chosen = [generator.permutation(np.flatnonzero(labels == label))[:per_label] for label in np.unique(labels)]
+    chosen = [generator.permutation(np.flatnonzero(labels == label))[: int(per_label)] for label in np.unique(labels)]
     return np.sort(np.concatenate(chosen))
 
 
-def write_rows(data: NewsData, per_label: int, seed: int, folder: Path) -> None:
+def write_rows(data: NewsData, per_label: str, seed: int, folder: Path) -> None:
     """Write the drawn training rows, and all others, where training reads them."""
     folder.mkdir()
     splits = data.splits | {"train": data.train.take(draw(data, per_label, seed))}
@@ -101,6 +113,8 @@ def write_rows(data: NewsData, per_label: int, seed: int, folder: Path) -> None:
             for text, target in zip(rows.texts, rows.labels, strict=True):
                 texts = {"text": text} if isinstance(text, str) else dict(zip(("text", "text_pair"), text, strict=True))
                 file.write(json.dumps(texts | {"label": _label(data.label_names, target)}) + "\n")
+
+    (folder / "names.txt").write_text("\n".join(data.label_names), encoding="utf-8")
 
 
 def _label(names: list[str], target: np.ndarray) -> str | list[str] | float:
@@ -123,6 +137,21 @@ def train(options: Namespace, rows: Path, model: str, seed: int, clean: str) -> 
     name = METRIC_OF[options.task]
     words = metrics["baseline"]["test"][name]
     return {"defaults": metrics["test"][name], "words": words, "seconds": seconds}
+
+
+def from_names(rows: Path, model: str, seed: int, clean: str, *, with_texts: bool) -> dict[str, float]:
+    """Make a model from the names of the labels, and test it on rows that it knows nothing of."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
+        output = Path(place) / "model"
+        flags = ["--labels", str(rows / "names.txt"), "--model", model, "--seed", str(seed), "--cache_dir", place]
+        flags += ["--output_dir", str(output), *(["--clean", clean] if clean != "none" else [])]
+        flags += ["--unlabelled", str(rows / "train.jsonl")] if with_texts else []
+        began = time.monotonic()
+        run_program([sys.executable, "-m", "training.train_single", *flags])
+        seconds = time.monotonic() - began
+        test = ["--dataset", str(rows), "--json"]
+        told = run_program([sys.executable, "-m", "training.evaluate", str(output), *test])
+    return {"defaults": json.loads(told[told.index("{") :])["accuracy"], "seconds": seconds}
 
 
 def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, clean: str) -> float:
@@ -175,10 +204,10 @@ def read_texts(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray
 
 def render(run: dict[str, Any]) -> str:
     """The page of a run."""
-    cases = list(dict.fromkeys(key.rpartition(" / ")[0] for key in run["results"]))
+    cases = sorted({key.rpartition(" / ")[0] for key in run["results"]}, key=_place)
 
     def values(case: str, name: str) -> list[float]:
-        return [found[name] for key, found in run["results"].items() if key.rpartition(" / ")[0] == case]
+        return [found.get(name, 0) for key, found in run["results"].items() if key.rpartition(" / ")[0] == case]
 
     def share(name: str) -> Callable[[str], str]:
         def cell(case: str) -> str:
@@ -189,6 +218,20 @@ def render(run: dict[str, Any]) -> str:
 
         return cell
 
+    def verdict(model: str) -> str:
+        """Of the cases of an encoder, where its defaults are at least as good as each of the others."""
+        said = []
+        for name in ("words", "frozen"):
+            both = {
+                case: (mean(values(case, "defaults")), mean(values(case, name)))
+                for case in cases
+                if case.split(" / ")[2] == model and all(values(case, name))
+            }
+            behind = [case.rpartition(" / ")[0] for case, (own, other) in both.items() if own < other - TIE]
+            but = f" (not {', '.join(behind)})" if behind else ""
+            said.append(f"*{name}* in {len(both) - len(behind)} of {len(both)} cases{but}")
+        return f"- `{model}`: its defaults reach, within {100 * TIE:g} points, {' and '.join(said)}.\n"
+
     columns: dict[str, Callable[[str], str]] = {
         "data": lambda case: case.split(" / ")[0],
         "rows per label": lambda case: case.split(" / ")[1],
@@ -198,33 +241,52 @@ def render(run: dict[str, Any]) -> str:
         "words": share("words"),
         "frozen": share("frozen"),
         "seconds": lambda case: harness.median_and_spread(values(case, "seconds"), 0),
+        "measurement": lambda case: ", ".join(map(str, sorted(set(values(case, "measurement"))))),
     }
     page = harness.introduction(MODULE, "What the defaults reach", INTRODUCTION)
-    return f"{page}{harness.table(columns, cases)}\n{harness.fact_list(run['facts'])}"
+    found = "".join(map(verdict, dict.fromkeys(case.split(" / ")[2] for case in cases)))
+    used = {found["measurement"] for found in run["results"].values()}
+    facts = "".join(
+        f"\nMeasurement {number}:\n\n{harness.fact_list(facts)}"
+        for number, facts in enumerate(run["measurements"], 1)
+        if number in used
+    )
+    return f"{page}{harness.table(columns, cases)}\n{found}{facts}"
+
+
+def _place(case: str) -> tuple[str, str, float]:
+    """By data set and encoder, from no rows to all."""
+    data, rows, model = case.split(" / ")
+    number = float(rows) if rows.isdigit() else {NAMES: 0.0, TEXTS: 0.5, ALL: math.inf}[rows]
+    return data, model, number
 
 
 def _columns(options: Namespace) -> Columns:
     return Columns(label=options.label_column, pair=options.pair_column)
 
 
-def _rows_per_label(text: str) -> int:
-    if text == "all":
-        return 0
-    return positive(text)
+def _rows_per_label(text: str) -> str:
+    return text if text in (*WITHOUT_ROWS, ALL) else str(positive(text))
 
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="recipe.md")
     parser.add_argument("--dataset", nargs="+", required=True, help="folders with train and test rows")
     parser.add_argument("--model", nargs="+", default=[STARTER], help="encoders (default: starter)")
-    parser.add_argument("--per_label", type=_rows_per_label, nargs="+", default=[8, 16, 64], help="rows, or all")
+    parser.add_argument(
+        "--per_label",
+        type=_rows_per_label,
+        nargs="+",
+        default=["8", "16", "64"],
+        help=f"rows, {ALL}, {NAMES} or {TEXTS} (default: 8 16 64)",
+    )
     parser.add_argument("--task", choices=METRIC_OF, default="classification", help="as for training")
     parser.add_argument("--label_column", default="label", help="column with the label (default: label)")
     parser.add_argument("--pair_column", default="", help="column with a second text")
     parser.add_argument("--seeds", type=positive, default=3, help="how many draws (default: 3)")
     options = parser.parse_args()
-    if options.task != "classification" and any(options.per_label):
-        parser.error(f"--task {options.task}: rows are drawn by label, so give --per_label all")
+    if options.task != "classification" and options.per_label != [ALL]:
+        parser.error(f"--task {options.task}: rows are drawn by label, so give --per_label {ALL}")
     return options
 
 

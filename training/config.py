@@ -100,6 +100,9 @@ LANGUAGE_MODELS = ("masked_lm", "causal_lm")
 UNLABELLED = ("embedding", *LANGUAGE_MODELS)
 LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in UNLABELLED)
 
+# What the recipe chooses where it is not given, see run/recipe.py.
+CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
+
 TASKS_WITH_ONE_LABEL = ("classification", "pair")
 
 # The tasks that each of these flags is for.
@@ -763,7 +766,9 @@ def parse_config(
         origins = dict.fromkeys(in_file, f"--deepspeed_config {file}") | origins
     config = make_config(values, origins)
     if print_config:
-        print(config.to_yaml(), end="")
+        for line in config.to_yaml().splitlines():
+            name = line.partition(":")[0]
+            print(f"# {line}  # unset: chosen from the rows" if name in CHOSEN and not config.gives(name) else line)
         raise SystemExit(0)
     return config
 

@@ -77,7 +77,18 @@ def test_the_printed_configuration_fed_back_gives_an_equal_one(
     text = printed(capsys, *flags, "--print_config")
 
     assert parse("--config", yaml_file(tmp_path, text)) == parse(*flags)
-    assert list(yaml.safe_load(text)) == list(TrainConfig.model_fields)
+    assert re.findall(r"^(?:# )?(\w+):", text, re.M) == list(TrainConfig.model_fields)
+
+
+def test_what_the_rows_decide_is_printed_but_not_given_by_the_printed_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = printed(capsys, "--epochs", "4", "--print_config")
+
+    config = parse("--config", yaml_file(tmp_path, text))
+    assert config.gives("epochs")
+    assert not any(map(config.gives, ("learning_rate", "batch_size", "validation_fraction", "best_metric", "method")))
+    assert "# batch_size: 32  # unset: chosen from the rows" in text
 
 
 def test_a_learning_rate_without_a_dot_is_read_from_yaml(tmp_path: Path) -> None:

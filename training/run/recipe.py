@@ -5,15 +5,16 @@ files say it was trained.
 
 **Learning rate.** AdamW moves every weight by about the rate in each step, whatever the gradient's size. A layer of
 width w sums w of them, and a narrow encoder has larger weights, so it takes a higher rate: with the square of the
-width. Changes of successive blocks add up, so deep encoders take a lower one. ``RATE`` is what is usual for BERT base:
-768 wide, 12 blocks deep.
+width. Changes of successive blocks add up, so deep encoders take a lower one. ``RATE`` is what is usual for BERT base,
+768 wide, 12 blocks deep, with a random head. Half of it is enough for a head that was fitted before: at the whole rate
+the loss rises at first, and what the encoder knew of other texts than these rows is lost.
 
 **Steps.** What fine-tuning needs is steps, not passes: a run of three epochs takes 9 steps with 80 rows, and a label
 that is seen three times is not learned. More labels need more steps, several labels per text twice as many.
 
 **Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to ``FEW_ROWS`` all rows
-train, and folds say how good the fitted head is on rows that it has not seen. From there a few gentle epochs go a long
-way, and more of them learn the rows by heart.
+train, and folds say how good the fitted head is on rows that it has not seen. From there a few epochs go a long way,
+and more of them learn the rows by heart.
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from training.config import LABELLED, TINY, TrainConfig
+from training.config import CHOSEN, LABELLED, TINY, TrainConfig
 
 if TYPE_CHECKING:
     from training.model.classifier import NewsClassifier
 
-RATE, WIDTH, DEPTH = 3e-5, 768, 12
+RATE, OF_FITTED_HEAD, WIDTH, DEPTH = 3e-5, 0.5, 768, 12
 HIGHEST_RATE = 1e-3
 RATE_OF_LORA, RATE_OF_RANDOM, USUAL_RATE = 2e-4, 1e-3, 2e-5
 STEPS, STEPS_PER_LABEL, LEAST_EPOCHS, MOST_EPOCHS = 150, 5, 3, 20
 BATCHES = ((2_000, 16), (math.inf, 32))  # up to so many rows, rows per batch
-FEW_ROWS, FEW_EPOCHS, GENTLE = 1_000, 10, 0.5
+FEW_ROWS, FEW_EPOCHS = 1_000, 10
 # Where a label has less than this of its even share of the rows, accuracy says little about it.
 RARE = 0.1
-CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
 # Who gives one of these wants rows to validate on.
 NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "early_stopping"}
 
@@ -63,7 +63,7 @@ def validation_fraction(config: TrainConfig, num_rows: int) -> float:
 
 
 def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
-    """The peak learning rate for this encoder, with many rows."""
+    """The peak learning rate for this encoder."""
     if config.lora:
         return RATE_OF_LORA
     if config.model == TINY or config.network:
@@ -71,11 +71,8 @@ def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
     width, depth = (getattr(model.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
     if not (width and depth):
         return USUAL_RATE
-    return _rounded(min(HIGHEST_RATE, RATE * (WIDTH / width) ** 2 * math.sqrt(DEPTH / depth)))
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.2g}")
+    rate = min(HIGHEST_RATE, RATE * (WIDTH / width) ** 2 * math.sqrt(DEPTH / depth))
+    return float(f"{OF_FITTED_HEAD * rate if fits_head(config) else rate:.2g}")
 
 
 def settle_recipe(
@@ -115,7 +112,7 @@ def _choose(
     chosen: dict[str, Any] = {
         # Written down with the rate, so that the run's own config.yaml begins another run in the same way.
         "method": config.method if config.method != "auto" else "fine_tune" if fits_head(config) else "auto",
-        "learning_rate": _rounded(GENTLE * rate) if is_few else rate,
+        "learning_rate": rate,
         "validation_fraction": validation_fraction(config, num_rows),
         "batch_size": size,
         "epochs": epochs,

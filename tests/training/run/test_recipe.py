@@ -47,7 +47,14 @@ def configuration(**values: Any) -> TrainConfig:
     ids=["base", "distilled base", "large", "384 x 6", "256 x 3", "64 x 2"],
 )
 def test_narrow_and_shallow_encoders_learn_faster(network: PreTrainedConfig, low: float, high: float) -> None:
-    assert low <= rate_for(configuration(), classifier(network)) <= high
+    with_random_head = configuration(loss="mine:loss")
+    assert low <= rate_for(with_random_head, classifier(network)) <= high
+
+
+def test_a_fitted_head_needs_half_the_rate_of_a_random_one() -> None:
+    fitted, random = (rate_for(configuration(loss=loss), classifier(MINILM)) for loss in ("", "mine:loss"))
+
+    assert fitted == pytest.approx(random / 2, rel=0.05)
 
 
 def test_an_encoder_learns_at_the_same_rate_by_name_and_by_path(tmp_path: Path) -> None:
