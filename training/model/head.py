@@ -48,6 +48,8 @@ MANY_SCORES, ROWS_TO_CHOOSE = 20_000, 1_500
 # From a third to thirty times as sure, in steps of a tenth.
 SHARPNESS = tuple(1.1**step for step in range(-12, 37))
 ROWS_AT_ONCE = 64
+# Larger models stay in their files until a strategy has split them among the ranks.
+MOST_WEIGHTS = 500_000_000
 # A pooler that shall pass its input on: how large that input is, in standard deviations, where its activation bends.
 THROUGH_TANH = 0.3
 ABOVE_ZERO = 0.5
@@ -100,6 +102,14 @@ def _pooler_of(model: NewsClassifier) -> nn.Linear | None:
     family = FAMILY_OF.get(type(model.network).__name__)
     pooler = model.network.get_submodule(family.pooler) if family and family.pooler else None
     return pooler if isinstance(pooler, nn.Linear) and pooler.bias is not None else None
+
+
+def can_be_fitted(model: NewsClassifier) -> bool:
+    """Whether a model's last layer can be reached, and every rank can hold the model to read its rows."""
+    # A last layer without a bias belongs to a decoder, which reads each row's last token.
+    if not model.head or model.network.get_submodule(model.head).bias is None:
+        return False
+    return sum(parameter.numel() for parameter in model.parameters()) <= MOST_WEIGHTS
 
 
 # What the encoder says

@@ -15,7 +15,7 @@ from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
 from training.data.unlabelled import in_a_sentence
 from training.model.classifier import NewsClassifier, widen
-from training.model.head import fit_head, read_on_all_ranks
+from training.model.head import can_be_fitted, fit_head, read_on_all_ranks
 from training.model.pooling import FIRST, MEAN, POOLING_KEY, trained_pooling
 from training.monitoring.records import METRICS
 from training.parallelism.distributed import Ranks
@@ -23,8 +23,6 @@ from training.run.extend import earlier_head
 
 # Rows to fit a head to that is only a start: reading them takes a third of an epoch at most.
 ROWS_TO_START, ROWS_PER_LABEL = 4_096, 32
-# Larger models stay in their files until a strategy has shared them out.
-MOST_WEIGHTS = 500_000_000
 # A name is words if it has three letters in a row.
 WORD = re.compile(r"[^\W\d_]{3}")
 
@@ -74,10 +72,7 @@ def start_from_head(
         The model, the same on all ranks; None if its head cannot be reached, or its weights are too large to be held
         by every rank.
     """
-    # A last layer without a bias belongs to a decoder, which reads each row's last token.
-    if not model.head or model.network.get_submodule(model.head).bias is None:
-        return None
-    if sum(parameter.numel() for parameter in model.parameters()) > MOST_WEIGHTS:
+    if not can_be_fitted(model):
         return None
     widen(model)
     names = None

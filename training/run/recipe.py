@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from training.config import CHOSEN, LABELLED, TINY, TrainConfig
+from training.model.head import can_be_fitted
 
 if TYPE_CHECKING:
     from training.model.classifier import NewsClassifier
@@ -72,7 +73,11 @@ def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
     if not (width and depth):
         return USUAL_RATE
     rate = min(HIGHEST_RATE, RATE * (WIDTH / width) ** 2 * math.sqrt(DEPTH / depth))
-    return float(f"{OF_FITTED_HEAD * rate if fits_head(config) else rate:.2g}")
+    return float(f"{OF_FITTED_HEAD * rate if _has_fitted_head(config, model) else rate:.2g}")
+
+
+def _has_fitted_head(config: TrainConfig, model: NewsClassifier) -> bool:
+    return fits_head(config) and can_be_fitted(model)
 
 
 def settle_recipe(
@@ -105,7 +110,7 @@ def _choose(
     rate, num_labels = rate_for(config, model), len(model.task.label_names)
     if not is_pretrained(config):
         return {"learning_rate": rate}
-    is_few = fits_head(config) and num_rows <= FEW_ROWS
+    is_few = _has_fitted_head(config, model) and num_rows <= FEW_ROWS
     size = next(rows for most, rows in BATCHES if num_train <= most)
     steps = (STEPS + STEPS_PER_LABEL * num_labels) * (2 if config.task == "multi_label" else 1)
     epochs = FEW_EPOCHS if is_few else min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))

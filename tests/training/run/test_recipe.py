@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import BertConfig, DistilBertConfig, PreTrainedConfig
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from training.config import TrainConfig
 from training.model.classifier import NewsClassifier
@@ -14,12 +21,11 @@ from training.tasks import Classification
 
 
 def classifier(config: PreTrainedConfig, labels: int = 4) -> NewsClassifier:
-    """One that has the sizes of a network, and no weights."""
-    model = NewsClassifier.__new__(NewsClassifier)
-    model.__dict__ |= {"_modules": {}, "_parameters": {}, "_buffers": {}}
-    network = type("Network", (), {"config": config})()
-    model.__dict__ |= {"network": network, "task": Classification([str(i) for i in range(labels)])}
-    return model
+    """One that has the shapes of a network, and no weights."""
+    config.num_labels = labels
+    with torch.device("meta"):
+        network = AutoModelForSequenceClassification.from_config(config)
+    return NewsClassifier.around(network, Classification([str(i) for i in range(labels)]))
 
 
 MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12)
@@ -39,10 +45,10 @@ def configuration(**values: Any) -> TrainConfig:
     [
         (BertConfig(), 2e-5, 5e-5),
         (DistilBertConfig(), 3e-5, 5e-5),
-        (BertConfig(hidden_size=1024, num_hidden_layers=24), 8e-6, 2e-5),
+        (BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16), 8e-6, 2e-5),
         (MINILM, 1e-4, 2e-4),
-        (DistilBertConfig(dim=256, n_layers=3), 4e-4, 7e-4),
-        (BertConfig(hidden_size=64, num_hidden_layers=2), 1e-3, 1e-3),
+        (DistilBertConfig(dim=256, n_layers=3, n_heads=8), 4e-4, 7e-4),
+        (BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4), 1e-3, 1e-3),
     ],
     ids=["base", "distilled base", "large", "384 x 6", "256 x 3", "64 x 2"],
 )
@@ -55,6 +61,12 @@ def test_a_fitted_head_needs_half_the_rate_of_a_random_one() -> None:
     fitted, random = (rate_for(configuration(loss=loss), classifier(MINILM)) for loss in ("", "mine:loss"))
 
     assert fitted == pytest.approx(random / 2, rel=0.05)
+
+
+def test_a_head_that_cannot_be_fitted_learns_as_a_random_one_does() -> None:
+    decoder = classifier(LlamaConfig(vocab_size=60, hidden_size=384, intermediate_size=64, num_hidden_layers=6))
+
+    assert rate_for(configuration(), decoder) == rate_for(configuration(loss="mine:loss"), decoder)
 
 
 def test_an_encoder_learns_at_the_same_rate_by_name_and_by_path(tmp_path: Path) -> None:
