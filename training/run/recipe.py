@@ -10,7 +10,8 @@ width. Changes of successive blocks add up, so deep encoders take a lower one. `
 the loss rises at first, and what the encoder knew of other texts than these rows is lost.
 
 **Steps.** What fine-tuning needs is steps, not passes: a run of three epochs takes 9 steps with 80 rows, and a label
-that is seen three times is not learned. More labels need more steps, several labels per text twice as many.
+that is seen three times is not learned. More labels need more steps, several labels per text twice as many. What two
+texts have to do with each other is not in what an encoder says of one text, so pairs need four times as many.
 
 **Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to ``FEW_ROWS`` all rows
 train, and folds say how good the fitted head is on rows that it has not seen. From there a few epochs go a long way,
@@ -112,7 +113,9 @@ def _choose(
         return {"learning_rate": rate}
     is_few = _has_fitted_head(config, model) and num_rows <= FEW_ROWS
     size = next(rows for most, rows in BATCHES if num_train <= most)
-    steps = (STEPS + STEPS_PER_LABEL * num_labels) * (2 if config.task == "multi_label" else 1)
+    steps = (STEPS + STEPS_PER_LABEL * num_labels) * (
+        4 if config.columns.pair else 2 if config.task == "multi_label" else 1
+    )
     epochs = FEW_EPOCHS if is_few else min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
     chosen: dict[str, Any] = {
         # Written down with the rate, so that the run's own config.yaml begins another run in the same way.

@@ -63,6 +63,13 @@ def test_a_fitted_head_needs_half_the_rate_of_a_random_one() -> None:
     assert fitted == pytest.approx(random / 2, rel=0.05)
 
 
+def test_pairs_of_texts_are_seen_more_often() -> None:
+    single, pairs = (settled(configuration(task="regression", pair_column=pair), 3_000, 1) for pair in ("", "other"))
+
+    assert single.epochs == 3
+    assert pairs.epochs == 7
+
+
 def test_a_head_that_cannot_be_fitted_learns_as_a_random_one_does() -> None:
     decoder = classifier(LlamaConfig(vocab_size=60, hidden_size=384, intermediate_size=64, num_hidden_layers=6))
 
