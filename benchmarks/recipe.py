@@ -154,6 +154,10 @@ def from_names(rows: Path, model: str, seed: int, clean: str, *, with_texts: boo
     return {"defaults": json.loads(told[told.index("{") :])["accuracy"], "seconds": seconds}
 
 
+# They take longer to read than few training rows.
+of_test_rows: dict[tuple[str, str], tuple[np.ndarray, ...]] = {}
+
+
 def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, clean: str) -> float:
     """What a linear model makes of the vectors of the untrained encoder."""
     from sklearn.linear_model import LogisticRegression, Ridge
@@ -165,14 +169,16 @@ def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, c
     elif options.task == "regression":
         fit = Ridge(alpha=0.1)
     rows = data.train.take(chosen)
-    train, test = (read(model, part.texts, clean) for part in (rows, data.test))
+    train = read(model, rows.texts, clean)
+    test = of_test_rows.get((data.name, model)) or read(model, data.test.texts, clean)
+    of_test_rows[data.name, model] = test
     return max(
         float(SCORE_OF[options.task](data.test.labels, fit.fit(of_train, rows.labels).predict(of_test)))
         for of_train, of_test in zip(train, test, strict=True)
     )
 
 
-def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, np.ndarray]:
+def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, ...]:
     """Vectors of the mean of all tokens and of the first one: (texts, width) each."""
     if isinstance(texts[0], str):
         return read_texts(model, texts, clean)

@@ -92,7 +92,8 @@ def test_texts_without_labels_show_what_the_names_mean(
 def test_names_alone_are_compared_with_texts_as_the_encoder_was_trained_to_be_read(run: Train, tmp_path: Path) -> None:
     run(tmp_path / "model", labels=",".join(load_news(SAMPLE).label_names), model="starter")
 
-    assert evaluate_saved(tmp_path / "model", SAMPLE, ALONE, quiet=True)["accuracy"] > 0.55  # the mean of all tokens gives 0.33
+    # The mean of all tokens gives 0.33.
+    assert evaluate_saved(tmp_path / "model", SAMPLE, ALONE, quiet=True)["accuracy"] > 0.55
 
 
 def test_a_label_without_rows_is_learned_from_its_name(run: Train, tmp_path: Path) -> None:

@@ -113,9 +113,8 @@ def _choose(
         return {"learning_rate": rate}
     is_few = _has_fitted_head(config, model) and num_rows <= FEW_ROWS
     size = next(rows for most, rows in BATCHES if num_train <= most)
-    steps = (STEPS + STEPS_PER_LABEL * num_labels) * (
-        4 if config.columns.pair else 2 if config.task == "multi_label" else 1
-    )
+    times = 4 if config.columns.pair else 2 if config.task == "multi_label" else 1
+    steps = times * (STEPS + STEPS_PER_LABEL * num_labels)
     epochs = FEW_EPOCHS if is_few else min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
     chosen: dict[str, Any] = {
         # Written down with the rate, so that the run's own config.yaml begins another run in the same way.
