@@ -14,8 +14,8 @@ that is seen three times is not learned. More labels need more steps, several la
 texts have to do with each other is not in what an encoder says of one text, so pairs need four times as many.
 
 **Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to ``FEW_ROWS`` all rows
-train, and folds say how good the fitted head is on rows that it has not seen. From there a few epochs go a long way,
-and more of them learn the rows by heart.
+train, and folds say how good the fitted head is on rows that it has not seen. From there ten epochs go a long way, or
+fewer if they are twice the steps that many rows take; more of them learn the rows by heart.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def _choose(
     size = next(rows for most, rows in BATCHES if num_train <= most)
     times = 4 if config.columns.pair else 2 if config.task == "multi_label" else 1
     steps = times * (STEPS + STEPS_PER_LABEL * num_labels)
-    epochs = FEW_EPOCHS if is_few else min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
+    if is_few:
+        epochs = min(FEW_EPOCHS, math.ceil(2 * steps * size / num_train))
+    else:
+        epochs = min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
     chosen: dict[str, Any] = {
         # Written down with the rate, so that the run's own config.yaml begins another run in the same way.
         "method": config.method if config.method != "auto" else "fine_tune" if fits_head(config) else "auto",

@@ -63,6 +63,11 @@ def test_a_fitted_head_needs_half_the_rate_of_a_random_one() -> None:
     assert fitted == pytest.approx(random / 2, rel=0.05)
 
 
+def test_a_thousand_rows_are_not_learned_by_heart() -> None:
+    assert settled(configuration(), 64).epochs == 10
+    assert settled(configuration(), 1_000).epochs == 6
+
+
 def test_pairs_of_texts_are_seen_more_often() -> None:
     single, pairs = (settled(configuration(task="regression", pair_column=pair), 3_000, 1) for pair in ("", "other"))
 
