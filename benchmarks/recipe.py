@@ -52,7 +52,7 @@ rows, as the run reports it. *frozen*: logistic regression (scikit-learn, C = 10
 several; ridge regression for numbers) on the encoder's vectors as they were before training, of length 1, the better of
 the mean of all tokens and the first one; of a pair, both vectors, the difference and the product. *seconds*: of the
 whole command, from start to the model folder with its test and report, median; they depend on the machine, which the
-last column refers to.
+last column refers to, and are upper limits, as most were measured while it did other work too.
 
 *names*: no rows, only the names of the labels (`--labels NAMES`); *names+texts*: the same, and the texts of all
 training rows without their labels (`--unlabelled TEXTS`). Both are tested by `python -m training.evaluate`.
@@ -113,7 +113,6 @@ def write_rows(data: NewsData, per_label: str, seed: int, folder: Path) -> None:
             for text, target in zip(rows.texts, rows.labels, strict=True):
                 texts = {"text": text} if isinstance(text, str) else dict(zip(("text", "text_pair"), text, strict=True))
                 file.write(json.dumps(texts | {"label": _label(data.label_names, target)}) + "\n")
-
     (folder / "names.txt").write_text("\n".join(data.label_names), encoding="utf-8")
 
 

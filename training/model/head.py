@@ -241,7 +241,8 @@ def _gelu(states: np.ndarray) -> np.ndarray:
 
 def _normalised(way: _Features) -> _Features:
     texts = np.concatenate([way.rows, way.unlabelled])
-    texts = texts if len(texts) else way.names
+    if not len(texts):
+        return _normalised_names(way)
     mean = texts.mean(axis=0)
     # The length before the shift, which says nothing about a row.
     length = float(np.sqrt(((texts - way.shift) ** 2).sum(axis=1)).mean()) or 1.0
@@ -252,6 +253,17 @@ def _normalised(way: _Features) -> _Features:
         names = names - names.mean(axis=0)
         names = names / (float(np.linalg.norm(names, axis=1).mean()) or 1.0)
     return _Features(way.pooling, way.through_pooler, rows, names, unlabelled, way.scale, way.shift, mean, length)
+
+
+def _normalised_names(way: _Features) -> _Features:
+    """Where there is no text to centre by: sentence encoders are compared by their vectors' angles, measured from zero.
+    What a trained pooler says has no such zero, as an activation may let pass only what is above it.
+    """
+    mean = way.names.mean(axis=0) if way.through_pooler else way.shift
+    length = float(np.linalg.norm(way.names - way.shift, axis=1).mean()) or 1.0
+    names = way.names - mean
+    names = names / (float(np.linalg.norm(names, axis=1).mean()) or 1.0) if way.through_pooler else _unit(names)
+    return replace(way, names=names, mean=mean, length=length)
 
 
 @dataclass(frozen=True)
