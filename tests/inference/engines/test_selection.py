@@ -57,6 +57,13 @@ def test_without_an_artefact_torch_answers_and_the_reason_says_how_to_get_one(mo
     assert "python -m inference.export" in info["reason"]
 
 
+@pytest.fixture(name="fast_int8")
+def fixture_fast_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor with VNNI; without it an int8 artefact is compared with the float model first."""
+    monkeypatch.setattr("inference.engines.selection.has_fast_int8", lambda: True)
+
+
+@pytest.mark.usefixtures("fast_int8")
 def test_auto_picks_the_artefact_and_says_why(exported_folder: Path) -> None:
     info = ModelLoader(exported_folder).info
     weights = sha256_of(exported_folder / "model.safetensors")
@@ -280,6 +287,7 @@ def test_an_artefact_that_does_not_load_is_left_out_of_the_comparison(
     assert not cache.exists()
 
 
+@pytest.mark.usefixtures("fast_int8")
 def test_a_single_artefact_is_not_compared_but_its_speed_is_known(exported_folder: Path, cache: Path) -> None:
     loaded = load_model(exported_folder)
     assert not cache.exists()
