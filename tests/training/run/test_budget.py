@@ -119,7 +119,7 @@ def test_a_run_ends_with_a_rate_near_zero_and_goes_on_with_more_time(
     report = (run_dir / "report.html").read_text()
     assert "because its time (--budget 8s) was up" in report
     assert "evaluations in a row" not in report
-    assert 10 < last[0] < last[1] < 5000 * 4
+    assert 0 < last[0] < last[1] < 5000 * 4
     assert 0 < spent[0] < spent[1] < 8
 
 
