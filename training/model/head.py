@@ -251,7 +251,7 @@ def _normalised(way: _Features) -> _Features:
     names = way.names
     if len(names):
         names = names - names.mean(axis=0)
-        names = names / (float(np.linalg.norm(names, axis=1).mean()) or 1.0)
+        names = names / _mean_length(names)
     return _Features(way.pooling, way.through_pooler, rows, names, unlabelled, way.scale, way.shift, mean, length)
 
 
@@ -260,10 +260,13 @@ def _normalised_names(way: _Features) -> _Features:
     What a trained pooler says has no such zero, as an activation may let pass only what is above it.
     """
     mean = way.names.mean(axis=0) if way.through_pooler else way.shift
-    length = float(np.linalg.norm(way.names - way.shift, axis=1).mean()) or 1.0
     names = way.names - mean
-    names = names / (float(np.linalg.norm(names, axis=1).mean()) or 1.0) if way.through_pooler else _unit(names)
-    return replace(way, names=names, mean=mean, length=length)
+    names = names / _mean_length(names) if way.through_pooler else _unit(names)
+    return replace(way, names=names, mean=mean, length=_mean_length(way.names - way.shift))
+
+
+def _mean_length(vectors: np.ndarray) -> float:
+    return float(np.linalg.norm(vectors, axis=1).mean()) or 1.0
 
 
 @dataclass(frozen=True)

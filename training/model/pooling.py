@@ -46,10 +46,12 @@ def trained_pooling(place: Path) -> str | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """Empty if there is no such file, or no object in it: whoever loads the model says what is wrong with it."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def can_have_mean_block(network: nn.Module) -> bool:

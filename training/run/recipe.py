@@ -10,12 +10,12 @@ width. Changes of successive blocks add up, so deep encoders take a lower one. `
 the loss rises at first, and what the encoder knew of other texts than these rows is lost.
 
 **Steps.** What fine-tuning needs is steps, not passes: a run of three epochs takes 9 steps with 80 rows, and a label
-that is seen three times is not learned. More labels need more steps, several labels per text twice as many. What two
-texts have to do with each other is not in what an encoder says of one text, so pairs need four times as many.
+that is seen three times is not learned. More labels need more steps, and several labels per text twice as many. Pairs
+of texts need four times as many: the vector of a single text says nothing about how it relates to another one.
 
 **Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to ``FEW_ROWS`` all rows
-train, and folds say how good the fitted head is on rows that it has not seen. From there ten epochs go a long way, or
-fewer if they are twice the steps that many rows take; more of them learn the rows by heart.
+train, and folds say how good the fitted head is on rows that it has not seen. From there ten epochs are enough, and
+never more than twice the steps that a larger data set gets; a network that trains longer learns the rows by heart.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ def test_no_block_is_added_where_it_would_not_be_a_plain_mean(config: PreTrained
         ('{"pooling_mode_cls_token": true}', FIRST),
         ('{"pooling_mode_max_tokens": true}', None),
         ("{", None),
+        ("[1]", None),
         (None, None),
     ],
 )
