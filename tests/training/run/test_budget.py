@@ -42,7 +42,7 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none", milestones={"imported": t
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=time.perf_counter))
     return now
 
 
@@ -51,6 +51,19 @@ def just_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process, which is that of all tests, counts from now on."""
     monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 0.0)
     monkeypatch.setattr(module, "CLOSING_SECONDS", 0.5)
+
+
+@pytest.fixture
+def only_steps_take_time(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, just_started: None) -> None:
+    """A fifth of a second each, however fast or busy the machine is."""
+    observe = Budget.observe
+
+    def one_step_later(budget: Budget, tokens: float, seconds: float, tokens_per_step: float) -> None:
+        clock.seconds += 0.2
+        observe(budget, tokens_per_step, 0.2, tokens_per_step)
+
+    monkeypatch.setattr(Budget, "observe", one_step_later)
+    monkeypatch.setattr(module, "_seconds_per_token", lambda *_: 1e-6)
 
 
 def _prepared(model: str, tmp_path: Path, **flags: Any) -> tuple[TrainConfig, PreparedNews]:
@@ -100,7 +113,7 @@ def test_a_run_ends_with_a_rate_near_zero_and_goes_on_with_more_time(
     train_here: Train,
     metrics_of: Metrics,
     tmp_path: Path,
-    just_started: None,
+    only_steps_take_time: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     flags = (*RUN, "--output_dir", tmp_path / "model")
@@ -119,8 +132,9 @@ def test_a_run_ends_with_a_rate_near_zero_and_goes_on_with_more_time(
     report = (run_dir / "report.html").read_text()
     assert "because its time (--budget 8s) was up" in report
     assert "evaluations in a row" not in report
-    assert 0 < last[0] < last[1] < 5000 * 4
-    assert 0 < spent[0] < spent[1] < 8
+    assert 5 < last[0] < 25, "of a fifth of a second, in 5 seconds"
+    assert last[0] + 5 < last[1] < 40, "in 8 seconds"
+    assert 0 < spent[0] < 5 < spent[1] < 8
 
 
 def test_the_documented_command_trains(
