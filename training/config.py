@@ -691,6 +691,10 @@ class TrainConfig(BaseModel):
         return self.output_dir.with_name(self.output_dir.name + ".run")
 
     @property
+    def cache_folder(self) -> Path:
+        return self.cache_dir.expanduser()
+
+    @property
     def checkpoint_file(self) -> Path:
         return self.output_dir.with_name(self.output_dir.name + ".pt")
 

@@ -129,8 +129,23 @@ def settle_model(
         say(f"The hub cannot be reached and {config.model} is not in its cache: training --model {STARTER} instead")
         return STARTER
 
-    model = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose() if ranks.is_first else ""))
+    model = ranks.from_first(choose)
     return config if model == config.model else config.model_copy(update={"model": model})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the first rank of a machine found and wrote into the cache; small enough to be sent to the others.
+
+    ``key``: of the tokens in the cache; ``cleaning``, ``separator`` and ``vocabulary``: as in :class:`PreparedNews`;
+    ``vectors``: the file of the teacher's vectors, for ``--task embedding``.
+    """
+
+    key: str
+    cleaning: str
+    separator: int | None
+    vocabulary: Vocabulary | None
+    vectors: Path | None
 
 
 def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], own: Own = NOTHING_OWN) -> PreparedNews:
@@ -139,156 +154,190 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     Raises:
         UserError: the data or the tokenizer cannot be found or do not fit each other, or there are too few rows.
     """
-    cache_dir = config.cache_dir.expanduser()
-    loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
-    task = TASKS[config.task]
-
-    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
-        try:
-            return read_here()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            what = f"cannot be written ({error.strerror}); free some space, or name another folder"
-            raise UserError(f"--cache_dir {cache_dir}: {what}", code="not-writable") from error
-
-    def read_here() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
-        nonlocal loaded
-        # Once per machine, not once per rank.
-        if ranks.local_rank != 0:
-            return "", "", None, None, None
-        check_model_name(config.model, config.model_revision)
-        say(f"Reading {config.dataset or config.unlabelled or 'the names of the labels'} ...")
-        source = source_file(cache_dir, config)
-        known = read_known(source)
-        data = read_texts(cache_dir, known["tokens"]) if known else None
-        if data is None:
-            known = {}
-            names = names_of_labels(config.labels) if config.labels else []
-            load = partial(
-                load_news,
-                config.dataset,
-                config.seed,
-                config.bad_rows,
-                config.columns,
-                say,
-                config.selection,
-                task,
-                cache_dir,
-                config.validation_fraction,
-            )
-            if config.from_model:
-                data = with_earlier_rows(config, load, say)
-            elif config.dataset:
-                data = load(labels=names)
-            else:
-                data = rows_of_names(names)
-            if config.distill_texts or config.unlabelled:
-                data = add_unlabelled(data, config, cache_dir)
-        for note in data.notes:
-            say(note[0].upper() + note[1:])
-        is_chosen = config.clean != "auto"
-        cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names, config.train_split)
-        if "tokenizer" in known:
-            tokenizer = make_tokenizer(known["tokenizer"], config.max_length)
-        else:
-            tokenizer = load_tokenizer(
-                config.model,
-                data.train.texts,
-                config.max_length,
-                say,
-                cleaning,
-                config.model_revision,
-                for_own_network=bool(own.network),
-            )
-        separator = tokenizer.sep_token_id if config.columns.pair else None
-        if config.columns.pair and separator is None:
-            raise UserError(
-                f"--model {config.model}: its tokenizer has no separator to put between two texts; use an encoder such "
-                "as BERT",
-                code="pairs-not-read",
-            )
-        vocabulary, blocks = None, None
-        if issubclass(task, LanguageModel):
-            vocabulary = _vocabulary_of(tokenizer)
-            task.check_vocabulary(config.model, vocabulary)
-            blocks = Blocks(config.max_length, vocabulary.end)
-        # transformers keeps the side on which texts are cut outside of the tokenizer itself.
-        side = {SETTINGS_FILE: {"truncation_side": tokenizer.truncation_side}}
-        tokenizer_json = combined(tokenizer.backend_tokenizer.to_str(), side)
-        # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
-        # source.
-        digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
-        copies = Copies(config.rough_share, config.seed)
-        if known.get("tokenizer_sha256") == digest:
-            key = known["tokens"]
-        else:
-            key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks, config.long, copies)
-            length = UNCUT if blocks else config.max_length
-            windows = Windows.of_length(config.max_length) if config.long == "windows" else None
-            text_tokenizer = TextTokenizer.from_json(tokenizer_json, length, cleaning, windows)
-            write_tokens(cache_dir, key, data, text_tokenizer, say, blocks, copies)
-            data = read_texts(cache_dir, key)
-            known = {"tokens": key, "tokenizer_sha256": digest}
-            # That of tiny would have to be learned from all texts again.
-            known |= {"tokenizer": tokenizer_json} if config.model == TINY else {}
-            if source:
-                write_json(source, known)
-        assert data is not None
-        loaded = data, tokenizer
-        vectors = None
-        if task is Embedding:
-            asked = with_copies(data, copies, cleaning)
-            vectors = vectors_file(cache_dir, asked, config.distill, cleaning, config.max_length)
-            precision = choose_precision(config.precision, ranks.device)
-            write_vectors(vectors, config.distill, asked, cleaning, config.max_length, ranks.device, precision, say)
-        return key, cleaning, separator, vocabulary, vectors
-
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning, separator, vocabulary, vectors = ranks.broadcast(download_once(ranks, read, shared=shared))
+    find = partial(_find, config, ranks, say, for_own_network=bool(own.network))
+    found, texts, tokenizer = download_once(ranks, find, shared=shared)
+    found = ranks.broadcast(found)
+    assert found is not None
     # Memory-mapped: all ranks of a machine share the same pages.
-    tokens = read_tokens(cache_dir, key)
-    if vectors:
-        tokens = with_vectors(tokens, vectors)
-    texts, tokenizer = loaded or (None, None)
+    tokens = read_tokens(config.cache_folder, found.key)
+    if found.vectors:
+        tokens = with_vectors(tokens, found.vectors)
 
     def check() -> list[str]:
-        if not (ranks.is_first and texts and tokenizer):
-            return []
-        return check_tokens(config, tokenizer.backend_tokenizer.to_str(), cleaning, texts, tokens)
+        assert texts is not None
+        assert tokenizer is not None
+        return check_tokens(config, tokenizer.backend_tokenizer.to_str(), found.cleaning, texts, tokens)
 
-    about_tokens = ranks.broadcast(ranks.run_on_all_ranks(check))
+    about_tokens = ranks.from_first(check)
     # Rank 0 compares the texts, for all ranks.
-    found: dict[str, Any] = {"dropped": [], "lines": []}
+    dropped: dict[str, Any] = {"dropped": [], "lines": []}
     drops, near = _asked(config.duplicates)
     if drops:
-        file = repeats_file(cache_dir, key, config, "repeats")
-        drop = partial(remembered, file, lambda: Repeats(texts, near=near).drop())
-        found = ranks.broadcast(ranks.run_on_all_ranks(lambda: drop() if ranks.is_first else None))
-    kept = np.delete(row_numbers(len(tokens.train)), found["dropped"])
+        file = repeats_file(config.cache_folder, found.key, config, "repeats")
+        dropped = ranks.from_first(lambda: remembered(file, lambda: Repeats(texts, near=near).drop()))
+    kept = np.delete(row_numbers(len(tokens.train)), dropped["dropped"])
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
+    task = TASKS[config.task]
 
     def measure() -> dict[str, Any]:
-        if not ranks.is_first or task.is_language_model or not config.dataset:
+        if task.is_language_model or not config.dataset:
             return {}
         repeats = None if drops else Repeats(texts, near=near)
         return measure_run(repeats, texts, task, train[train < tokens.num_labelled], validation)
 
-    kept_in = repeats_file(cache_dir, key, config, f"report-{len(validation)}")
-    figures = ranks.run_on_all_ranks(lambda: remembered(kept_in, measure) if ranks.is_first else {})
-    lines = [*about_tokens, *found["lines"]]
+    report = repeats_file(config.cache_folder, found.key, config, f"report-{len(validation)}")
+    figures = ranks.run_on_all_ranks(lambda: remembered(report, measure) if ranks.is_first else {})
+    lines = [*about_tokens, *dropped["lines"]]
     for line in [*lines, *lines_of(figures, config)]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *lines])
-    teacher = ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None
-    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher, figures)
+    return PreparedNews(
+        tokens=tokens,
+        train_index=train,
+        validation_index=validation,
+        cleaning=found.cleaning,
+        texts=texts,
+        tokenizer=tokenizer,
+        separator=found.separator,
+        vocabulary=found.vocabulary,
+        teacher=ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None,
+        figures=figures,
+    )
 
 
-def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+def _find(
+    config: TrainConfig, ranks: Ranks, say: Callable[[str], None], *, for_own_network: bool
+) -> tuple[Found | None, NewsData | None, PreTrainedTokenizerBase | None]:
+    """Read the texts, choose the tokenizer and write the tokens into the cache, once per machine and not per rank."""
+    if ranks.local_rank != 0:
+        return None, None, None
+    check_model_name(config.model, config.model_revision)
+    say(f"Reading {config.dataset or config.unlabelled or 'the names of the labels'} ...")
+    try:
+        source = source_file(config.cache_folder, config)
+        known = read_known(source)
+        data = read_texts(config.cache_folder, known["tokens"]) if known else None
+        if data is None:  # the first time, or somebody cleared a part of the cache
+            data, known = _read_data(config, say), {}
+        for note in data.notes:
+            say(note[0].upper() + note[1:])
+        cleaning = config.clean
+        if cleaning == "auto":
+            cleaning = default_cleaning(config.dataset, data.label_names, config.train_split)
+        if "tokenizer" in known:
+            tokenizer = make_tokenizer(known["tokenizer"], config.max_length)
+        else:
+            texts, limit, revision = data.train.texts, config.max_length, config.model_revision
+            tokenizer = load_tokenizer(
+                config.model, texts, limit, say, cleaning, revision, for_own_network=for_own_network
+            )
+        separator = _separator_of(tokenizer, config)
+        vocabulary = _vocabulary_of(tokenizer, config)
+        # transformers keeps the side on which texts are cut outside of the tokenizer itself.
+        side = {SETTINGS_FILE: {"truncation_side": tokenizer.truncation_side}}
+        tokenizer_json = combined(tokenizer.backend_tokenizer.to_str(), side)
+        digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        if known.get("tokenizer_sha256") == digest:
+            key = known["tokens"]
+        else:
+            key = _write_tokens(config, data, tokenizer_json, cleaning, vocabulary, say)
+            data = read_texts(config.cache_folder, key)
+            assert data is not None
+            if source:
+                # The tokenizer of tiny would have to be learned from all texts again.
+                learned = {"tokenizer": tokenizer_json} if config.model == TINY else {}
+                write_json(source, {"tokens": key, "tokenizer_sha256": digest} | learned)
+        vectors = _write_vectors(config, data, cleaning, ranks.device, say) if TASKS[config.task] is Embedding else None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = f"cannot be written ({error.strerror}); free some space, or name another folder"
+        raise UserError(f"--cache_dir {config.cache_folder}: {what}", code="not-writable") from error
+    return Found(key, cleaning, separator, vocabulary, vectors), data, tokenizer
+
+
+def _read_data(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
+    """The rows of ``--dataset``, or the names of ``--labels`` as rows, with all that other flags add to them."""
+    names = names_of_labels(config.labels) if config.labels else []
+    load = partial(
+        load_news,
+        config.dataset,
+        seed=config.seed,
+        bad_rows=config.bad_rows,
+        columns=config.columns,
+        say=say,
+        selection=config.selection,
+        task=TASKS[config.task],
+        texts_in=config.cache_folder,
+        validation_fraction=config.validation_fraction,
+    )
+    if config.from_model:
+        data = with_earlier_rows(config, load, say)
+    elif config.dataset:
+        data = load(labels=names)
+    else:
+        data = rows_of_names(names)
+    if config.distill_texts or config.unlabelled:
+        data = add_unlabelled(data, config, config.cache_folder)
+    return data
+
+
+def _separator_of(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> int | None:
+    if not config.columns.pair:
+        return None
+    if tokenizer.sep_token_id is None:
+        raise UserError(
+            f"--model {config.model}: its tokenizer has no separator to put between two texts; use an encoder such "
+            "as BERT",
+            code="pairs-not-read",
+        )
+    return tokenizer.sep_token_id
+
+
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> Vocabulary | None:
+    task = TASKS[config.task]
+    if not issubclass(task, LanguageModel):
+        return None
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     special = tuple(sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}))
-    return Vocabulary(len(tokenizer), special, tokenizer.mask_token_id, end)
+    vocabulary = Vocabulary(len(tokenizer), special, tokenizer.mask_token_id, end)
+    task.check_vocabulary(config.model, vocabulary)
+    return vocabulary
+
+
+def _write_tokens(
+    config: TrainConfig,
+    data: NewsData,
+    tokenizer_json: str,
+    cleaning: str,
+    vocabulary: Vocabulary | None,
+    say: Callable[[str], None],
+) -> str:
+    """Tokenize the texts into the cache, if it does not have their tokens; returns the key of the tokens.
+
+    The key covers everything that the tokens depend on, so a cached file never has to be checked against its source.
+    """
+    blocks = Blocks(config.max_length, vocabulary.end) if vocabulary else None
+    copies = Copies(config.rough_share, config.seed)
+    key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks, config.long, copies)
+    length = UNCUT if blocks else config.max_length
+    windows = Windows.of_length(config.max_length) if config.long == "windows" else None
+    text_tokenizer = TextTokenizer.from_json(tokenizer_json, length, cleaning, windows)
+    write_tokens(config.cache_folder, key, data, text_tokenizer, say, blocks, copies)
+    return key
+
+
+def _write_vectors(
+    config: TrainConfig, data: NewsData, cleaning: str, device: torch.device, say: Callable[[str], None]
+) -> Path:
+    """What the teacher of ``--task embedding`` makes of the texts."""
+    asked = with_copies(data, Copies(config.rough_share, config.seed), cleaning)
+    path = vectors_file(config.cache_folder, asked, config.distill, cleaning, config.max_length)
+    precision = choose_precision(config.precision, device)
+    write_vectors(path, config.distill, asked, cleaning, config.max_length, device, precision, say)
+    return path
 
 
 def _asked(duplicates: str) -> tuple[bool, bool]:
@@ -441,90 +490,111 @@ def prepare_model(
         UserError: no such model, its weights do not fit it, it has fewer positions than ``max_length``, or not the
             layers that flags speak of.
     """
-    tokens = news.tokens
 
-    def load() -> NewsClassifier:
-        if own.network:
-            task = TASKS[config.task](tokens.label_names)
-            model = NewsClassifier.around(own.network(tokens.vocab_size, len(tokens.label_names)), task)
-            needs_gpu = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-            if needs_gpu and ranks.is_distributed and ranks.device.type == "cpu":
-                raise UserError(
-                    "--network: nn.SyncBatchNorm runs on GPUs only; use BatchNorm, or a single process", code="own-code"
-                )
-        else:
-            model = load_stored()
-            for note in model.notes:
-                say(note)
-        if config.max_length > model.max_positions:
-            raise UserError(
-                f"--max_length {config.max_length}: --model {config.model} has positions for "
-                f"{model.max_positions} tokens",
-                code="max-length",
-            )
-        if isinstance(model.task, MaskedLanguageModel):
-            model.task.vocabulary = news.vocabulary
-        check_depths(model.network, config)
-        if config.dropout is not None and not model.set_dropout(config.dropout):
-            raise UserError(
-                f"--dropout {config.dropout:g}: --model {config.model} has no dropout layers; leave it out",
-                code="model-layers-unknown",
-            )
-        head = model.network.get_submodule(model.head) if model.head else None
-        targets = tokens.train.labels[news.labelled_index]
-        if not own.loss:  # which compares scores and targets as they are
-            model.task.fit(targets, head)
-        some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(int)  # of several labels
-        own.apply_to(model.task, targets[some], config.best_metric)
-        for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
-            model.config.__dict__.pop(key, None)
-        if news.separator is not None:
-            setattr(model.config, PAIR_KEY, news.separator)
-        if config.long == "windows":
-            add_window_attention(model, config)
-        row = int(np.argmin(tokens.train.lengths))
-        start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
-        ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
-        flag = "--network" if own.network else f"--model {config.model}"
-        if end - start + PROBE_PADDING <= model.max_positions:
-            if unused := try_unknown_family(model, flag, ids):
-                say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
-            if head is not None and not _scale_can_be_moved(model, head, ids):
-                model.task.fit(np.zeros(1), head)  # train on the numbers as they are
-        settle_precision(model, flag, ids)
+    def load() -> tuple[NewsClassifier, str]:
+        model = _network_of(config, ranks, news, own) if own.network else _stored_model(config, news, pooling, say)
+        _fit_to_rows(model, config, news, own)
+        possible = _try_out(model, config, news, precision, own, say)
         if config.lora:
             add_adapters(model, config)
         freeze_layers(model.network, config)
-        return model
-
-    def settle_precision(model: NewsClassifier, flag: str, ids: torch.Tensor) -> None:
-        nonlocal precision
-        if precision != "fp32" and (reason := try_half_precision(model, ids)):
-            what = f"{flag}: cannot be computed in {precision} ({reason})"
-            if config.precision != "auto":
-                raise UserError(f"{what}; use --precision fp32", code="precision-unsupported")
-            say(f"{what}, so it is trained in fp32")
-            precision = "fp32"
-
-    def load_stored() -> NewsClassifier:
-        return load_from(
-            config.model,
-            lambda: NewsClassifier(
-                len(tokens.label_names),
-                config.model,
-                tokens.label_names,
-                vocab_size=tokens.vocab_size,
-                as_stored=True,
-                revision=config.model_revision,
-                task=TASKS[config.task],
-                layers=config.layers,
-                pooling=pooling,
-            ),
-            say,
-        )
+        return model, possible
 
     if not ranks.any(not _is_local(config.model)):
-        model = ranks.run_on_all_ranks(load)
-    else:
-        model = download_once(ranks, load, shared=cache_is_shared(ranks))
-    return model, precision
+        return ranks.run_on_all_ranks(load)
+    return download_once(ranks, load, shared=cache_is_shared(ranks))
+
+
+def _network_of(config: TrainConfig, ranks: Ranks, news: PreparedNews, own: Own) -> NewsClassifier:
+    assert own.network
+    labels = news.tokens.label_names
+    model = NewsClassifier.around(own.network(news.tokens.vocab_size, len(labels)), TASKS[config.task](labels))
+    needs_gpu = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if needs_gpu and ranks.is_distributed and ranks.device.type == "cpu":
+        raise UserError(
+            "--network: nn.SyncBatchNorm runs on GPUs only; use BatchNorm, or a single process", code="own-code"
+        )
+    return model
+
+
+def _stored_model(config: TrainConfig, news: PreparedNews, pooling: str, say: Callable[[str], None]) -> NewsClassifier:
+    def read() -> NewsClassifier:
+        return NewsClassifier(
+            len(news.tokens.label_names),
+            config.model,
+            news.tokens.label_names,
+            vocab_size=news.tokens.vocab_size,
+            as_stored=True,
+            revision=config.model_revision,
+            task=TASKS[config.task],
+            layers=config.layers,
+            pooling=pooling,
+        )
+
+    model = load_from(config.model, read, say)
+    for note in model.notes:
+        say(note)
+    return model
+
+
+def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews, own: Own) -> None:
+    """Set what the flags and the training rows say of the model, its task and its layers."""
+    if config.max_length > model.max_positions:
+        raise UserError(
+            f"--max_length {config.max_length}: --model {config.model} has positions for {model.max_positions} tokens",
+            code="max-length",
+        )
+    if isinstance(model.task, MaskedLanguageModel):
+        model.task.vocabulary = news.vocabulary
+    check_depths(model.network, config)
+    if config.dropout is not None and not model.set_dropout(config.dropout):
+        raise UserError(
+            f"--dropout {config.dropout:g}: --model {config.model} has no dropout layers; leave it out",
+            code="model-layers-unknown",
+        )
+    targets = news.tokens.train.labels[news.labelled_index]
+    if not own.loss:  # which compares scores and targets as they are
+        model.task.fit(targets, _head_of(model))
+    some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(int)  # of several labels
+    own.apply_to(model.task, targets[some], config.best_metric)
+    for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
+        model.config.__dict__.pop(key, None)
+    if news.separator is not None:
+        setattr(model.config, PAIR_KEY, news.separator)
+    if config.long == "windows":
+        add_window_attention(model, config)
+
+
+def _head_of(model: NewsClassifier) -> nn.Linear | None:
+    return model.network.get_submodule(model.head) if model.head else None  # type: ignore[return-value]
+
+
+def _try_out(
+    model: NewsClassifier,
+    config: TrainConfig,
+    news: PreparedNews,
+    precision: str,
+    own: Own,
+    say: Callable[[str], None],
+) -> str:
+    """Compute the shortest row, so that what cannot be computed is told before the first step; returns the precision in
+    which it can be.
+    """
+    rows = news.tokens.train
+    row = int(np.argmin(rows.lengths))
+    start, end = rows.offsets[row], rows.offsets[row + 1]
+    ids = torch.from_numpy(rows.ids[start:end].astype(np.int64))[None]  # (1, tokens)
+    flag = "--network" if own.network else f"--model {config.model}"
+    if end - start + PROBE_PADDING <= model.max_positions:
+        if unused := try_unknown_family(model, flag, ids):
+            say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
+        head = _head_of(model)
+        if head is not None and not _scale_can_be_moved(model, head, ids):
+            model.task.fit(np.zeros(1), head)  # train on the numbers as they are
+    if precision == "fp32" or not (reason := try_half_precision(model, ids)):
+        return precision
+    what = f"{flag}: cannot be computed in {precision} ({reason})"
+    if config.precision != "auto":
+        raise UserError(f"{what}; use --precision fp32", code="precision-unsupported")
+    say(f"{what}, so it is trained in fp32")
+    return "fp32"

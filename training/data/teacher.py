@@ -165,7 +165,7 @@ def _key(teacher: Path, texts: Sequence[Text]) -> str:
 
 
 def _file(config: TrainConfig, key: str) -> Path:
-    return config.cache_dir.expanduser() / f"teacher-{key}.safetensors"
+    return config.cache_folder / f"teacher-{key}.safetensors"
 
 
 def _compute(

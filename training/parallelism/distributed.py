@@ -131,6 +131,14 @@ class Ranks:
             raise kind(text if rank == 0 else f"rank {rank}: {text}", code=code, quiet=not self.is_first)
         return result  # type: ignore[return-value]
 
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on rank 0, on every rank. Pickled: small values only.
+
+        Raises:
+            UserError: as :meth:`run_on_all_ranks`.
+        """
+        return self.broadcast(self.run_on_all_ranks(lambda: work() if self.is_first else None))  # type: ignore[return-value]
+
     def local_rank0_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank of each machine, then on the others, who find its cached result.
 

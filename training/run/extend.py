@@ -129,7 +129,7 @@ def _read_again(config: TrainConfig, saved: SavedModel, labels: Sequence[str], s
             columns,
             say,
             Selection(**selection),
-            texts_in=config.cache_dir.expanduser(),
+            texts_in=config.cache_folder,
             labels=labels,
         )
         if found:
