@@ -176,16 +176,18 @@ def find_shared_damage(path: str, ranks: Ranks) -> str | None:
     return next((damage for damage in found if damage), None)
 
 
-def global_batch_size(config: TrainConfig, data_shard: DataShard, resumed: Resumed | None) -> tuple[int, int]:
-    """Rows per global batch, and the micro-batches per rank and step.
+def global_batch_size(
+    rows: int, config: TrainConfig, data_shard: DataShard, resumed: Resumed | None
+) -> tuple[int, int]:
+    """Rows per global batch, and the micro-batches per rank and step, which have at most ``rows`` rows.
 
-    A resumed run keeps its global batch size on any number of ranks. Micro-batches stay at ``batch_size`` rows or less;
-    a pipeline keeps their number, or takes a multiple of its ranks, which every schedule accepts.
+    A resumed run keeps its global batch size on any number of ranks. A pipeline keeps the number of micro-batches, or
+    takes a multiple of its ranks, which every schedule accepts.
     """
     if resumed is None:
-        return config.batch_size * data_shard.size * config.gradient_accumulation, config.gradient_accumulation
+        return rows * data_shard.size * config.gradient_accumulation, config.gradient_accumulation
     size = resumed.state["global_batch_size"]
-    accumulation = max(1, -(-size // (data_shard.size * config.batch_size)))
+    accumulation = max(1, -(-size // (data_shard.size * rows)))
     if data_shard.stages > 1 and accumulation != config.gradient_accumulation:
         accumulation = -(-accumulation // data_shard.stages) * data_shard.stages
     return size, accumulation

@@ -65,19 +65,27 @@ class Strategy:
     Args:
         model: whole, on the CPU; it is changed in place.
         precision: of the training steps.
+        phases: of the run, which records how long communication takes; unset = those of this strategy alone.
 
     Raises:
         UserError: the degrees, the model or the machine do not allow this strategy.
     """
 
-    def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
+    def __init__(
+        self,
+        model: NewsClassifier,
+        config: TrainConfig,
+        ranks: Ranks,
+        precision: str,
+        phases: Phases | None = None,
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self.precision = precision
         if config.float8:
             ranks.run_on_all_ranks(lambda: check_float8(config, ranks.device, precision))
         self.data_shard = DataShard(ranks.rank, ranks.world_size)
-        self.phases = Phases()  # replaced by the run's own
+        self.phases = phases or Phases()
         self.loss_scale = LossScale(enabled=precision == "fp16")
         self.task, self.head = model.task, model.head
         self.gradient_checks_left = config.check_gradient_sync

@@ -22,6 +22,12 @@ from training.run.phases import Phases
 from training.run.state import RunState
 
 
+def stop_agreed(ranks: Ranks, phases: Phases, interruption: Interruption) -> bool:
+    """:meth:`RunContext.stop_agreed`, for who needs it before there is a context."""
+    phases.heartbeat()
+    return ranks.any(interruption.asked)
+
+
 @dataclass
 class StepPlan:
     """How many steps of which size a run has, the same on all ranks. Only ``total_steps`` changes, with a time budget.
@@ -74,8 +80,7 @@ class RunContext:
 
     def stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; a collective call, for long phases such as an evaluation."""
-        self.phases.heartbeat()
-        return self.ranks.any(self.interruption.asked)
+        return stop_agreed(self.ranks, self.phases, self.interruption)
 
     def describe_row(self, row: int) -> str:
         """How a training row begins, if this rank has its text; otherwise nothing."""

@@ -14,34 +14,31 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import lock_run_folder, write_whole
-from training.checkpointing import SaveSchedule, check_storage, open_storage
+from training.checkpointing import SaveSchedule, Storage, check_storage, open_storage
 from training.checkpointing.export import check_output, check_shared
 from training.checkpointing.resume import (
     Resumed,
-    cleaning_of,
     find_resume_point,
     global_batch_size,
     move_later_aside,
     newest_checkpoint,
     open_checkpoint,
-    state_of_run,
 )
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
-from training.data.prepare import class_weights_of, prepare_model, prepare_news, settle_model
 from training.data.teacher import read_teachers
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
 from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
-from training.model.lora import check_lora, frozen_hash
+from training.model.lora import check_lora
 from training.model.optimizer import scaled_learning_rate
 from training.model.own import Own
 from training.model.pooling import POOLING_KEY
-from training.model.precision import allow_tf32, choose_precision
+from training.model.precision import allow_tf32
 from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
 from training.monitoring.events import (
     CheckpointFailed,
@@ -60,21 +57,19 @@ from training.monitoring.trackers import check_trackers
 from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.state import StrategyState
+from training.parallelism.strategy import Strategy
 from training.run.batch_size import settle_batch_size
-from training.run.budget import settle_flags, settle_learning, start_budget
-from training.run.context import RunContext, StepPlan
+from training.run.budget import start_budget
+from training.run.context import RunContext, StepPlan, stop_agreed
 from training.run.describe import describe_run
-from training.run.extend import with_earlier_settings
 from training.run.finish import finish_run
-from training.run.head_start import Start, start_from_head, wanted_pooling
 from training.run.phases import Phases
 from training.run.quiet import quiet_libraries
-from training.run.recipe import fits_head, settle_recipe
+from training.run.settle import Settled, settle
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.subscribers import make_subscribers
 from training.run.suspects import TENSOR, suspects_of
-from training.run.utilization import flops_per_token, peak_flops
 from training.run.validation import validate
 
 # A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
@@ -100,88 +95,29 @@ class Trainer:
         console, phases = Console() if ranks.is_first else None, Phases()
         say = console.say if console else _say_nothing
         events = EventStream(config.run_dir, ranks, phases, config.log_every)
-
-        # Everything that can be refused is checked on all ranks before anything is written, the cheapest checks first.
-        storage = ranks.run_on_all_ranks(lambda: open_storage(config))
-        ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
-        ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
-        ranks.run_on_all_ranks(lambda: check_lora(config))
-        ranks.run_on_all_ranks(lambda: read_teachers(config) if config.is_distilled and ranks.is_first else None)
-        check_shared(config.output_dir, ranks)
-        check_storage(storage, ranks)
+        interruption = interruption or Interruption(config.not_saved_exit_code, is_first=ranks.is_first)
+        storage = _check_run(config, ranks)
         # Before data and model, which take minutes, because its process group may fail to form.
-        self.saver = Saver(config, ranks, storage, say, lambda: self.context.stop_agreed())
-        # Rank 0 chooses: on CPUs the choice is timed, and all ranks must use the same.
-        precision = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose_precision(config.precision, ranks.device)))
+        self.saver = Saver(config, ranks, storage, say, partial(stop_agreed, ranks, phases, interruption))
         exporter = ranks.run_on_all_ranks(lambda: Exporter(config, ranks, phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         allow_tf32(wanted=config.tf32, device=ranks.device)
 
-        # The data, then the model that fits it, then the model distributed over the ranks.
-        began = state_of_run(config, ranks, storage)
-        config = config.model_copy(update={"clean": cleaning_of(config, began)})
-        if began and not config.gives("validation_fraction"):  # the rows that it trains on must not change
-            kept = began["config"].get("validation_fraction", config.validation_fraction)
-            config = config.model_copy(update={"validation_fraction": kept})
-        if config.from_model:
-            config = ranks.run_on_all_ranks(lambda: with_earlier_settings(config))
-        config = settle_model(config, ranks, began, say)
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
-        news = prepare_news(config, ranks, say, own)
-        config = config.model_copy(update={"clean": news.cleaning})
-        config, news = settle_flags(config, news, began)
-        weigh = partial(class_weights_of, config, news, began.get("class_weights"))
-        class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
-        fits = fits_head(config)
-        pooling = began.get("pooling", "") if began else wanted_pooling(config) if fits else ""
-        load = partial(prepare_model, config, ranks, news, precision, own=own)
-        model, precision = load(say, pooling=pooling)
-        num_rows = len(news.labelled_index) + (0 if news.tokens.validation else len(news.validation_index))
-        labels = news.tokens.train.labels[news.labelled_index]
-        config = settle_recipe(config, model, labels, num_rows, len(news.train_index), began)
-        config = settle_learning(config, model, ranks, news, precision, began)
-        start = Start(**began["start"]) if began.get("start") else None
-        if fits and not began:
-            again = partial(load, _say_nothing)
-            found = start_from_head(config, model, ranks, news, precision, lambda: again()[0], say)
-            model, start = found or (model, None)
-            if start is None:
-                say(f"No head can be fitted to --model {config.model}, so its head begins at random")
-            if start is None and (config.method == "head" or config.unlabelled):
-                asked = "--method head" if config.method == "head" else f"--unlabelled {config.unlabelled}"
-                remedy = "Leave it out" if config.unlabelled else "Use --method fine_tune"
-                remedy = remedy if config.dataset else "Use another --model"
-                raise UserError(
-                    f"{asked}: no head can be fitted to --model {config.model}; its last layer is not known, it "
-                    "has too many weights, or what it says of the rows is not finite. "
-                    f"{remedy}",
-                    quiet=not ranks.is_first,
-                    code="model-unusable",
-                )
-        # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
-        frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
-        ideal_seconds = None
-        if config.is_language_model:
-            ideal_seconds = flops_per_token(model, config.max_length) / peak_flops(ranks, precision)
-        with translate_errors(ranks, step=1):
-            strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
-            config, rows_that_fit = settle_batch_size(
-                strategy, ranks, news.tokens.train.labels[news.train_index], began, say
-            )
-        strategy.config, strategy.phases = config, phases
-
+        settled = settle(config, ranks, storage, say, own)
+        news, model = settled.news, settled.model
+        strategy, config, rows_that_fit = _distribute(settled, ranks, phases, say)
         # The last of the checks, because it may move an earlier run aside.
-        sources = {"data_key": news.tokens.key, "frozen_hash": frozen}
-        sources["teacher_key"] = news.teacher.key if news.teacher else None
-        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, sources, say)
-        fitting = config.model_copy(update={"batch_size": rows_that_fit})
-        global_batch, accumulation = global_batch_size(fitting, strategy.data_shard, resumed)
+        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, settled.sources, say)
+
+        global_batch, accumulation = global_batch_size(rows_that_fit, config, strategy.data_shard, resumed)
         train = news.tokens.read_in_training
+        lengths = train.lengths[news.epoch_index]
         balanced = train.labels[news.epoch_index] if config.sampling == "balanced" else None
-        self.sampler = LengthBucketSampler(train.lengths[news.epoch_index], global_batch, config.seed, balanced)
+        self.sampler = LengthBucketSampler(lengths, global_batch, config.seed, balanced)
         self.suspects = suspects_of(config, news.tokens.train, news.train_index, len(news.tokens.label_names))
         self.budget = start_budget(config, strategy, ranks, news, resumed.state if resumed else {})
-        self.tokens_per_step = global_batch * float(train.lengths[news.epoch_index].mean())
+        self.tokens_per_step = global_batch * float(lengths.mean())
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         parameters = list(model.network.parameters())
@@ -198,12 +134,12 @@ class Trainer:
                 peak_learning_rate=resumed.state["peak_learning_rate"]
                 if resumed
                 else scaled_learning_rate(config, strategy.data_shard.size),
-                class_weights=class_weights,
-                sources=sources,
-                ideal_seconds=ideal_seconds,
-                start=start,
+                class_weights=settled.class_weights,
+                sources=settled.sources,
+                ideal_seconds=settled.ideal_seconds,
+                start=settled.start,
             ),
-            precision=precision,
+            precision=settled.precision,
             model_config=model.config,
             num_parameters=sum(parameter.numel() for parameter in parameters),
             num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -213,17 +149,13 @@ class Trainer:
             events=events,
             exporter=exporter,
             status=StatusFile(config.run_dir, ranks, phases),
-            interruption=interruption or Interruption(config.not_saved_exit_code, is_first=ranks.is_first),
+            interruption=interruption,
             console=console,
             say=say,
         )
         self.watchdog, self.subscribers = Watchdog(self.context), subscribers
-        if resumed and not self.budget and (before := resumed.state["config"]["epochs"]) != config.epochs:
-            total_steps = self.context.plan.total_steps
-            say(f"--epochs was {before} and is now {config.epochs}, so the schedule ends at step {total_steps:,}")
         if resumed:
-            with translate_errors(ranks, step=1):
-                self.restore(resumed)
+            self._resume(resumed)
         if self.budget:
             self.context.plan.total_steps = self._steps_that_fit(ranks.broadcast(self._steps_left()))
 
@@ -502,6 +434,15 @@ class Trainer:
         for checkpoint in saved:
             self.context.events.publish(checkpoint)
 
+    def _resume(self, resumed: Resumed) -> None:
+        """Begin where the checkpoint was saved."""
+        before, now = resumed.state["config"]["epochs"], self.context.config.epochs
+        if before != now and not self.budget:
+            total_steps = self.context.plan.total_steps
+            self.context.say(f"--epochs was {before} and is now {now}, so the schedule ends at step {total_steps:,}")
+        with translate_errors(self.context.ranks, step=1):
+            self.restore(resumed)
+
     def restore(self, resumed: Resumed) -> None:
         context = self.context
         context.state.take(resumed.state)
@@ -537,6 +478,38 @@ class Trainer:
         self.step_log.restart_clock()
         context.events.publish(RolledBack(context.state.step, last.step, sorted(rows)))
         self.bad_steps.report_rollback(last, str(path), rows)
+
+
+def _check_run(config: TrainConfig, ranks: Ranks) -> Storage:
+    """Check what can be refused before data and model are read, the cheapest first; nothing is written.
+
+    Returns:
+        Where the checkpoints are.
+    """
+    storage = ranks.run_on_all_ranks(lambda: open_storage(config))
+    ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
+    ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
+    ranks.run_on_all_ranks(lambda: check_lora(config))
+    ranks.run_on_all_ranks(lambda: read_teachers(config) if config.is_distilled and ranks.is_first else None)
+    check_shared(config.output_dir, ranks)
+    check_storage(storage, ranks)
+    return storage
+
+
+def _distribute(
+    settled: Settled, ranks: Ranks, phases: Phases, say: Callable[[str], None]
+) -> tuple[Strategy, TrainConfig, int]:
+    """Distribute the model over the ranks, and find with it the batch size that ``auto`` leaves open.
+
+    Returns:
+        The strategy, the configuration with a batch size, and how many rows a micro-batch may have here.
+    """
+    config, news = settled.config, settled.news
+    make = partial(STRATEGIES[config.strategy], settled.model, config, ranks, settled.precision, phases)
+    with translate_errors(ranks, step=1):
+        strategy = ranks.run_on_all_ranks(make)
+        targets = news.tokens.train.labels[news.train_index]
+        return strategy, *settle_batch_size(strategy, ranks, targets, settled.earlier, say)
 
 
 def _say_nothing(text: str) -> None: ...

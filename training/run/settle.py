@@ -1,0 +1,132 @@
+"""What a run is about: its configuration, data, model and precision, decided once before the model is distributed.
+
+Flags leave much open, and each decision needs the ones before it: an earlier start of the same run decides first, then
+the data, then the model that reads it, then the recipe that fits both. :func:`settle` asks them in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from training.checkpointing import Storage
+from training.checkpointing.resume import cleaning_of, state_of_run
+from training.config import TrainConfig
+from training.data.prepare import PreparedNews, class_weights_of, prepare_model, prepare_news, settle_model
+from training.model.classifier import NewsClassifier
+from training.model.lora import frozen_hash
+from training.model.own import Own
+from training.model.precision import choose_precision
+from training.parallelism.distributed import Ranks
+from training.run.budget import settle_flags, settle_learning
+from training.run.extend import with_earlier_settings
+from training.run.head_start import Start, start_from_head, wanted_pooling
+from training.run.recipe import fits_head, settle_recipe
+from training.run.utilization import flops_per_token, peak_flops
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The same on every rank.
+
+    ``earlier``: the plain values of the run that is resumed, empty for a new one; ``class_weights``, ``sources``,
+    ``ideal_seconds`` and ``start``: see :class:`training.run.context.StepPlan`.
+    """
+
+    config: TrainConfig
+    news: PreparedNews
+    model: NewsClassifier
+    precision: str  # of the training steps
+    earlier: Mapping[str, Any]
+    class_weights: np.ndarray | None
+    sources: Mapping[str, str | None]
+    ideal_seconds: float | None
+    start: Start | None
+
+
+def settle(config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[str], None], own: Own) -> Settled:
+    """Decide, read and load; a collective call.
+
+    Raises:
+        UserError: the data, the model and the flags do not fit each other.
+    """
+    # Rank 0 chooses: on CPUs the choice is timed, and all ranks must use the same.
+    wanted = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose_precision(config.precision, ranks.device)))
+    earlier = state_of_run(config, ranks, storage)
+    asked = _with_earlier_choices(config, ranks, earlier, say)
+    read = prepare_news(asked, ranks, say, own)
+    of_data, news = settle_flags(asked.model_copy(update={"clean": read.cleaning}), read, earlier)
+    given = earlier.get("class_weights")
+    class_weights = ranks.from_first(lambda: class_weights_of(of_data, news, given))
+
+    fits = fits_head(of_data)
+    pooling = earlier.get("pooling", "") if earlier else wanted_pooling(of_data) if fits else ""
+    load = partial(prepare_model, of_data, ranks, news, wanted, own=own)
+    model, precision = load(say, pooling=pooling)
+    settled = _with_recipe(of_data, ranks, news, model, precision, earlier)
+    start = Start(**earlier["start"]) if earlier.get("start") else None
+    if fits and not earlier:
+        again = partial(load, _say_nothing)
+        found = start_from_head(settled, model, ranks, news, precision, lambda: again()[0], say)
+        model, start = found or (model, None)
+        if start is None:
+            _do_without_fitted_head(settled, ranks, say)
+    # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
+    frozen = ranks.broadcast(frozen_hash(model) if settled.lora and ranks.is_first else None)
+    ideal_seconds = None
+    if settled.is_language_model:
+        ideal_seconds = flops_per_token(model, settled.max_length) / peak_flops(ranks, precision)
+    teacher = news.teacher.key if news.teacher else None
+    sources = {"data_key": news.tokens.key, "frozen_hash": frozen, "teacher_key": teacher}
+    return Settled(settled, news, model, precision, earlier, class_weights, sources, ideal_seconds, start)
+
+
+def _with_earlier_choices(
+    config: TrainConfig, ranks: Ranks, earlier: Mapping[str, Any], say: Callable[[str], None]
+) -> TrainConfig:
+    """The configuration with what an earlier start of this run, or the model of ``--from``, decides about the data."""
+    kept: dict[str, Any] = {"clean": cleaning_of(config, earlier)}
+    if earlier and not config.gives("validation_fraction"):  # the rows that it trains on must not change
+        kept["validation_fraction"] = earlier["config"].get("validation_fraction", config.validation_fraction)
+    asked = config.model_copy(update=kept)
+    if config.from_model:
+        asked = ranks.run_on_all_ranks(partial(with_earlier_settings, asked))
+    return settle_model(asked, ranks, earlier, say)
+
+
+def _with_recipe(
+    config: TrainConfig,
+    ranks: Ranks,
+    news: PreparedNews,
+    model: NewsClassifier,
+    precision: str,
+    earlier: Mapping[str, Any],
+) -> TrainConfig:
+    num_validated = 0 if news.tokens.validation else len(news.validation_index)
+    labels = news.tokens.train.labels[news.labelled_index]
+    num_rows = len(news.labelled_index) + num_validated
+    chosen = settle_recipe(config, model, labels, num_rows, len(news.train_index), earlier)
+    return settle_learning(chosen, model, ranks, news, precision, earlier)
+
+
+def _do_without_fitted_head(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> None:
+    say(f"No head can be fitted to --model {config.model}, so its head begins at random")
+    if config.method != "head" and not config.unlabelled:
+        return
+    asked = "--method head" if config.method == "head" else f"--unlabelled {config.unlabelled}"
+    remedy = "Leave it out" if config.unlabelled else "Use --method fine_tune"
+    raise UserError(
+        f"{asked}: no head can be fitted to --model {config.model}; its last layer is not known, it "
+        "has too many weights, or what it says of the rows is not finite. "
+        f"{remedy if config.dataset else 'Use another --model'}",
+        quiet=not ranks.is_first,
+        code="model-unusable",
+    )
+
+
+def _say_nothing(text: str) -> None: ...
