@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,31 +209,40 @@ def _ways_to_read(
     rows, names, unlabelled = of_all
     texts = {pooling: np.concatenate([rows[pooling], unlabelled[pooling]]) for pooling in rows}
     texts = texts if len(texts["head"]) else names
-    family = FAMILY_OF.get(type(model.network).__name__)
     pooler = _pooler_of(model)
     ways = []
     if pooler is not None:
-        activation = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0), "gelu": _gelu}[family.pooler_activation]
-        for pooling in (MEAN, FIRST):
-            if pooling not in rows or (trained in (MEAN, FIRST) and pooling != trained and MEAN in rows):
-                continue
-            scale = 1 / max(float(texts[pooling].std()), 1e-6)
-            shift: np.ndarray = np.zeros(rows[pooling].shape[1], np.float32)
-            if family.pooler_activation == "tanh":
-                scale *= THROUGH_TANH
-            else:  # which pass on what is above zero, so all of it is moved there
-                shift = np.maximum(0, -(scale * texts[pooling]).min(axis=0)) + ABOVE_ZERO
-                shift = shift.astype(np.float32)
-            read = [activation(scale * states[pooling] + shift) for states in of_all]
-            ways.append(_Features(pooling, False, *read, scale=scale, shift=shift))
+        poolings = [pooling for pooling in (MEAN, FIRST) if pooling in rows]
+        if trained in (MEAN, FIRST) and MEAN in rows:
+            poolings = [pooling for pooling in poolings if pooling == trained]
+        ways = [_past_pooler(model, pooling, of_all, texts[pooling]) for pooling in poolings]
     if pooler is None or (model.has_stored_pooler and trained not in (MEAN, FIRST)):
-        # With the block of the mean, the head has just read the mean through a pooler that was trained on the first.
         states = [one["head"] for one in of_all]
         if pooler is not None and MEAN in rows:
+            # With the block of the mean, the head has just read the mean, through a pooler trained on the first token.
             weight, bias = (part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias))
-            states = [activation(one[FIRST] @ weight.T + bias) for one in of_all]
+            states = [_activation_of(model)(one[FIRST] @ weight.T + bias) for one in of_all]
         ways.insert(0 if trained == POOLER else len(ways), _Features(FIRST, True, *states))
     return [_normalised(way) for way in ways]
+
+
+def _past_pooler(
+    model: NewsClassifier, pooling: str, of_all: Sequence[dict[str, np.ndarray]], texts: np.ndarray
+) -> _Features:
+    """As the head reads it if the pooler passes its input on, as far as its activation allows."""
+    scale = 1 / max(float(texts.std()), 1e-6)
+    shift: np.ndarray = np.zeros(texts.shape[1], np.float32)
+    if FAMILY_OF[type(model.network).__name__].pooler_activation == "tanh":
+        scale *= THROUGH_TANH
+    else:  # which pass on what is above zero, so all of it is moved there
+        shift = (np.maximum(0, -(scale * texts).min(axis=0)) + ABOVE_ZERO).astype(np.float32)
+    read = [_activation_of(model)(scale * states[pooling] + shift) for states in of_all]
+    return _Features(pooling, False, *read, scale=scale, shift=shift)
+
+
+def _activation_of(model: NewsClassifier) -> Callable[[np.ndarray], np.ndarray]:
+    name = FAMILY_OF[type(model.network).__name__].pooler_activation
+    return {"tanh": np.tanh, "relu": lambda states: np.maximum(states, 0), "gelu": _gelu}[name]
 
 
 def _gelu(states: np.ndarray) -> np.ndarray:
@@ -307,67 +317,84 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
+@dataclass(frozen=True)
+class _Strength:
+    """How a head is fitted: scikit-learn's C, as how many rows the name of a label counts, and as which part of a row a
+    text without a label.
+    """
+
+    C: float
+    of_names: float = 0.0
+    of_texts: float = 0.0
+
+
 def _fit(
-    task: Task,
-    way: _Features,
-    targets: np.ndarray,
-    own: np.ndarray,
-    C: float,
-    name_weight: float,
-    text_weight: float = 0.0,
-    earlier: Linear | None = None,
+    task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, strength: _Strength, earlier: Linear | None = None
 ) -> Linear:
     """The linear model of the task for the rows ``own``, the names of the labels, and the texts without a label, each
     with their weight; a text counts the less, the less sure it is whose it is.
     """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression, Ridge
-
-    warnings.filterwarnings("ignore", category=ConvergenceWarning)  # a start need not be the last word
     rows, targets = way.rows[own], targets[own]
     if earlier:
-        return _fit_from(earlier, rows, targets, len(task.label_names), C)
-    weights = np.ones(len(rows))
+        return _fit_from(earlier, rows, targets, len(task.label_names), strength.C)
     if isinstance(task, Regression):
-        model = Ridge(alpha=1 / C).fit(rows, (targets - task.mean) / task.deviation)
+        from sklearn.linear_model import Ridge
+
+        model = Ridge(alpha=1 / strength.C).fit(rows, (targets - task.mean) / task.deviation)
         return Linear(model.coef_[None], np.array([model.intercept_]))
     num_labels = len(task.label_names)
     way = replace(way, rows=rows)
     is_single = not isinstance(task, MultiLabelClassification)
-    if is_single and not text_weight and len(np.unique(targets)) < num_labels and len(way.names):
+    if is_single and not strength.of_texts and len(np.unique(targets)) < num_labels and len(way.names):
         # Logistic regression would never answer with a label that it has seen no text of. The angle to a name or to
         # the rows does not ask how many there are.
         has_rows = np.bincount(targets, minlength=num_labels)[:, None] > 0
         directions = np.where(has_rows, _unit(_anchors(way, targets, num_labels)), way.names)
         return Linear(SHARPNESS_OF_NAMES * directions, np.zeros(num_labels))
-    parts = [(rows, targets, weights)]
-    if name_weight:
+    parts = [(rows, targets, np.ones(len(rows)))]
+    if strength.of_names:
         of_names = np.arange(num_labels) if is_single else np.eye(num_labels)
-        parts.append((way.names, of_names, np.full(num_labels, name_weight)))
-    if text_weight:
+        parts.append((way.names, of_names, np.full(num_labels, strength.of_names)))
+    if strength.of_texts:
         answers = _answers_of_clusters(way, targets, num_labels)
-        parts.append((way.unlabelled, answers.argmax(axis=1), text_weight * answers.max(axis=1) ** 2))
-    rows, targets, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
-    fresh = {"C": C, "max_iter": 200, "tol": 1e-3}
-    if isinstance(task, MultiLabelClassification):
-        weight, bias = np.zeros((num_labels, rows.shape[1])), np.zeros(num_labels)
-        for label in range(num_labels):
-            applies = targets[:, label] > 0
-            if applies.all() or not applies.any():  # its log-odds, as if it had been seen once or missed once
-                bias[label] = np.log((applies.sum() + 1) / ((~applies).sum() + 1))
-                continue
-            model = LogisticRegression(**fresh).fit(rows, applies, sample_weight=weights)
-            weight[label], bias[label] = model.coef_[0], model.intercept_[0]
-        return Linear(weight, bias)
-    model = LogisticRegression(**fresh).fit(rows, targets, sample_weight=weights)
+        parts.append((way.unlabelled, answers.argmax(axis=1), strength.of_texts * answers.max(axis=1) ** 2))
+    fit = _fit_single if is_single else _fit_several
+    return fit(*(np.concatenate(part) for part in zip(*parts, strict=True)), num_labels, strength.C)
+
+
+def _fit_single(rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_labels: int, C: float) -> Linear:
+    """Multinomial logistic regression: each row has one label."""
+    model = _regression(C).fit(rows, targets, sample_weight=weights)
     weight, bias = model.coef_, model.intercept_
     if len(model.classes_) == 2:  # one row of weights stands for both
         weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
-    if len(model.classes_) < num_labels:  # no row, no name: as unlikely as the least likely one
-        whole, of_all = np.zeros((num_labels, weight.shape[1])), np.full(num_labels, bias.min() - 1.0)
-        whole[model.classes_], of_all[model.classes_] = weight, bias
-        weight, bias = whole, of_all
+    if len(model.classes_) == num_labels:
+        return Linear(weight, bias)
+    # A label without a row and without a name is as unlikely as the least likely one.
+    of_all, bias_of_all = np.zeros((num_labels, weight.shape[1])), np.full(num_labels, bias.min() - 1.0)
+    of_all[model.classes_], bias_of_all[model.classes_] = weight, bias
+    return Linear(of_all, bias_of_all)
+
+
+def _fit_several(rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_labels: int, C: float) -> Linear:
+    """A logistic regression for each label, since a row may have several or none."""
+    weight, bias = np.zeros((num_labels, rows.shape[1])), np.zeros(num_labels)
+    for label in range(num_labels):
+        applies = targets[:, label] > 0
+        if applies.all() or not applies.any():  # its log-odds, as if it had been seen once or missed once
+            bias[label] = np.log((applies.sum() + 1) / ((~applies).sum() + 1))
+            continue
+        model = _regression(C).fit(rows, applies, sample_weight=weights)
+        weight[label], bias[label] = model.coef_[0], model.intercept_[0]
     return Linear(weight, bias)
+
+
+def _regression(C: float) -> Any:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    warnings.filterwarnings("ignore", category=ConvergenceWarning)  # a start need not be the last word
+    return LogisticRegression(C=C, max_iter=200, tol=1e-3)
 
 
 def _fit_from(earlier: Linear, rows: np.ndarray, targets: np.ndarray, num_labels: int, C: float) -> Linear:
@@ -427,11 +454,64 @@ def _sharpness(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
     return min(SHARPNESS, key=lambda factor: float(task.row_losses(factor * given, wanted, 0.0).mean()))
 
 
+@dataclass(frozen=True)
+class _Fitting:
+    """Fits heads to rows, and judges how strongly by rows that were held out.
+
+    ``targets``: of the rows, as the task takes them; ``folds``: rows to hold out, several times; ``earlier``: the head
+    that is extended.
+    """
+
+    task: Task
+    targets: np.ndarray
+    folds: list[np.ndarray]
+    earlier: Linear | None
+
+    def fit(self, way: _Features, strength: _Strength) -> Linear:
+        return _fit(self.task, way, self.targets, np.arange(len(self.targets)), strength, self.earlier)
+
+    def held_out_scores(self, way: _Features, strength: _Strength) -> tuple[np.ndarray, np.ndarray]:
+        """The scores of rows by models that did not see them, and their targets."""
+        everything = np.concatenate(self.folds)
+        scores, wanted = [], []
+        for fold in self.folds:
+            head = _fit(self.task, way, self.targets, np.setdiff1d(everything, fold), strength, self.earlier)
+            scores.append(head.scores(way.rows[fold]))
+            wanted.append(self.targets[fold])
+        return np.concatenate(scores).astype(np.float32), np.concatenate(wanted)
+
+    def judge(self, way: _Features, strength: _Strength) -> float:
+        return _score(self.task, *self.held_out_scores(way, strength))
+
+    def choose(self, ways: Sequence[_Features]) -> tuple[_Features, _Strength, float | None]:
+        """How to read the encoder, how strongly to fit, and what that is worth; the latter None without folds."""
+        of_names = NAME_WEIGHT if len(ways[0].names) else 0.0
+        of_texts = TEXT_WEIGHT if len(ways[0].unlabelled) else 0.0
+        usual = _Strength(PENALTIES[2], of_names)
+        if not self.folds:
+            return ways[0], replace(usual, of_texts=of_texts), None
+        way = max(ways, key=lambda one: self.judge(one, usual)) if len(ways) > 1 else ways[0]
+        found = {C: self.judge(way, replace(usual, C=C)) for C in PENALTIES}
+        best = max(found, key=lambda C: (found[C], -C))
+        chosen, score = replace(usual, C=best), found[best]
+        if of_names and self._every_label_has_rows():
+            without = replace(chosen, of_names=0.0)
+            if (value := self.judge(way, without)) > score:
+                chosen, score = without, value
+        if of_texts:
+            with_texts = replace(chosen, of_texts=of_texts)
+            if (value := self.judge(way, with_texts)) >= score:
+                chosen, score = with_texts, value
+        return way, chosen, score
+
+    def _every_label_has_rows(self) -> bool:
+        is_several = isinstance(self.task, MultiLabelClassification)
+        return is_several or len(np.unique(self.targets)) == len(self.task.label_names)
+
+
 def fit_head(
     model: NewsClassifier,
-    rows: dict[str, np.ndarray],
-    names: dict[str, np.ndarray],
-    unlabelled: dict[str, np.ndarray],
+    of_all: tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]],
     targets: np.ndarray,
     *,
     trained: str | None,
@@ -442,8 +522,8 @@ def fit_head(
     """Choose how to read the encoder, how strong the penalty is and whether the labels' names help; then fit.
 
     Args:
-        rows, names, unlabelled: what :func:`read_rows` found for the training rows, the names of the labels, which are
-            empty if the names say nothing, and the texts without a label.
+        of_all: what :func:`read_rows` found for the training rows, for the names of the labels, which are empty if the
+            names say nothing, and for the texts without a label.
         targets: of the rows, as the task takes them.
         trained: the pooling that the encoder was trained for, if that is known.
         is_final: whether the head is to be used as it is. One that is trained on must not be sure of its rows, or they
@@ -453,51 +533,22 @@ def fit_head(
     task = model.task
     if earlier:
         pooling = MEAN if model.has_own_mean_block else FIRST
-        ways = [_normalised(_Features(pooling, True, *(one["head"] for one in (rows, names, unlabelled))))]
+        ways = [_normalised(_Features(pooling, True, *(one["head"] for one in of_all)))]
         earlier = Linear(earlier.weight * ways[0].length, earlier.bias + earlier.weight @ ways[0].mean)
     else:
-        ways = _ways_to_read(model, (rows, names, unlabelled), trained=trained)
-    held_out = _folds(task, targets, seed)
-    everything = np.concatenate(held_out) if held_out else np.arange(len(targets))
-
-    def answers(way: _Features, *how: float) -> tuple[np.ndarray, np.ndarray]:
-        """The scores of rows by models that did not see them, and their targets."""
-        scores, wanted = [], []
-        for fold in held_out:
-            own = np.setdiff1d(everything, fold)
-            scores.append(_fit(task, way, targets, own, *how, earlier=earlier).scores(way.rows[fold]))
-            wanted.append(targets[fold])
-        return np.concatenate(scores).astype(np.float32), np.concatenate(wanted)
-
-    def held_out_score(way: _Features, *how: float) -> float:
-        return _score(task, *answers(way, *how))
-
-    name_weight = NAME_WEIGHT if len(ways[0].names) else 0.0
-    text_weight = TEXT_WEIGHT if len(ways[0].unlabelled) else 0.0
-    way, C, score = ways[0], PENALTIES[2], None
-    if held_out:
-        way = max(ways, key=lambda one: held_out_score(one, 3.0, name_weight)) if len(ways) > 1 else way
-        found = {C: held_out_score(way, C, name_weight) for C in PENALTIES}
-        C = max(found, key=lambda C: (found[C], -C))
-        score = found[C]
-        has_all = isinstance(task, MultiLabelClassification) or len(np.unique(targets)) == len(task.label_names)
-        if name_weight and has_all and (without := held_out_score(way, C, 0.0)) > score:
-            name_weight, score = 0.0, without
-        if text_weight and (with_texts := held_out_score(way, C, name_weight, text_weight)) < score:
-            text_weight = 0.0
-        elif text_weight:
-            score = with_texts
-    linear = _fit(task, way, targets, np.arange(len(targets)), C, name_weight, text_weight, earlier)
+        ways = _ways_to_read(model, of_all, trained=trained)
+    fitting = _Fitting(task, targets, _folds(task, targets, seed), earlier)
+    way, strength, score = fitting.choose(ways)
+    linear = fitting.fit(way, strength)
     agreement = None
     if len(way.unlabelled):
-        plain = _fit(task, way, targets, np.arange(len(targets)), C, name_weight)
+        plain = fitting.fit(way, replace(strength, of_texts=0.0))
         agreement = float((plain.scores(way.unlabelled).argmax(1) == linear.scores(way.unlabelled).argmax(1)).mean())
-    if held_out and is_final and not earlier and not isinstance(task, Regression):
-        sharpness = _sharpness(task, *answers(way, C, name_weight, text_weight))
+    if fitting.folds and is_final and not earlier and not isinstance(task, Regression):
+        sharpness = _sharpness(task, *fitting.held_out_scores(way, strength))
         linear = Linear(linear.weight * sharpness, linear.bias * sharpness)
     known = (way.rows, targets) if len(targets) else (way.names, np.arange(len(way.names)))
     scores, wanted = (torch.from_numpy(one) for one in (linear.scores(known[0]).astype(np.float32), known[1]))
-    loss = model.task.row_losses(scores, wanted, 0.0).mean().item()
     # The last layer gets vectors as they are, neither centred nor scaled.
     weight = linear.weight / way.length
     return FittedHead(
@@ -509,8 +560,8 @@ def fit_head(
         bias=(linear.bias - weight @ way.mean).astype(np.float32),
         metric=metric_of(task),
         score=score,
-        folds=len(held_out),
-        loss=loss,
+        folds=len(fitting.folds),
+        loss=task.row_losses(scores, wanted, 0.0).mean().item(),
         agreement=agreement,
-        learned_from_texts=bool(text_weight),
+        learned_from_texts=bool(strength.of_texts),
     )

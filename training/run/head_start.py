@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,49 +76,46 @@ def start_from_head(
     if not can_be_fitted(model):
         return None
     widen(model)
-    names = None
-    if not config.from_model:  # whose rows say more
-        names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
     index, texts = _rows_to_read(config, news), _texts_to_read(config, news)
-    trained = MEAN if model.has_own_mean_block else trained_pooling(Path(model_place(config.model)))
     more = f" and {counted(len(texts), 'text')} without a label" if len(texts) else ""
     what = f"to {counted(len(index), 'row')}" if config.dataset else "to the names of the labels"
     say(f"Fitting the head {what}{more} ...")
-    rows = read_on_all_ranks(model, news.tokens.train, index, ranks, precision)
-    if "head" not in rows:
-        return None
-    of_names = {name: states[:0] for name, states in rows.items()}
-    if names is not None:
-        of_names = read_on_all_ranks(model, names, np.arange(len(names)), ranks, precision)
-    of_texts = {name: states[:0] for name, states in rows.items()}
-    if len(texts):
-        of_texts = read_on_all_ranks(model, news.tokens.train, texts, ranks, precision)
-    head = None
+    read = partial(read_on_all_ranks, model, ranks=ranks, precision=precision)
+    rows = read(news.tokens.train, index)
     finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
-    if 2 * finite.sum() < len(index):  # training says at which row
+    if "head" not in rows or 2 * finite.sum() < len(index):  # training says at which row
         return None
+    nothing = {name: states[:0] for name, states in rows.items()}
+    names = None
+    if not config.from_model:  # whose rows say more
+        names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
+    of_names = nothing if names is None else read(names, np.arange(len(names)))
+    of_texts = read(news.tokens.train, texts) if len(texts) else nothing
+    head = None
     if ranks.is_first:
-        targets = news.tokens.train.labels[index[finite]]
-        rows = {name: states[finite] for name, states in rows.items()}
-        if not config.dataset:  # whose rows are the names
-            rows, targets = {name: states[:0] for name, states in rows.items()}, targets[:0]
+        # Without a dataset the rows are the names themselves.
+        own = np.flatnonzero(finite) if config.dataset else np.arange(0)
         head = fit_head(
             model,
-            rows,
-            *({name: np.nan_to_num(states) for name, states in one.items()} for one in (of_names, of_texts)),
-            targets,
-            trained=trained,
+            ({name: states[own] for name, states in rows.items()}, _finite(of_names), _finite(of_texts)),
+            news.tokens.train.labels[index[own]],
+            trained=MEAN if model.has_own_mean_block else trained_pooling(Path(model_place(config.model))),
             is_final=config.method == "head",
             seed=config.seed,
             earlier=earlier_head(config) if config.from_model else None,
         )
     head = ranks.broadcast(head)
+    assert head is not None
     if head.pooling != MEAN and getattr(model.config, POOLING_KEY, None) == MEAN:  # the block is not needed
         model = load()
         widen(model)
     head.apply_to(model)
-    found = (head.pooling, head.metric, head.score, head.folds, head.loss)
-    return model, Start(*found, head.agreement, head.learned_from_texts, len(texts))
+    known = {field.name: getattr(head, field.name) for field in fields(Start) if field.name != "num_texts"}
+    return model, Start(**known, num_texts=len(texts))
+
+
+def _finite(read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.nan_to_num(states) for name, states in read.items()}
 
 
 def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
