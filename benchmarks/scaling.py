@@ -26,9 +26,10 @@ from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, SIZES, make_work
 from common.errors import positive
 from common.files import write_whole
 from common.hardware import usable_cpus
-from training.config import TINY, TrainConfig
+from training.config import TrainConfig
 from training.data.batching import LengthBucketSampler, rank_share
 from training.data.dataset import SAMPLE
+from training.facts import TINY
 from training.model.classifier import NewsClassifier
 from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import join_ranks

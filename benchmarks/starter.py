@@ -19,8 +19,9 @@ from benchmarks.training_run import train_rank
 from common.errors import positive
 from common.hardware import usable_cpus
 from common.rows import SAMPLE_NEWS
-from training.config import STARTER, TINY
+from training.config import STARTER
 from training.data.dataset import NewsData, load_news
+from training.facts import TINY
 
 MODULE = "benchmarks.starter"
 FEW = 1000

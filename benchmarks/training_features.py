@@ -37,10 +37,11 @@ from common.errors import OneLineParser, TrainingFailure, UserError, positive
 from common.model_folder import SavedModel
 from training.checkpointing import open_location
 from training.checkpointing.saver import Saver
-from training.config import TINY, TrainConfig, parse_config
+from training.config import TrainConfig, parse_config
 from training.data.batching import MicroBatch, rank_share
 from training.data.dataset import SAMPLE, load_news
 from training.data.tokenized import TokenizedRows, load_tokenizer
+from training.facts import TINY
 from training.model.classifier import NewsClassifier
 from training.monitoring.events import Event, EventStream, StepsAgreed, StepStarted, read_events
 from training.monitoring.replicas import first_difference

@@ -22,8 +22,8 @@ from benchmarks.processes import Layout, last_line, run_ranks
 from benchmarks.variants import VARIANTS, epoch_rank, matmul_rank
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SIZES, VOCABULARY, Workload, make_workload
 from common.errors import TrainingFailure, positive
-from training.config import TINY
 from training.data.dataset import SAMPLE
+from training.facts import TINY
 from training.model.precision import cpu_has_bf16
 from training.monitoring.events import METRICS_FILE
 from training.tasks import CausalLanguageModel, Classification, MultiLabelClassification

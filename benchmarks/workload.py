@@ -22,9 +22,9 @@ from benchmarks.harness import report
 from common.errors import UserError
 from common.rows import Columns
 from common.text import TextTokenizer
-from training.config import TINY
 from training.data.dataset import NewsData, load_news
 from training.data.tokenized import TokenizedRows, cache_key, load_tokenizer, read_tokens, write_tokens
+from training.facts import TINY
 from training.tasks import TASKS, Classification
 
 GLOBAL_BATCH = 64

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -32,10 +31,18 @@ from common.errors import OneLineParser, UserError, invalid_value, near_names
 from common.escaping import without_user
 from common.rows import Columns
 from common.windows import MOST_WINDOWS
+from training.conflicts import CONFLICTS
+from training.facts import (
+    FLAGS_OF_STRATEGIES,
+    FLAGS_OF_TASKS,
+    LABELLED,
+    LANGUAGE_MODELS,
+    METRICS_OF_TASKS,
+    UNLABELLED,
+)
 from training.parallelism.deepspeed_file import flags_of_file
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
-TINY = "tiny"
 STARTER = "starter"
 STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 LONGEST_CHOICES = 60  # that fit into a line of the help
@@ -66,67 +73,8 @@ def _field(default: Any, group: str, help: str, on_resume: OnResume = "same", **
     return Field(default, description=help, json_schema_extra=about, validate_default=True, **limits)
 
 
-# The strategies that each of these flags is for; with any other it is refused instead of ignored.
-FLAGS_OF_STRATEGIES = {
-    "dp": ("zero2", "zero3", "tp", "pp", "3d"),
-    "dp_shard": ("zero2", "zero3", "3d"),
-    "tp": ("tp", "3d"),
-    "pp": ("pp", "3d"),
-    "pp_schedule": ("pp", "3d"),
-    "sequence_parallel": ("tp", "3d"),
-    "compress": ("ddp", "zero1"),
-    "cpu_offload": ("zero2", "zero3", "deepspeed"),
-    "balance": ("ddp", "zero1"),
-    "check_gradient_sync": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
-    "deepspeed_stage": ("deepspeed",),
-    "deepspeed_config": ("deepspeed",),
-    "freeze": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
-    "ema": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
-    "long": ("ddp", "zero1", "zero2", "zero3"),
-}
-
-
-# The metrics that can choose the best epoch of a task; the first is the default.
-METRICS_OF_TASKS = {
-    "classification": ("accuracy", "macro_f1", "loss"),
-    "pair": ("accuracy", "macro_f1", "loss"),
-    "multi_label": ("micro_f1", "macro_f1", "exact_match", "loss"),
-    "regression": ("rmse", "mae", "r2", "spearman", "loss"),
-    "embedding": ("cosine", "loss"),
-    "masked_lm": ("perplexity", "token_accuracy", "loss"),
-    "causal_lm": ("perplexity", "token_accuracy", "loss"),
-}
-LANGUAGE_MODELS = ("masked_lm", "causal_lm")
-UNLABELLED = ("embedding", *LANGUAGE_MODELS)
-LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in UNLABELLED)
-
 # What the recipe chooses where it is not given, see run/recipe.py.
 CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
-
-TASKS_WITH_ONE_LABEL = ("classification", "pair")
-
-# The tasks that each of these flags is for.
-FLAGS_OF_TASKS = {
-    "class_weights": TASKS_WITH_ONE_LABEL,
-    "sampling": TASKS_WITH_ONE_LABEL,
-    "label_smoothing": TASKS_WITH_ONE_LABEL,
-    "suspects": TASKS_WITH_ONE_LABEL,
-    "labels": ("classification",),
-    "from_model": ("classification",),
-    "unlabelled": TASKS_WITH_ONE_LABEL,
-    "rough_share": (*LABELLED, "embedding"),
-    "distill": (*LABELLED, "embedding"),
-    "distill_share": LABELLED,
-    "distill_texts": LABELLED,
-    "export": LABELLED,
-    "pair_column": ("pair", "multi_label", "regression"),
-    "label_column": LABELLED,
-    "duplicates": LABELLED,
-    "network": LABELLED,
-    "loss": LABELLED,
-    "metric": LABELLED,
-    "long": ("classification", "multi_label", "regression"),
-}
 
 
 # What other trainers call our flags. They are not accepted, but the error names ours.
@@ -423,105 +371,14 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_across(self) -> TrainConfig:
-        if not self.best_metric:  # every configuration names it; it does not count as given
-            self.__dict__["best_metric"] = METRICS_OF_TASKS[self.task][0]
-        if self.best_metric not in METRICS_OF_TASKS[self.task] and not self.metric:
-            raise ValueError(
-                f"--best_metric {self.best_metric} and --task {self.task}: this task has "
-                f"{', '.join(METRICS_OF_TASKS[self.task])}"
-            )
-        if self.precision == "fp16" and self.device == "cpu":
-            raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
-        for first, second in combinations(("train_split", "validation_split", "test_split"), 2):
-            if getattr(self, first) == getattr(self, second) != "":
+        self._settle_by_others()
+        for conflict in CONFLICTS:
+            if conflict.when(self):
                 raise ValueError(
-                    f"--{first} {getattr(self, first)} and --{second} {getattr(self, second)}: must be two different "
-                    "splits"
+                    conflict.message.format_map({name: self.shown(name) for name in type(self).model_fields})
                 )
-        if self.task == "embedding" and not self.distill:
-            raise ValueError(
-                "--task embedding: give the encoder whose vectors are to be learned, with --distill FOLDER"
-            )
-        if self.tf32 and self.device == "cpu":
-            raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
-        if self.loss and self.label_smoothing:
-            raise ValueError(
-                f"--loss {self.loss} and --label_smoothing {self.label_smoothing:g}: your own loss does not apply it; "
-                "drop one"
-            )
-        if self.class_weights != "none" and self.sampling == "balanced":
-            raise ValueError(
-                f"--class_weights {self.class_weights} and --sampling balanced: rare labels would count twice; drop one"
-            )
-        if self.lora_alpha is not None and not self.lora:
-            raise ValueError(f"--lora_alpha {self.lora_alpha:g}: does nothing without --lora")
-        if self.metrics_host != type(self).model_fields["metrics_host"].default and not self.metrics_port:
-            raise ValueError(f"--metrics_host {self.metrics_host}: does nothing without --metrics_port")
-        if self.lora and (self.strategy in ("tp", "deepspeed") or self.tp > 1):
-            other = f"--strategy {self.strategy}" if self.strategy in ("tp", "deepspeed") else f"--tp {self.tp}"
-            raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")
-        if self.lora and self.freeze != "none":
-            raise ValueError(
-                f"--lora {self.lora} and --freeze {self.freeze}: adapters freeze the whole encoder; drop one"
-            )
-        if self.lora and self.float8:
-            raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
-        if self.layers and self.model == TINY:
-            raise ValueError(
-                f"--layers {self.layers} and --model tiny: its blocks are random, so there is nothing to keep; leave out "
-                "--layers"
-            )
-        self._check_distillation()
-        self._check_names()
-        if self.from_model:
-            self._check_from()
-        if self.method != "auto":
-            self._check_head(f"--method {self.method}")
-        if self.long == "windows":
-            self._check_windows()
-        if self.batch_size == "auto":
-            self._check_auto_size()
-        if self.budget and self.suspects in ("drop", "reweight"):
-            raise ValueError(
-                f"--budget {self.budget} and --suspects {self.suspects}: a run with a budget may end in its first epoch; "
-                "use --suspects list"
-            )
-        if self.budget and self.deterministic:
-            raise ValueError(
-                "--budget and --deterministic: how many steps fit into a time is not reproducible; drop one"
-            )
-        if self.budget and self.schedule in ("inverse_sqrt", "constant"):
-            raise ValueError(
-                f"--budget {self.budget} and --schedule {self.schedule}: the learning rate must end at zero; use "
-                "linear or cosine"
-            )
-        if self.suspects in ("drop", "reweight") and self.epochs == 1:
-            raise ValueError(
-                f"--suspects {self.suspects} and --epochs 1: this takes effect from the second epoch on; raise --epochs"
-            )
-        if self.balance == "auto" and self.deterministic:
-            raise ValueError(
-                "--balance auto and --deterministic: shares by measured speeds are not reproducible; drop one"
-            )
-        for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
-            for flag, wanted in table.items():
-                value, chosen = getattr(self, flag), getattr(self, choice)
-                if value != type(self).model_fields[flag].default and chosen not in wanted:
-                    raise ValueError(
-                        f"{flag_of(flag)} {value}: does nothing with --{choice} {chosen}, only with {', '.join(wanted)}"
-                    )
-        if self.checkpoint_dir and _is_within(self.checkpoint_dir, self.output_dir):
-            raise ValueError(
-                f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished model "
-                "replaces; name another folder"
-            )
-        for flag in ("model", "from_model", "dataset", "distill_texts", "unlabelled", "class_weights"):
-            place = Path(getattr(self, flag) or "none").expanduser()
-            if place.exists() and _is_within(str(place), self.output_dir):
-                raise ValueError(
-                    f"{flag_of(flag)} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished model "
-                    "replaces; name another --output_dir"
-                )
+        self._check_uses()
+        self._check_places()
         return self
 
     @model_validator(mode="wrap")  # the last one, so that it sees what the others find
@@ -539,115 +396,60 @@ class TrainConfig(BaseModel):
             code = "flag-value" if problems[0]["loc"] else "flags-conflict"
             raise UserError("; ".join(_describe(problem, origins or {}) for problem in problems), code=code) from None
 
-    def _check_distillation(self) -> None:
-        defaults = type(self).model_fields
-        if not self.distill:
-            for flag in ("distill_texts", "distill_share"):
-                if (value := getattr(self, flag)) != defaults[flag].default:
-                    raise ValueError(f"--{flag} {value}: does nothing without --distill")
-            return
+    def _settle_by_others(self) -> None:
+        """Decide what follows from other fields."""
+        if not self.best_metric:  # every configuration names it; it does not count as given
+            self.__dict__["best_metric"] = METRICS_OF_TASKS[self.task][0]
+        if self.labels and not self.gives("dataset"):
+            self._settle("dataset", "")
+        if not self.dataset and self.method == "auto":
+            self._settle("method", "head")
+        if self.from_model:
+            if not self.gives("model"):
+                self._settle("model", self.from_model)
+            if self.method == "auto":
+                self._settle("method", "head" if self.learning_rate is None else "fine_tune")
+
+    def _settle(self, name: str, value: Any) -> None:
+        """Decide a field as if it had been given."""
+        self.__dict__[name] = value
+        self.__pydantic_fields_set__.add(name)
+
+    def _check_uses(self) -> None:
+        """What the task or the strategy has no use for."""
+        if self.best_metric not in METRICS_OF_TASKS[self.task] and not self.metric:
+            raise ValueError(
+                f"--best_metric {self.best_metric} and --task {self.task}: this task has "
+                f"{', '.join(METRICS_OF_TASKS[self.task])}"
+            )
+        for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
+            for flag, wanted in table.items():
+                if self.is_changed(flag) and getattr(self, choice) not in wanted:
+                    raise ValueError(
+                        f"{flag_of(flag)} {getattr(self, flag)}: does nothing with {self.shown(choice)}, only with "
+                        f"{', '.join(wanted)}"
+                    )
+
+    def _check_places(self) -> None:
+        """The finished model replaces what is in its folder."""
         for name in self.teachers:
             if Path(name).expanduser().absolute() in (self.output_dir.absolute(), self.checkpoint_file.absolute()):
                 raise ValueError(
                     f"--distill {name} and --output_dir {self.output_dir}: the student would replace its teacher; "
                     "name another --output_dir"
                 )
-        if self.task == "embedding" and len(self.teachers) > 1:
+        if self.checkpoint_dir and _is_within(self.checkpoint_dir, self.output_dir):
             raise ValueError(
-                f"--distill {self.distill}: vectors of different encoders have no useful mean; for --task embedding "
-                "name one"
+                f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished "
+                "model replaces; name another folder"
             )
-        if self.distill_share == 1 and self.label_smoothing:
-            raise ValueError(
-                f"--distill_share 1 and --label_smoothing {self.label_smoothing:g}: the labels do not count; drop one"
-            )
-        for flag in ("class_weights", "sampling", "suspects") if self.distill_texts else ():
-            if (value := getattr(self, flag)) != defaults[flag].default:
+        for flag in ("model", "from_model", "dataset", "distill_texts", "unlabelled", "class_weights"):
+            place = Path(getattr(self, flag) or "none").expanduser()
+            if place.exists() and _is_within(str(place), self.output_dir):
                 raise ValueError(
-                    f"--distill_texts {self.distill_texts} and --{flag} {value}: this needs a label for every row, and "
-                    "these texts have none; drop one"
+                    f"{flag_of(flag)} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished "
+                    "model replaces; name another --output_dir"
                 )
-
-    def _check_names(self) -> None:
-        if self.labels and not self.gives("dataset"):
-            self._settle("dataset", "")
-        if not self.dataset:
-            if not self.labels:
-                raise ValueError("--dataset: names no data; without labelled rows give --labels")
-            if self.method == "fine_tune":
-                raise ValueError("--method fine_tune and --labels without --dataset: there are no rows to train on")
-            self._settle("method", "head")
-        if self.unlabelled:
-            if self.distill_texts:
-                raise ValueError("--unlabelled and --distill_texts: the head or a teacher labels more texts; drop one")
-            self._check_head(f"--unlabelled {self.unlabelled}")
-            if self.method == "auto" and self.learning_rate is not None:
-                raise ValueError(
-                    f"--unlabelled {self.unlabelled} and --learning_rate {self.learning_rate:g}: with a rate of your "
-                    "own the head begins at random, and learns nothing from these texts; add --method fine_tune"
-                )
-
-    def _check_from(self) -> None:
-        if self.gives("model") and self.model != self.from_model:
-            raise ValueError(f"--from {self.from_model} and --model {self.model}: two models to begin with; drop one")
-        for flag in ("labels", "unlabelled", "distill"):
-            if value := getattr(self, flag):
-                raise ValueError(f"--from {self.from_model} and --{flag} {value}: do not go together; drop one")
-        if not self.gives("dataset"):
-            raise ValueError(f"--from {self.from_model}: give the rows that it shall learn, with --dataset")
-        self._settle("model", self.from_model)
-        if self.method == "auto":
-            self._settle("method", "head" if self.learning_rate is None else "fine_tune")
-        self._check_head(f"--from {self.from_model}")
-
-    def _settle(self, name: str, value: Any) -> None:
-        """Decide a field by others, as if it had been given."""
-        self.__dict__[name] = value
-        self.__pydantic_fields_set__.add(name)
-
-    def _check_head(self, asked: str) -> None:
-        """Where no head can be fitted, nobody may ask for one."""
-        given = {
-            f"--task {self.task}": self.task in UNLABELLED,
-            f"--model {self.model}": self.model == TINY,
-            f"--network {self.network}": bool(self.network),
-            f"--lora {self.lora}": bool(self.lora),
-            f"--budget {self.budget}": bool(self.budget),
-            f"--loss {self.loss}": bool(self.loss),
-            f"--long {self.long}": self.long != "cut",
-        }
-        for flag, conflicts in given.items():
-            if conflicts:
-                raise ValueError(f"{asked} and {flag}: no head can be fitted here; drop one")
-
-    def _check_windows(self) -> None:
-        if self.network:
-            raise ValueError(
-                f"--long windows and --network {self.network}: windows are pooled by a row that is added to the last "
-                "layer, and only encoders of transformers are known to have such a layer; drop one"
-            )
-        if self.task != "pair" and (pair := self.columns.pair):
-            raise ValueError(f"--long windows and --pair_column {pair}: windows are cut from single texts; drop one")
-        if self.batch_size == "auto":
-            raise ValueError(
-                "--long windows and --batch_size auto: rows have different numbers of windows, so there is no largest "
-                "number of rows that always fits; give a number"
-            )
-
-    def _check_auto_size(self) -> None:
-        if self.strategy not in ("ddp", "zero1", "zero2", "zero3"):
-            raise ValueError(
-                f"--batch_size auto and --strategy {self.strategy}: sizes are tried under ddp, zero1, zero2 and zero3 "
-                "only; give a number"
-            )
-        if self.deterministic:
-            raise ValueError(
-                "--batch_size auto and --deterministic: a measured size is not reproducible; give a number"
-            )
-        if self.balance == "auto":
-            raise ValueError(
-                "--batch_size auto and --balance auto: faster ranks would get more rows than fit; drop one"
-            )
 
     @property
     def budget_seconds(self) -> float:
@@ -720,6 +522,16 @@ class TrainConfig(BaseModel):
     def gives(self, name: str) -> bool:
         """Whether a field was given; one that a file gives as null was not."""
         return name in self.model_fields_set and getattr(self, name) is not None
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a field has another value than by default."""
+        return getattr(self, name) != type(self).model_fields[name].default
+
+    def shown(self, name: str) -> str:
+        """The flag of a field with its value, as one would write it; a switch has none."""
+        value = getattr(self, name)
+        words = "" if value is True else f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{flag_of(name)} {words}".strip()
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -16,7 +16,8 @@ if not __package__:  # started by path: the imports below need the repository
 
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from common.ray_cluster import check_room, connect
-from training.config import METRICS_OF_TASKS, TrainConfig, parse_config
+from training.config import TrainConfig, parse_config
+from training.facts import METRICS_OF_TASKS
 from training.parallelism.distributed import group_backend, join_ranks, start_timeout
 from training.run.trainer import Trainer
 

@@ -185,19 +185,6 @@ def test_a_model_that_was_written_with_the_mean_is_trained_again_with_the_mean(
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [("--budget", "60s"), ("--model", "tiny"), ("--lora", "4"), ("--task", "masked_lm"), ("--long", "windows")],
-    ids=" ".join,
-)
-def test_method_head_is_refused_where_no_head_can_be_fitted(
-    more: tuple[str, str], train_here: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train_here("--model", "starter", "--method", "head", *more) == 2
-
-    assert f"error: --method head and {' '.join(more)}: no head can be fitted here" in capfd.readouterr().err
-
-
 def test_the_configuration_that_a_run_writes_down_trains_the_same_model_again(
     encoder: Path, rows: Path, train_here: Train, tmp_path: Path
 ) -> None:

@@ -128,11 +128,3 @@ def test_the_best_epoch_by_the_metric_asked_for_is_tested_and_its_answers_are_ke
     right = [row["label"] == row["predicted"] for row in rows]
     assert sum(right) / len(right) == pytest.approx(metrics["test"]["accuracy"])
     assert all(0.5 <= float(row["confidence"]) <= 1 for row in rows)
-
-
-def test_weights_and_balanced_batches_together_are_refused(
-    train_here: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train_here("--class_weights", "auto", "--sampling", "balanced") == 2
-
-    assert "--class_weights auto and --sampling balanced: rare labels would count twice" in capfd.readouterr().err

@@ -265,22 +265,6 @@ def test_a_network_that_sees_what_it_should_predict_is_refused() -> None:
         try_unknown_family(model, "--model x", torch.tensor([[5, 9, 11, 13, 7]]))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--label_column", "topic"), "--label_column topic: does nothing with --task causal_lm"),
-        (("--duplicates", "drop"), "--duplicates drop: does nothing with --task causal_lm"),
-        (("--class_weights", "auto"), "--class_weights auto: does nothing with --task causal_lm"),
-        (("--best_metric", "accuracy"), "--best_metric accuracy and --task causal_lm: this task has perplexity"),
-    ],
-)
-def test_flags_that_need_labels_are_refused(
-    flags: tuple[str, ...], message: str, train_here: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train_here("--task", "causal_lm", *flags) == 2
-    assert message in capfd.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapt", "language-model"])
 def test_the_documented_commands_train(name: str, text: Path, launch: Callable[..., Any], tmp_path: Path) -> None:

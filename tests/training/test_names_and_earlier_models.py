@@ -140,26 +140,6 @@ def test_texts_without_labels_help_few_rows(
     assert found["fitted_head"]["num_texts"] == 80
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"labels": "a, b", "method": "fine_tune"}, "there are no rows to train on"),
-        ({"dataset": ""}, "names no data; without labelled rows give --labels"),
-        ({"labels": "a, b", "task": "regression"}, "does nothing with --task regression"),
-        ({"unlabelled": "x", "dataset": "y", "learning_rate": 1e-3}, "add --method fine_tune"),
-        ({"unlabelled": "x", "dataset": "y", "distill": "t", "distill_texts": "z"}, "drop one"),
-        ({"unlabelled": "x", "dataset": "y", "lora": 4}, "no head can be fitted here"),
-        ({"from_model": "m", "model": "starter", "dataset": "y"}, "two models to begin with"),
-        ({"from_model": "m"}, "--from m: give the rows that it shall learn"),
-        ({"from_model": "m", "dataset": "y", "labels": "a, b"}, "do not go together"),
-        ({"from_model": "m", "dataset": "y", "task": "multi_label"}, "--from m: does nothing with --task multi_label"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused_in_one_line(flags: dict, said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
-        TrainConfig(**flags)
-
-
 @pytest.fixture(scope="module", name="earlier")
 def fixture_earlier(teacher: Path, tmp_path_factory: pytest.TempPathFactory, run: Train) -> Path:
     """A model of two labels, next to the rows that it was trained on."""

@@ -239,22 +239,3 @@ def test_how_busy_a_gpu_is_is_logged_only_if_it_can_be_known(monkeypatch: pytest
     assert gpu_utilization(torch.device("cuda")) == 0.37
     monkeypatch.delattr(torch.cuda, "utilization")
     assert gpu_utilization(torch.device("cuda")) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--suspects", "drop", "--epochs", 1),
-            "--suspects drop and --epochs 1: this takes effect from the second epoch on",
-        ),
-        (("--suspects", "list", "--task", "regression"), "--suspects list: does nothing with --task regression"),
-        (("--suspects", "list", "--task", "multi_label"), "--suspects list: does nothing with --task multi_label"),
-    ],
-)
-def test_suspects_are_refused_where_they_cannot_work(
-    flags: tuple[object, ...], message: str, train_here: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train_here(*flags) == 2
-
-    assert message in capfd.readouterr().err

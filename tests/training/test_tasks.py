@@ -274,38 +274,6 @@ def test_the_documented_commands_train(
     assert any((tmp_path / "checkpoints").glob("*/model.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--task", "regression", "--class_weights", "auto"),
-            "--class_weights auto: does nothing with --task regression",
-        ),
-        (
-            ("--task", "multi_label", "--sampling", "balanced"),
-            "--sampling balanced: does nothing with --task multi_label",
-        ),
-        (
-            ("--task", "regression", "--label_smoothing", "0.1"),
-            "--label_smoothing 0.1: does nothing with --task regression",
-        ),
-        (
-            ("--task", "regression", "--best_metric", "accuracy"),
-            "--best_metric accuracy and --task regression: this task has rmse",
-        ),
-        (
-            ("--best_metric", "rmse"),
-            "--best_metric rmse and --task classification: this task has accuracy, macro_f1, loss",
-        ),
-    ],
-)
-def test_flags_that_a_task_has_no_use_for_are_refused(
-    flags: tuple[str, ...], message: str, train_here: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train_here(*flags) == 2
-    assert message in capfd.readouterr().err
-
-
 def test_columns_of_0_and_1_give_the_labels_that_a_list_would(
     folders: dict[str, Path], alone: dict[str, Path], train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:

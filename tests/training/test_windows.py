@@ -205,23 +205,6 @@ def test_other_families_get_the_same_output_more(family: str) -> None:
     torch.testing.assert_close(model(ids, mask), torch.cat([before, torch.zeros(len(ids), 1)], dim=1))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--strategy", "pp"), "--long windows: does nothing with --strategy pp, only with ddp, zero1"),
-        (("--task", "pair"), "--long windows: does nothing with --task pair"),
-        (("--network", "my:Net"), "--long windows and --network my:Net"),
-        (("--batch_size", "auto"), "--long windows and --batch_size auto"),
-        (("--task", "regression", "--pair_column", "other"), "--long windows and --pair_column other"),
-    ],
-)
-def test_what_does_not_fit_windows_is_refused(
-    flags: tuple[str, ...], message: str, train_here: Train, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train_here("--long", "windows", *flags) == 2
-    assert message in capfd.readouterr().err
-
-
 def test_an_encoder_in_half_precision_trains_on_windows(long_texts: Path, train_here: Train, tmp_path: Path) -> None:
     flags = ("--dataset", long_texts, "--model", "starter", "--long", "windows", "--max_length", 16)
     assert train_here(*flags, "--max_train_rows", 8, "--epochs", 1, "--output_dir", tmp_path / "model") == 0

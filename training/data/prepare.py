@@ -22,7 +22,7 @@ from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
 from common.tokenizer_files import SETTINGS_FILE, combined
 from common.windows import WINDOWS_KEY, Windows
-from training.config import STARTER, STARTER_FOLDER, TINY, TrainConfig
+from training.config import STARTER, STARTER_FOLDER, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, row_numbers, split_rows
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
@@ -46,6 +46,7 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.data.unlabelled import add_unlabelled, names_of_labels, rows_of_names
+from training.facts import TINY
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_half_precision, try_unknown_family
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters

@@ -20,12 +20,13 @@ from common.errors import ForeseenError, UserError, first_line
 from common.files import is_lfs_pointer
 from common.text import VERSION, Text, TextTokenizer, cleaner, vocabulary_misfit
 from common.windows import count_windows, window_lengths
-from training.config import STARTER, STARTER_FOLDER, TINY, model_place
+from training.config import STARTER, STARTER_FOLDER, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows, row_numbers
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.data.rough_text import RoughTexts
 from training.data.stored_texts import StoredTexts, in_chunks
+from training.facts import TINY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.text import Text, cleaner, num_chars, texts_in
-from training.config import METRICS_OF_TASKS, TrainConfig
+from training.config import TrainConfig
 from training.data.prepare import PreparedNews
 from training.data.stored_texts import ChosenTexts
+from training.facts import METRICS_OF_TASKS
 from training.monitoring.records import METRICS, score_of
 from training.tasks import Task
 

@@ -29,8 +29,9 @@ from common.errors import ModelLoadError, UserError, first_line
 from common.model_folder import SavedModel
 from common.weights import changes_nothing, read_weights
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
-from training.config import TINY, model_place
+from training.config import model_place
 from training.data.dataset import AG_NEWS_LABELS
+from training.facts import TINY
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import FAMILY_OF, keep_blocks

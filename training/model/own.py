@@ -13,7 +13,8 @@ from torch import nn
 
 from common.errors import UserError, first_line
 from common.own_code import import_by_path
-from training.config import METRICS_OF_TASKS, TrainConfig
+from training.config import TrainConfig
+from training.facts import METRICS_OF_TASKS
 from training.tasks import Task
 
 # From the size of the vocabulary and the number of scores per text to a module that takes ids and mask, int64

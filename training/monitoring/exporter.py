@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.process_collector import ProcessCollector
 
 from common.errors import UserError, in_one_line
-from training.config import METRICS_OF_TASKS
+from training.facts import METRICS_OF_TASKS
 from training.monitoring.events import (
     CheckpointFailed,
     CollectivesRecorded,

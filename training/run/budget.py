@@ -26,11 +26,12 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from training.config import TINY, TrainConfig
+from training.config import TrainConfig
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
 from training.evaluation.baseline import seconds_for_baseline
 from training.evaluation.evaluator import evaluate
+from training.facts import TINY
 from training.model.classifier import NewsClassifier, widen
 from training.model.layers import FAMILY_OF, freeze_layers
 from training.model.precision import autocast

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from training.config import CHOSEN, LABELLED, TINY, TrainConfig
+from training.config import CHOSEN, TrainConfig
+from training.facts import LABELLED, TINY
 from training.model.head import can_be_fitted
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.errors import UserError
 from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
-from training.config import TrainConfig
 from training.data.balance import Balance, Stopwatch
 from training.data.batching import DataShard, MicroBatch, rank_share
 from training.run.step import forward_backward
@@ -119,11 +117,6 @@ def test_the_stopwatch_leaves_out_evaluation() -> None:
 
     assert in_evaluation == 0
     assert stopwatch.seconds() > 0
-
-
-def test_balance_and_bitwise_repetition_exclude_each_other() -> None:
-    with pytest.raises(UserError, match="--balance auto and --deterministic"):
-        TrainConfig(balance="auto", deterministic=True)
 
 
 # The last rank computes each of its rows many times; what comes of the first time alone counts.

@@ -280,12 +280,6 @@ def test_a_budget_is_a_time_with_a_unit(value: str) -> None:
         parse_config([f"--budget={value}"])
 
 
-@pytest.mark.parametrize("flags", [("--deterministic",), ("--schedule", "constant"), ("--suspects", "drop")])
-def test_what_contradicts_a_budget_is_refused(flags: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="--budget"):
-        parse_config(["--budget", "10m", *flags])
-
-
 def test_a_budget_keeps_fewer_rows_for_validation_unless_told_otherwise() -> None:
     chosen, given = (
         parse_config(["--budget", "10m", *more]) for more in ((), ("--epochs", "2", "--validation_fraction", "0.1"))
