@@ -68,9 +68,9 @@ DEFAULTS_WITH_BUDGET = {"epochs": 10, "validation_fraction": 0.02}
 OnResume = Literal["same", "any", "same global batch", "longer"]
 
 
-def _field(default: Any, group: str, help: str, on_resume: OnResume = "same", **limits: Any) -> Any:
+def _field(default: Any, group: str, on_resume: OnResume = "same", **limits: Any) -> Any:
     about = {"group": group, "on_resume": on_resume}
-    return Field(default, description=help, json_schema_extra=about, validate_default=True, **limits)
+    return Field(default, json_schema_extra=about, validate_default=True, **limits)
 
 
 # What the recipe chooses where it is not given, see run/recipe.py.
@@ -162,122 +162,433 @@ def _is_within(place: str, folder: Path) -> bool:
 
 
 class TrainConfig(BaseModel):
-    """Everything that a training run can be told. The descriptions are the help texts of the flags."""
+    """Everything that a training run can be told. What is written below a field is the help text of its flag."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    # fmt: off
-    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; on plain text without labels, embedding = the vector that --distill gives a text, to make a small encoder from a large one, masked_lm = hidden tokens, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
-    loss: str = _field("", "task", "import path of your own loss, which turns scores and labels into the loss of each row; unset = that of the task")
-    metric: str = _field("", "task", "import path of your own metric, which turns the scores and labels of all rows into figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
-    dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label; for language models also .txt, each line a text")
-    dataset_config: str = _field("", "data", "which configuration (subset) of a dataset on the hub, such as sst2 of nyu-mll/glue; unset = its default")
-    dataset_revision: str = _field("", "data", "branch, tag or commit of a dataset on the hub; unset = its main branch")
-    train_split: str = _field("train", "data", "split to train on; in a folder, the file of that name", min_length=1)
-    validation_split: str = _field("", "data", "split to validate on; unset = validation, valid, val or dev if the data has it, otherwise training rows are kept for it")
-    test_split: str = _field("", "data", "split to test on; unset = test if the data has it, otherwise training rows are set aside")
-    labels: str = _field("", "data", "names of the labels, separated by commas, such as \"billing, login, refund\", or a file with one per line: without --dataset, the model learns from these names and from --unlabelled texts alone; with it, labels that have no rows learn from their names")
-    unlabelled: str = _field("", "data", "a file or folder of more texts, without labels, which show the head how texts of each label read: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the text columns; helps with no rows or few")
-    text_column: str = _field("text", "data", "column with the text, if the columns have names; case-insensitive; if you name several, such as title,body, their texts are joined", min_length=1, on_resume="any")
-    label_column: str = _field("label", "data", "column with the label; for multi_label also several columns of 0 and 1, such as billing,login, each named after its label", min_length=1, on_resume="any")
-    pair_column: str = _field("", "data", "column with a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
-    max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; for language models, tokens per block, into which all texts are joined", ge=8, le=8192)
-    long: Literal["cut", "windows"] = _field("cut", "data", "what happens to texts of more than max_length tokens: cut = only their beginning is read; windows = they are read in up to 16 windows of max_length tokens, each of which repeats the last quarter of the one before, and learned attention weights the answers of the windows")
-    clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
-    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; unset = 0.1, or 0 for few rows, where folds validate the fitted head; 0 = train on all rows and keep the last epoch; not used if the data has validation rows", ge=0, lt=0.9)
-    rough_share: float = _field(0.0, "data", "share of the training texts that each epoch reads a second time as people may type them: only the title or the first clause, the first ten words, without punctuation, in upper case, with typing errors; drawn with the seed; 0 = none", ge=0, le=1)
-    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once, ignoring case and white space: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, which have 80% of all their word triples in common (12 s for 100,000 short texts)")
-    max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
-    suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself doubts: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
-    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
+    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = (
+        _field("classification", "task")
+    )
+    """what the model answers; classification = one label per text, pair = one label per pair of
+    texts, multi_label = each label that applies, from none to all, regression = a number; on plain
+    text without labels, embedding = the vector that --distill gives a text, to make a small encoder
+    from a large one, masked_lm = hidden tokens, to pretrain or adapt an encoder, causal_lm = the
+    next token (decoders such as Llama)"""
 
-    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small encoder that comes with this repository and needs no network; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached, starter is used instead of the default")
-    from_model: str = _field("", "model", "the folder of a model that was trained here: it learns the rows of --dataset too, also labels that it does not know, in seconds, and the run says what each of its labels has lost")
-    model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
-    network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
-    activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
-    compile: bool = _field(False, "model", "torch.compile each block; pays off on GPUs in long runs", on_resume="any")
-    float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
+    loss: str = _field("", "task")
+    """import path of your own loss, which turns scores and labels into the loss of each row; unset
+    = that of the task"""
 
-    layers: int = _field(0, "model", "keep this many blocks of --model, evenly spaced, including the first and the last, for a smaller model; 0 = all", ge=0)
-    lora: int = _field(0, "model", "rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the linear layers of its blocks are trained, then merged into the written model; 0 = off, train all weights; needs the extra lora", ge=0, le=1024)
-    lora_alpha: float | None = _field(None, "model", "what the adapters add is multiplied by lora_alpha / lora; unset = 2 x lora", gt=0)
+    metric: str = _field("", "task")
+    """import path of your own metric, which turns the scores and labels of all rows into figures by
+    name, the larger the better; --best_metric may name one of them; unset = only those of the
+    task"""
 
-    distill: str = _field("", "distillation", "a teacher: the folder of a trained model of the same task and labels, whose answers to the training rows are targets too; several, separated by commas, answer with their mean; for embedding, the folder of an encoder whose vectors for the texts are the targets; they are computed once and kept in --cache_dir; unset = train on the labels only", on_resume="any")
-    distill_share: float = _field(0.9, "distillation", "share of the teacher's answer in the loss of a row that has a label; the label gets the rest; 1 = labels do not count", gt=0, le=1)
-    distill_texts: str = _field("", "distillation", "a file or folder of more texts, without labels, which become training rows with the teacher's answer as their only target: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the text columns", on_resume="any")
+    dataset: str = _field("ag_news", "data")
+    """ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file:
+    AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns
+    text and label; for language models also .txt, each line a text"""
 
-    class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count equally; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
-    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some rows of frequent labels wait for a later epoch")
-    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; for multi_label micro_f1, macro_f1, exact_match or loss; for regression rmse, mae, r2, spearman or loss; for embedding cosine or loss; for language models perplexity, token_accuracy or loss; unset = the first of the task, or macro_f1 if some label is rare")
-    evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
-    early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a better score; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
+    dataset_config: str = _field("", "data")
+    """which configuration (subset) of a dataset on the hub, such as sst2 of nyu-mll/glue; unset =
+    its default"""
 
-    method: Literal["auto", "fine_tune", "head"] = _field("auto", "optimization", "how the model is fitted to the rows: fine_tune = all weights, beginning with a head that logistic regression has fitted to what the encoder says of the rows; head = only that head, in seconds; auto = fine_tune, but with a random head where you give --learning_rate, --budget, --lora, --loss or --long windows")
-    budget: str = _field("", "optimization", "how long the run may take, from its start to the written and tested model, such as 90s, 10m or 1h: it trains as many steps as fit, at most 10 epochs unless --epochs says how many, with a learning rate that ends at zero in time; it chooses --max_length, --learning_rate, --dropout and --freeze, and keeps 2% of the rows for validation, unless you set them; unset = --epochs decides", on_resume="any")
-    epochs: int = _field(3, "optimization", "passes over the training rows; unset = 3, or as many more as few rows or many labels need; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
-    batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; unset = 32, or 8 or 16 for few rows; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
-    gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
-    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = by the width and depth of the encoder, or 2e-4 with --lora, or 1e-3 for a network that begins at random", gt=0, lt=1)
-    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its square root")
-    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine fall to 0 at the end, inverse_sqrt falls with the square root of the step, constant does not fall")
-    warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 it is a share of all steps, from 1 on a number of steps; 0 = off", ge=0)
-    weight_decay: float = _field(0.01, "optimization", "AdamW's weight decay, except for biases and LayerNorm; 0 = off", ge=0, lt=1)
-    betas: tuple[float, float] = _field((0.9, 0.999), "optimization", "AdamW's decay rates per step for the averages of gradients and of their squares, such as 0.9,0.98; the closer to 1, the longer the memory")
-    epsilon: float = _field(1e-8, "optimization", "what AdamW adds to the square root of the averaged squares before it divides by the sum", gt=0, lt=1)
-    layer_decay: float = _field(1.0, "optimization", "factor by which the learning rate changes from each block to the one below it, and on to the embeddings, which get the smallest; 1 = off", gt=0, le=1)
-    freeze: str = _field("none", "optimization", "what keeps its pretrained weights: none, embeddings, or a number of blocks = the embeddings and that many of the lowest blocks")
-    ema: float = _field(0.0, "optimization", "decay per step of a moving average of the weights, such as 0.999, which is validated, tested and written instead of the weights of single steps; 0 = off", ge=0, lt=1)
-    clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
-    label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 if the processor is faster with it, fp16 with a loss scale on older GPUs, otherwise fp32")
-    tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the final test: faster, with 10 instead of 23 bits of precision; off = exact", on_resume="any")
-    dropout: float | None = _field(None, "optimization", "share of values that the model's dropout layers leave out in training; 0 = none, which is also faster to compute, for a small model or a single pass over many rows; unset = what the model's configuration says", ge=0, lt=1)
-    seed: int = _field(42, "optimization", "seed of the validation split, the row order, new weights and dropout", ge=0, lt=2**32)
-    deterministic: bool = _field(False, "optimization", "refuse operations that are not reproducible bit for bit; slower on GPUs")
+    dataset_revision: str = _field("", "data")
+    """branch, tag or commit of a dataset on the hub; unset = its main branch"""
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 = sharded optimizer state, then also gradients, then also weights; deepspeed = the same with DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all of them combined", on_resume="any")
-    dp: int = _field(0, "processes", "data-parallel degree; 0 = all ranks not used by tp and pp", ge=0, on_resume="any")
-    dp_shard: int = _field(0, "processes", "how many of the dp ranks shard one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a full copy on each", ge=0, on_resume="any")
-    tp: int = _field(0, "processes", "tensor-parallel degree, a divisor of the ranks of one machine; 0 = 1, or for tp all ranks of a machine", ge=0, on_resume="any")
-    pp: int = _field(0, "processes", "ranks per pipeline; 0 = 1, or for pp all ranks", ge=0, on_resume="any")
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (their number is gradient_accumulation) in the pipeline; the last three give each rank two stages", on_resume="any")
-    sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts", on_resume="any")
-    compress: str = _field("none", "processes", "compress gradients for the all-reduce (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4", on_resume="any")
-    cpu_offload: bool = _field(False, "processes", "offload sharded state to host memory (zero2, zero3, deepspeed)", on_resume="any")
-    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the speed of the ranks from time to time, and give slower ones fewer rows (ddp, zero1)", on_resume="any")
-    deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3, on_resume="any")
-    deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here; if it sets what a flag also sets, such as the learning rate, the file counts unless the flag is given", on_resume="any")
-    device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
+    train_split: str = _field("train", "data", min_length=1)
+    """split to train on; in a folder, the file of that name"""
 
-    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are written next to it", on_resume="any")
-    export: bool = _field(False, "output", "when the model is written, also export it for serving, as python -m inference.export OUTPUT_DIR does: in int8, if that loses at most half a point", on_resume="any")
-    model_version: str = _field("", "output", "a version of your own for the model, such as 2026-11 or v3: letters, digits, . _ + and -; it is in the model card, in metrics.json and in the server's /model", on_resume="any")
-    resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
-    log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
-    metrics_port: int = _field(0, "output", "port for Prometheus metrics; each rank adds its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
-    metrics_host: str = _field("127.0.0.1", "output", "address of this machine at which they are served, without a key; 0.0.0.0 = every one, for a Prometheus elsewhere", min_length=1, on_resume="any")
-    stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; for schedulers that restart what failed, use a number such as 75", ge=0, le=255, on_resume="any")
+    validation_split: str = _field("", "data")
+    """split to validate on; unset = validation, valid, val or dev if the data has it, otherwise
+    training rows are kept for it"""
 
-    checkpoint_dir: str = _field("", "fault tolerance", "where checkpoints are kept: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints", on_resume="any")
-    save_every: int = _field(500, "fault tolerance", "optimizer steps between checkpoints, in addition to one at the end of each epoch; 0 = only those", ge=0, on_resume="any")
-    save_minutes: float = _field(0, "fault tolerance", "minutes between checkpoints, in addition to those by steps; 0 = off", ge=0, on_resume="any")
-    keep_last: int = _field(2, "fault tolerance", "newest checkpoints to keep, in addition to the best one", ge=1, on_resume="any")
-    keep_every: int = _field(0, "fault tolerance", "keep the checkpoint of every Nth step permanently; 0 = off", ge=0, on_resume="any")
+    test_split: str = _field("", "data")
+    """split to test on; unset = test if the data has it, otherwise training rows are set aside"""
 
-    bad_steps: int = _field(5, "fault tolerance", "consecutive steps that may be skipped because loss or gradient norm is not finite; after one more, the run is rolled back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0, on_resume="any")
-    collective_timeout: float = _field(1800, "fault tolerance", "seconds without progress after which a rank ends the run and names the missing ranks; must exceed anything that one rank does while others wait; at least an hour until the first steps are done", ge=1, on_resume="any")
-    bad_rows: Literal["stop", "skip"] = _field("stop", "fault tolerance", "malformed rows (truncated line, empty text, unknown label ...): stop = report the first one and do not start; skip = leave them out and report them", on_resume="any")
+    labels: str = _field("", "data")
+    """names of the labels, separated by commas, such as "billing, login, refund", or a file with
+    one per line: without --dataset, the model learns from these names and from --unlabelled texts
+    alone; with it, labels that have no rows learn from their names"""
 
-    check_replicas_every: int = _field(500, "monitoring", "optimizer steps between comparisons of all replicas, which are also compared at the start and before each checkpoint; 0 = off", ge=0, on_resume="any")
-    check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all replicas in the first N steps, in case a model's own code breaks their synchronization; 0 = off", ge=0, on_resume="any")
-    record_collectives_every: int = _field(20, "monitoring", "optimizer steps between recordings of a step's collectives with PyTorch's profiler, for the metrics collective_*; 0 = off, needed with another profiler such as nsys", ge=0, on_resume="any")
-    one_rank_rate: float = _field(0, "monitoring", "rows per second of a run on a single rank, with which the metric scaling_efficiency then compares this run; 0 = the ranks measure it under ddp", ge=0, on_resume="any")
-    trackers: str = _field("", "monitoring", "also send metrics to wandb, mlflow or trackio, several separated by commas; each needs the extra of that name; unset = none", on_resume="any")
-    profile: int = _field(0, "monitoring", "optimizer steps to record with PyTorch's profiler, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000, on_resume="any")
-    profile_start: int = _field(0, "monitoring", "the first step to record; 0 = ten steps after the first one of this process, or fewer in a short run", ge=0, on_resume="any")
-    profile_ranks: str = _field("0", "monitoring", "ranks to record: all, or their numbers, such as 0,3", on_resume="any")
-    # fmt: on
+    unlabelled: str = _field("", "data")
+    """a file or folder of more texts, without labels, which show the head how texts of each label
+    read: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the text columns; helps
+    with no rows or few"""
+
+    text_column: str = _field("text", "data", min_length=1, on_resume="any")
+    """column with the text, if the columns have names; case-insensitive; if you name several, such
+    as title,body, their texts are joined"""
+
+    label_column: str = _field("label", "data", min_length=1, on_resume="any")
+    """column with the label; for multi_label also several columns of 0 and 1, such as
+    billing,login, each named after its label"""
+
+    pair_column: str = _field("", "data", on_resume="any")
+    """column with a second text that the model reads together with the first, such as the answer to
+    a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise
+    none"""
+
+    max_length: int = _field(128, "data", ge=8, le=8192)
+    """tokens per text; longer texts are cut, and the report says how many; for language models,
+    tokens per block, into which all texts are joined"""
+
+    long: Literal["cut", "windows"] = _field("cut", "data")
+    """what happens to texts of more than max_length tokens: cut = only their beginning is read;
+    windows = they are read in up to 16 windows of max_length tokens, each of which repeats the last
+    quarter of the one before, and learned attention weights the answers of the windows"""
+
+    clean: Literal["auto", "news", "none"] = _field("auto", "data")
+    """how texts are cleaned before tokenization, in training and in serving: news = decode
+    character references, drop HTML tags and backslashes, collapse white space; none = as they are;
+    auto = news for AG News (recognized by its name, CSV layout or four labels) and sample,
+    otherwise none; a resumed run keeps its own"""
+
+    validation_fraction: float = _field(0.1, "data", ge=0, lt=0.9)
+    """share of the training rows kept for choosing the best epoch, stratified; unset = 0.1, or 0
+    for few rows, where folds validate the fitted head; 0 = train on all rows and keep the last
+    epoch; not used if the data has validation rows"""
+
+    rough_share: float = _field(0.0, "data", ge=0, le=1)
+    """share of the training texts that each epoch reads a second time as people may type them: only
+    the title or the first clause, the first ten words, without punctuation, in upper case, with
+    typing errors; drawn with the seed; 0 = none"""
+
+    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data")
+    """texts that occur more than once, ignoring case and white space: report = count them; drop =
+    also leave out training rows that repeat an earlier one, or a validation or test text;
+    report_near and drop_near = also near duplicates, which have 80% of all their word triples in
+    common (12 s for 100,000 short texts)"""
+
+    max_train_rows: int = _field(0, "data", ge=0)
+    """train on at most this many rows, drawn with the seed; 0 = all"""
+
+    suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data")
+    """training rows whose label the run itself doubts: list = the report and
+    OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch
+    on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look
+    for them"""
+
+    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", on_resume="any")
+    """where tokenized data is cached"""
+
+    model: str = _field("distilbert-base-uncased", "model")
+    """a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small
+    encoder that comes with this repository and needs no network; tiny = a small, randomly
+    initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached,
+    starter is used instead of the default"""
+
+    from_model: str = _field("", "model")
+    """the folder of a model that was trained here: it learns the rows of --dataset too, also labels
+    that it does not know, in seconds, and the run says what each of its labels has lost"""
+
+    model_revision: str = _field("", "model")
+    """branch, tag or commit of a model on the hub; unset = its main branch"""
+
+    network: str = _field("", "model")
+    """import path of a class or function that builds a network of your own from (vocabulary size,
+    number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the
+    network of --model"""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = _field(
+        "none",
+        "model",
+        on_resume="any",
+    )
+    """recompute activations in the backward pass: full keeps only the input of each block (a third
+    more work), selective also the outputs of matrix products (little more work)"""
+
+    compile: bool = _field(False, "model", on_resume="any")
+    """torch.compile each block; pays off on GPUs in long runs"""
+
+    float8: bool = _field(False, "model", on_resume="any")
+    """matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs
+    the extra float8"""
+
+    layers: int = _field(0, "model", ge=0)
+    """keep this many blocks of --model, evenly spaced, including the first and the last, for a
+    smaller model; 0 = all"""
+
+    lora: int = _field(0, "model", ge=0, le=1024)
+    """rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the
+    linear layers of its blocks are trained, then merged into the written model; 0 = off, train all
+    weights; needs the extra lora"""
+
+    lora_alpha: float | None = _field(None, "model", gt=0)
+    """what the adapters add is multiplied by lora_alpha / lora; unset = 2 x lora"""
+
+    distill: str = _field("", "distillation", on_resume="any")
+    """a teacher: the folder of a trained model of the same task and labels, whose answers to the
+    training rows are targets too; several, separated by commas, answer with their mean; for
+    embedding, the folder of an encoder whose vectors for the texts are the targets; they are
+    computed once and kept in --cache_dir; unset = train on the labels only"""
+
+    distill_share: float = _field(0.9, "distillation", gt=0, le=1)
+    """share of the teacher's answer in the loss of a row that has a label; the label gets the rest;
+    1 = labels do not count"""
+
+    distill_texts: str = _field("", "distillation", on_resume="any")
+    """a file or folder of more texts, without labels, which become training rows with the teacher's
+    answer as their only target: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the
+    text columns"""
+
+    class_weights: str = _field("none", "imbalance")
+    """weight of each label in the training loss: none = all rows count equally; auto = rows of rare
+    labels count more, so that every label has the same total weight; or a YAML or JSON file with a
+    weight for each label"""
+
+    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance")
+    """shuffled = each row once per epoch; balanced = every label equally often, so rows of rare
+    labels repeat and some rows of frequent labels wait for a later epoch"""
+
+    best_metric: str = _field("", "imbalance")
+    """the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every
+    label has the same weight, however rare) or loss; for multi_label micro_f1, macro_f1,
+    exact_match or loss; for regression rmse, mae, r2, spearman or loss; for embedding cosine or
+    loss; for language models perplexity, token_accuracy or loss; unset = the first of the task, or
+    macro_f1 if some label is rare"""
+
+    evaluate_every: int = _field(0, "imbalance", ge=0)
+    """optimizer steps between evaluations on the validation rows, in addition to those at the end
+    of each epoch; 0 = only those"""
+
+    early_stopping: int = _field(0, "imbalance", ge=0, on_resume="any")
+    """stop after this many evaluations in a row without a better score; there is one per epoch, or
+    more with --evaluate_every; 0 = train to the end"""
+
+    method: Literal["auto", "fine_tune", "head"] = _field("auto", "optimization")
+    """how the model is fitted to the rows: fine_tune = all weights, beginning with a head that
+    logistic regression has fitted to what the encoder says of the rows; head = only that head, in
+    seconds; auto = fine_tune, but with a random head where you give --learning_rate, --budget,
+    --lora, --loss or --long windows"""
+
+    budget: str = _field("", "optimization", on_resume="any")
+    """how long the run may take, from its start to the written and tested model, such as 90s, 10m
+    or 1h: it trains as many steps as fit, at most 10 epochs unless --epochs says how many, with a
+    learning rate that ends at zero in time; it chooses --max_length, --learning_rate, --dropout and
+    --freeze, and keeps 2% of the rows for validation, unless you set them; unset = --epochs
+    decides"""
+
+    epochs: int = _field(3, "optimization", ge=1, on_resume="longer")
+    """passes over the training rows; unset = 3, or as many more as few rows or many labels need; a
+    larger number extends a run that has stopped or finished"""
+
+    batch_size: BatchSize = _field(32, "optimization", on_resume="same global batch")
+    """rows per rank in one micro-batch; the global batch = batch_size x data ranks x
+    gradient_accumulation; unset = 32, or 8 or 16 for few rows; auto = the most that fit, found at
+    the start and kept (ddp, zero1, zero2, zero3)"""
+
+    gradient_accumulation: int = _field(1, "optimization", ge=1, on_resume="same global batch")
+    """micro-batches per optimizer step; 1 = off"""
+
+    learning_rate: float | None = _field(None, "optimization", gt=0, lt=1)
+    """peak learning rate; unset = by the width and depth of the encoder, or 2e-4 with --lora, or
+    1e-3 for a network that begins at random"""
+
+    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization")
+    """multiply the learning rate by the number of data ranks or its square root"""
+
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field(
+        "linear",
+        "optimization",
+    )
+    """how the learning rate falls after the warm-up: linear and cosine fall to 0 at the end,
+    inverse_sqrt falls with the square root of the step, constant does not fall"""
+
+    warmup: float = _field(0.06, "optimization", ge=0)
+    """steps over which the learning rate rises: below 1 it is a share of all steps, from 1 on a
+    number of steps; 0 = off"""
+
+    weight_decay: float = _field(0.01, "optimization", ge=0, lt=1)
+    """AdamW's weight decay, except for biases and LayerNorm; 0 = off"""
+
+    betas: tuple[float, float] = _field((0.9, 0.999), "optimization")
+    """AdamW's decay rates per step for the averages of gradients and of their squares, such as
+    0.9,0.98; the closer to 1, the longer the memory"""
+
+    epsilon: float = _field(1e-8, "optimization", gt=0, lt=1)
+    """what AdamW adds to the square root of the averaged squares before it divides by the sum"""
+
+    layer_decay: float = _field(1.0, "optimization", gt=0, le=1)
+    """factor by which the learning rate changes from each block to the one below it, and on to the
+    embeddings, which get the smallest; 1 = off"""
+
+    freeze: str = _field("none", "optimization")
+    """what keeps its pretrained weights: none, embeddings, or a number of blocks = the embeddings
+    and that many of the lowest blocks"""
+
+    ema: float = _field(0.0, "optimization", ge=0, lt=1)
+    """decay per step of a moving average of the weights, such as 0.999, which is validated, tested
+    and written instead of the weights of single steps; 0 = off"""
+
+    clip_norm: float = _field(1.0, "optimization", ge=0)
+    """largest global gradient norm; 0 = no clipping"""
+
+    label_smoothing: float = _field(0.0, "optimization", ge=0, lt=1)
+    """probability spread over the other labels; 0 = off"""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization")
+    """auto = bf16 if the processor is faster with it, fp16 with a loss scale on older GPUs,
+    otherwise fp32"""
+
+    tf32: bool = _field(False, "optimization", on_resume="any")
+    """round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer),
+    also in the final test: faster, with 10 instead of 23 bits of precision; off = exact"""
+
+    dropout: float | None = _field(None, "optimization", ge=0, lt=1)
+    """share of values that the model's dropout layers leave out in training; 0 = none, which is
+    also faster to compute, for a small model or a single pass over many rows; unset = what the
+    model's configuration says"""
+
+    seed: int = _field(42, "optimization", ge=0, lt=2**32)
+    """seed of the validation split, the row order, new weights and dropout"""
+
+    deterministic: bool = _field(False, "optimization")
+    """refuse operations that are not reproducible bit for bit; slower on GPUs"""
+
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field(
+        "ddp", "processes", on_resume="any"
+    )
+    """how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 =
+    sharded optimizer state, then also gradients, then also weights; deepspeed = the same with
+    DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all of them combined"""
+
+    dp: int = _field(0, "processes", ge=0, on_resume="any")
+    """data-parallel degree; 0 = all ranks not used by tp and pp"""
+
+    dp_shard: int = _field(0, "processes", ge=0, on_resume="any")
+    """how many of the dp ranks shard one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 =
+    a full copy on each"""
+
+    tp: int = _field(0, "processes", ge=0, on_resume="any")
+    """tensor-parallel degree, a divisor of the ranks of one machine; 0 = 1, or for tp all ranks of
+    a machine"""
+
+    pp: int = _field(0, "processes", ge=0, on_resume="any")
+    """ranks per pipeline; 0 = 1, or for pp all ranks"""
+
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field(
+        "1f1b", "processes", on_resume="any"
+    )
+    """order of the micro-batches (their number is gradient_accumulation) in the pipeline; the last
+    three give each rank two stages"""
+
+    sequence_parallel: bool = _field(False, "processes", on_resume="any")
+    """with tp, split norms and residuals by tokens: less memory for long texts"""
+
+    compress: str = _field("none", "processes", on_resume="any")
+    """compress gradients for the all-reduce (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such
+    as powersgd:4"""
+
+    cpu_offload: bool = _field(False, "processes", on_resume="any")
+    """offload sharded state to host memory (zero2, zero3, deepspeed)"""
+
+    balance: Literal["none", "auto"] = _field("none", "processes", on_resume="any")
+    """auto = measure the speed of the ranks from time to time, and give slower ones fewer rows
+    (ddp, zero1)"""
+
+    deepspeed_stage: int = _field(2, "processes", ge=0, le=3, on_resume="any")
+    """what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also
+    weights"""
+
+    deepspeed_config: Path | None = _field(None, "processes", on_resume="any")
+    """a DeepSpeed JSON file, for settings without a flag here; if it sets what a flag also sets,
+    such as the learning rate, the file counts unless the flag is given"""
+
+    device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes")
+    """auto = one GPU per process if available, else the CPU"""
+
+    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", on_resume="any")
+    """the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are
+    written next to it"""
+
+    export: bool = _field(False, "output", on_resume="any")
+    """when the model is written, also export it for serving, as python -m inference.export
+    OUTPUT_DIR does: in int8, if that loses at most half a point"""
+
+    model_version: str = _field("", "output", on_resume="any")
+    """a version of your own for the model, such as 2026-11 or v3: letters, digits, . _ + and -; it
+    is in the model card, in metrics.json and in the server's /model"""
+
+    resume: str = _field("auto", "output", on_resume="any")
+    """auto = resume from the run folder's newest complete checkpoint, if it has one; none = start
+    from scratch (an older run is moved aside, not deleted); or the path of a checkpoint"""
+
+    log_every: int = _field(10, "output", ge=1, on_resume="any")
+    """optimizer steps between lines in metrics.jsonl and TensorBoard"""
+
+    metrics_port: int = _field(0, "output", ge=0, le=65_000, on_resume="any")
+    """port for Prometheus metrics; each rank adds its local rank; 0 = off"""
+
+    metrics_host: str = _field("127.0.0.1", "output", min_length=1, on_resume="any")
+    """address of this machine at which they are served, without a key; 0.0.0.0 = every one, for a
+    Prometheus elsewhere"""
+
+    stopped_exit_code: int = _field(0, "output", ge=0, le=255, on_resume="any")
+    """exit code of a run that was asked to stop and has saved; for schedulers that restart what
+    failed, use a number such as 75"""
+
+    checkpoint_dir: str = _field("", "fault tolerance", on_resume="any")
+    """where checkpoints are kept: a folder that all machines share, or an address such as
+    s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints"""
+
+    save_every: int = _field(500, "fault tolerance", ge=0, on_resume="any")
+    """optimizer steps between checkpoints, in addition to one at the end of each epoch; 0 = only
+    those"""
+
+    save_minutes: float = _field(0, "fault tolerance", ge=0, on_resume="any")
+    """minutes between checkpoints, in addition to those by steps; 0 = off"""
+
+    keep_last: int = _field(2, "fault tolerance", ge=1, on_resume="any")
+    """newest checkpoints to keep, in addition to the best one"""
+
+    keep_every: int = _field(0, "fault tolerance", ge=0, on_resume="any")
+    """keep the checkpoint of every Nth step permanently; 0 = off"""
+
+    bad_steps: int = _field(5, "fault tolerance", ge=0, on_resume="any")
+    """consecutive steps that may be skipped because loss or gradient norm is not finite; after one
+    more, the run is rolled back to its newest checkpoint and leaves the bad rows out; 0 = stop at
+    the first"""
+
+    collective_timeout: float = _field(1800, "fault tolerance", ge=1, on_resume="any")
+    """seconds without progress after which a rank ends the run and names the missing ranks; must
+    exceed anything that one rank does while others wait; at least an hour until the first steps are
+    done"""
+
+    bad_rows: Literal["stop", "skip"] = _field("stop", "fault tolerance", on_resume="any")
+    """malformed rows (truncated line, empty text, unknown label ...): stop = report the first one
+    and do not start; skip = leave them out and report them"""
+
+    check_replicas_every: int = _field(500, "monitoring", ge=0, on_resume="any")
+    """optimizer steps between comparisons of all replicas, which are also compared at the start and
+    before each checkpoint; 0 = off"""
+
+    check_gradient_sync: int = _field(0, "monitoring", ge=0, on_resume="any")
+    """compare the reduced gradients of all replicas in the first N steps, in case a model's own
+    code breaks their synchronization; 0 = off"""
+
+    record_collectives_every: int = _field(20, "monitoring", ge=0, on_resume="any")
+    """optimizer steps between recordings of a step's collectives with PyTorch's profiler, for the
+    metrics collective_*; 0 = off, needed with another profiler such as nsys"""
+
+    one_rank_rate: float = _field(0, "monitoring", ge=0, on_resume="any")
+    """rows per second of a run on a single rank, with which the metric scaling_efficiency then
+    compares this run; 0 = the ranks measure it under ddp"""
+
+    trackers: str = _field("", "monitoring", on_resume="any")
+    """also send metrics to wandb, mlflow or trackio, several separated by commas; each needs the
+    extra of that name; unset = none"""
+
+    profile: int = _field(0, "monitoring", ge=0, le=1000, on_resume="any")
+    """optimizer steps to record with PyTorch's profiler, into OUTPUT_DIR.run/profile and the
+    report; 0 = off"""
+
+    profile_start: int = _field(0, "monitoring", ge=0, on_resume="any")
+    """the first step to record; 0 = ten steps after the first one of this process, or fewer in a
+    short run"""
+
+    profile_ranks: str = _field("0", "monitoring", on_resume="any")
+    """ranks to record: all, or their numbers, such as 0,3"""
 
     @field_validator("*", mode="before")
     @classmethod
