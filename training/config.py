@@ -33,6 +33,7 @@ from common.rows import Columns
 from common.windows import MOST_WINDOWS
 from training.conflicts import CONFLICTS
 from training.facts import (
+    EPSILON,
     FLAGS_OF_STRATEGIES,
     FLAGS_OF_TASKS,
     LABELLED,
@@ -100,7 +101,6 @@ OTHER_NAMES = {
         "weight_decay": "wd",
         "clip_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
         "betas": "adam_beta1 adam_beta2",
-        "epsilon": "adam_epsilon",
         "layer_decay": "layerwise_lr_decay",
         "ema": "ema_decay",
         "precision": "fp16 bf16 fp32 amp mixed_precision dtype torch_dtype",
@@ -120,13 +120,27 @@ OTHER_NAMES = {
     }.items()
     for name in names.split()
 }
+# Fields of earlier versions: what holds now. The config.yaml and the checkpoints of such runs are still read.
+FORMER_FIELDS = {
+    "dp": "it is always the number of ranks / (tp x pp), so leave it out",
+    "epsilon": f"AdamW's is always {EPSILON:g}",
+    "profile_start": "recording always begins ten steps after the first, so leave it out",
+    "profile_ranks": "rank 0 is always the one that is recorded, so leave it out",
+    "record_collectives_every": "the collectives of every 20th step are always recorded, so leave it out",
+    "one_rank_rate": "divide the metric samples_per_second by that rate and by world_size instead",
+}
 # What others have flags for and we do not: what to do instead.
-NOT_FLAGS = {
-    "backend": "it follows from --device and is NCCL on GPUs, gloo on CPUs",
-    "num_workers": "the rows are tokenized once and then read from a cache, so there are no workers",
-} | dict.fromkeys(
-    ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts", "rdzv_backend"),
-    "it is torchrun's: give it before the script",
+NOT_FLAGS = (
+    FORMER_FIELDS
+    | {
+        "adam_epsilon": f"AdamW's is always {EPSILON:g}",
+        "backend": "it follows from --device and is NCCL on GPUs, gloo on CPUs",
+        "num_workers": "the rows are tokenized once and then read from a cache, so there are no workers",
+    }
+    | dict.fromkeys(
+        ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts", "rdzv_backend"),
+        "it is torchrun's: give it before the script",
+    )
 )
 # What others call values of our flags.
 OTHER_VALUES = {
@@ -406,9 +420,6 @@ class TrainConfig(BaseModel):
     """AdamW's decay rates per step for the averages of gradients and of their squares, such as
     0.9,0.98; the closer to 1, the longer the memory"""
 
-    epsilon: float = _field(1e-8, "optimization", gt=0, lt=1)
-    """what AdamW adds to the square root of the averaged squares before it divides by the sum"""
-
     layer_decay: float = _field(1.0, "optimization", gt=0, le=1)
     """factor by which the learning rate changes from each block to the one below it, and on to the
     embeddings, which get the smallest; 1 = off"""
@@ -452,9 +463,6 @@ class TrainConfig(BaseModel):
     """how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 =
     sharded optimizer state, then also gradients, then also weights; deepspeed = the same with
     DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all of them combined"""
-
-    dp: int = _field(0, "processes", ge=0, on_resume="any")
-    """data-parallel degree; 0 = all ranks not used by tp and pp"""
 
     dp_shard: int = _field(0, "processes", ge=0, on_resume="any")
     """how many of the dp ranks shard one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 =
@@ -567,14 +575,6 @@ class TrainConfig(BaseModel):
     """compare the reduced gradients of all replicas in the first N steps, in case a model's own
     code breaks their synchronization; 0 = off"""
 
-    record_collectives_every: int = _field(20, "monitoring", ge=0, on_resume="any")
-    """optimizer steps between recordings of a step's collectives with PyTorch's profiler, for the
-    metrics collective_*; 0 = off, needed with another profiler such as nsys"""
-
-    one_rank_rate: float = _field(0, "monitoring", ge=0, on_resume="any")
-    """rows per second of a run on a single rank, with which the metric scaling_efficiency then
-    compares this run; 0 = the ranks measure it under ddp"""
-
     trackers: str = _field("", "monitoring", on_resume="any")
     """also send metrics to wandb, mlflow or trackio, several separated by commas; each needs the
     extra of that name; unset = none"""
@@ -582,13 +582,6 @@ class TrainConfig(BaseModel):
     profile: int = _field(0, "monitoring", ge=0, le=1000, on_resume="any")
     """optimizer steps to record with PyTorch's profiler, into OUTPUT_DIR.run/profile and the
     report; 0 = off"""
-
-    profile_start: int = _field(0, "monitoring", ge=0, on_resume="any")
-    """the first step to record; 0 = ten steps after the first one of this process, or fewer in a
-    short run"""
-
-    profile_ranks: str = _field("0", "monitoring", on_resume="any")
-    """ranks to record: all, or their numbers, such as 0,3"""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -643,13 +636,6 @@ class TrainConfig(BaseModel):
     def _check_trackers(cls, value: str) -> str:
         if unknown := [name for name in _names(value) if name not in TRACKERS]:
             raise ValueError(f"{unknown[0]!r} is not one of {', '.join(TRACKERS)}")
-        return value
-
-    @field_validator("profile_ranks")
-    @classmethod
-    def _check_profile_ranks(cls, value: str) -> str:
-        if not re.fullmatch(r"all|\d+(,\d+)*", value):
-            raise ValueError("must be all, or numbers such as 0,3")
         return value
 
     @field_validator("model_version")
@@ -877,6 +863,7 @@ def parse_config(
     origins: dict[str, str] = {}
     environment = os.environ if environment is None else environment
     in_file = read_yaml(Path(config_file), f"--config {config_file}") if config_file else {}
+    in_file = {name: value for name, value in in_file.items() if not _is_of_earlier_version(name, value)}
     check_fields(in_file, f"--config {config_file}")
     for origin, source in (
         (str(config_file), in_file),
@@ -978,6 +965,11 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
         raise UserError(f"{what}: must hold fields with values, such as `epochs: 3`", code="config-unreadable")
     # YAML 1.1 reads 2e-5 as text; pydantic then reads the text as the number that was meant.
     return values
+
+
+def _is_of_earlier_version(name: str, value: Any) -> bool:
+    """Whether a run of an earlier version wrote this field into its config.yaml, and a run without it is the same."""
+    return name in FORMER_FIELDS and (name != "epsilon" or str(value) in ("1e-8", str(EPSILON)))
 
 
 def check_fields(names: Iterable[str], what: str) -> None:

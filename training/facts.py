@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 TINY = "tiny"
+EPSILON = 1e-8  # what AdamW adds to the square root of the averaged squares before it divides by the sum
 
 # The strategies that each of these flags is for; with any other it is refused instead of ignored.
 FLAGS_OF_STRATEGIES = {
-    "dp": ("zero2", "zero3", "tp", "pp", "3d"),
     "dp_shard": ("zero2", "zero3", "3d"),
     "tp": ("tp", "3d"),
     "pp": ("pp", "3d"),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from training.config import TrainConfig, flag_of, on_resume, parse_config
+from training.config import FORMER_FIELDS, TrainConfig, flag_of, on_resume, parse_config
 
 GROUPS = [
     "task",
@@ -93,6 +93,17 @@ def test_what_the_rows_decide_is_printed_but_not_given_by_the_printed_configurat
 
 def test_a_learning_rate_without_a_dot_is_read_from_yaml(tmp_path: Path) -> None:
     assert parse("--config", yaml_file(tmp_path, "learning_rate: 2e-5\n")).learning_rate == 2e-5
+
+
+def test_fields_of_earlier_versions_are_read_from_a_file_but_are_no_flags(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "epochs: 4\ndp: 2\nepsilon: 1.0e-08\nprofile_ranks: all\none_rank_rate: 0\n")
+
+    assert parse("--config", file) == TrainConfig(epochs=4)
+    with pytest.raises(UserError, match=r"run.yaml: no field 'epsilon'; AdamW's is always 1e-08$"):
+        parse("--config", yaml_file(tmp_path, "epsilon: 1e-6\n"))
+    for name, instead in FORMER_FIELDS.items():
+        with pytest.raises(UserError, match=rf"^--{name}=2: no such flag; {re.escape(instead)}$"):
+            parse(f"--{name}=2")
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -298,7 +309,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha", "layers", "distill_share"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
-        *("betas", "epsilon", "layer_decay", "freeze", "ema", "dropout"),
+        *("betas", "layer_decay", "freeze", "ema", "dropout"),
         *("deterministic", "device"),
     }
 

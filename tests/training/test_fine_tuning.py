@@ -19,7 +19,7 @@ Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
 
 SIZES = ("--batch_size", 8, "--save_every", 2, "--keep_last", 20)
-TUNED = ("--layer_decay", 0.7, "--betas", "0.8,0.98", "--epsilon", 1e-6, "--freeze", 2, "--ema", 0.9)
+TUNED = ("--layer_decay", 0.7, "--betas", "0.8,0.98", "--freeze", 2, "--ema", 0.9)
 STEPS_PER_EPOCH = 8
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from common.model_folder import read_saved_model
 from tests.processes import made_once
+from training.config import FORMER_FIELDS
 from training.data.dataset import load_news
 
 LAST_STEP = 16
@@ -345,15 +347,36 @@ def test_the_last_checkpoints_and_the_best_are_kept(
 
 def _make_older(checkpoint: Path) -> None:
     """Turn a checkpoint into one from before the way of cleaning was a choice."""
-    state_file, manifest_file = checkpoint / "state.json", checkpoint / "manifest.json"
-    state = json.loads(state_file.read_text())
+    state = json.loads((checkpoint / "state.json").read_text())
     assert state["config"].pop("clean") == "news"
-    state["data_key"] = "made in another way"
+    _rewrite(checkpoint, state | {"data_key": "made in another way"})
+
+
+def _rewrite(checkpoint: Path, state: dict[str, Any]) -> None:
+    state_file, manifest_file = checkpoint / "state.json", checkpoint / "manifest.json"
     state_file.write_text(json.dumps(state))
     content = state_file.read_bytes()
     manifest = json.loads(manifest_file.read_text())
     manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest_file.write_text(json.dumps(manifest))
+
+
+def test_a_run_of_an_earlier_version_with_fields_that_are_gone_resumes(
+    copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    gone = {"dp": 1, "epsilon": 1e-8, "profile_start": 3, "profile_ranks": "all", "one_rank_rate": 9.0}
+    gone |= {"record_collectives_every": 0}
+    assert gone.keys() == FORMER_FIELDS.keys()
+    newest, file = _checkpoint(copied, 16), copied.with_name("model.run") / "config.yaml"
+    state = json.loads((newest / "state.json").read_text())
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | gone))
+    _rewrite(newest, state | {"config": state["config"] | gone})
+    assert train_here("--config", file, "--output_dir", copied) == 0
+    assert f"Resuming from {newest}" in capfd.readouterr().out
+
+    _rewrite(newest, state | {"config": state["config"] | {"epsilon": 1e-6}})
+    assert train_here(*_flags(1, copied)) == 2
+    assert "AdamW's epsilon was 1e-06 and is now 1e-08" in capfd.readouterr().err
 
 
 @pytest.mark.slow

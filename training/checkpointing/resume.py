@@ -18,6 +18,7 @@ from training.checkpointing.sharded import SavedShards
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig, on_resume
 from training.data.batching import DataShard
+from training.facts import EPSILON
 from training.fault_tolerance.restarts import has_begun
 from training.parallelism.distributed import Ranks
 
@@ -270,6 +271,8 @@ def _check_same_run(
         for name, value in now.items()
         if on_resume(name) == "same" and before[name] != value
     ]
+    if (epsilon := before.get("epsilon", EPSILON)) != EPSILON:  # once a flag
+        differing.append(f"AdamW's epsilon was {epsilon!r} and is now {EPSILON!r}")
     asked = config.batch_size * data_shard.size * config.gradient_accumulation
     same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")
     if asked != state["global_batch_size"] and not same_flags:

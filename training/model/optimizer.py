@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from training.config import TrainConfig
+from training.facts import EPSILON
 from training.model.layers import rate_factors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -37,7 +38,7 @@ def parameter_groups(
 
 def adamw_settings(config: TrainConfig) -> dict[str, Any]:
     """The arguments of AdamW (Loshchilov & Hutter, arXiv 1711.05101); every step sets the learning rate."""
-    return {"lr": 0.0, "betas": config.betas, "eps": config.epsilon, "fused": True}
+    return {"lr": 0.0, "betas": config.betas, "eps": EPSILON, "fused": True}
 
 
 def build_optimizer(model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

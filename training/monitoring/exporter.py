@@ -65,7 +65,6 @@ class Exporter(Subscriber):
         self.counts_rows = True  # of the ranks that hold parts of one replica, only one counts its rows
         self.phases = phases
         self._run_dir = config.run_dir
-        self._ideal_rate = ranks.world_size * config.one_rank_rate
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         ProcessCollector(registry=self.registry)
 
@@ -95,8 +94,7 @@ class Exporter(Subscriber):
         self._efficiency = gauge(
             "scaling_efficiency",
             "What all ranks achieve, divided by what they would achieve if none waited for another, as measured under "
-            "ddp; with --one_rank_rate, by what the same number of ranks would achieve at that rate. NaN if neither "
-            "is known.",
+            "ddp; NaN if it is not known.",
         )
         self._utilization = gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.")
         self._mfu = None
@@ -145,9 +143,7 @@ class Exporter(Subscriber):
         for phase in COMPARED:
             self.slowness.labels(phase).set(math.nan)
             self.straggler.labels(phase).set(0)
-        self._collective_steps = counter(
-            "collective_steps", "Steps whose collectives were recorded (--record_collectives_every)."
-        )
+        self._collective_steps = counter("collective_steps", "Steps whose collectives were recorded.")
         self._collective_calls = counter("collective_calls", "Collectives of this rank in those steps.", "operation")
         self._collective_bytes = counter("collective_bytes", "Bytes that it handed to them.", "operation")
         self._collective_seconds = histogram(
@@ -197,8 +193,6 @@ class Exporter(Subscriber):
                     self._utilization.set(math.nan if last.gpu_utilization is None else last.gpu_utilization)
                     if self._mfu and last.mfu is not None:
                         self._mfu.set(last.mfu)
-                    if self._ideal_rate:
-                        self._efficiency.set(last.samples_per_second / self._ideal_rate)
                     self._last_step.set_to_current_time()
             case EpochMetrics() if event.validation:
                 for name, gauge in self._validation.items():
@@ -212,7 +206,7 @@ class Exporter(Subscriber):
                     for seconds in use.seconds:
                         seconds_of.observe(seconds)
             case RanksCompared(scaling_efficiency=efficiency):
-                if efficiency is not None and not self._ideal_rate:
+                if efficiency is not None:
                     self._efficiency.set(efficiency)
             case SavedCheckpoint():
                 self._checkpoint_seconds.observe(event.seconds)

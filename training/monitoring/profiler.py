@@ -1,4 +1,4 @@
-"""Profiler: PyTorch's traces of a few steps on chosen ranks, and their summary.
+"""Profiler: PyTorch's traces of a few steps on rank 0, and their summary.
 
 The summary has the costliest operators, how much of the communication is hidden behind computation, and how long a rank
 waited for data.
@@ -78,7 +78,7 @@ class RankProfile:
 
 
 class Profiler(Subscriber):
-    """Records ``--profile`` steps; afterwards rank 0 prints and keeps what all recorded ranks found.
+    """Records ``--profile`` steps of rank 0, and prints and keeps what was found.
 
     The phases of a step are ranges of the trace. On a GPU a snapshot of its memory is kept as well, with the place in
     the code that asked for each piece. A problem costs one line and does not end the run. All ranks have a profiler;
@@ -94,8 +94,6 @@ class Profiler(Subscriber):
         self._console = console
         self._folder = config.run_dir / FOLDER
         self._on_gpu = ranks.device.type == "cuda"
-        every, asked = range(ranks.world_size), config.profile_ranks
-        self._chosen = set(every if asked == "all" else map(int, asked.split(",")))
         self.steps = range(0)
         self._profile: profile | None = None
         self._problem = ""
@@ -103,30 +101,22 @@ class Profiler(Subscriber):
     def receive(self, event: Event) -> None:
         match event:
             case StepStarted(step):
-                is_chosen = self.steps and step >= self.steps.start and self._ranks.rank in self._chosen
+                is_chosen = self.steps and step >= self.steps.start and self._ranks.is_first
                 if is_chosen and not (self._profile or self._problem):
                     self._try(self._start)
             case StepDone(step):
                 if self.steps and step >= self.steps[-1]:
                     self._finish()
             case RunStarted(step, total_steps):
-                self._choose_steps(step, total_steps)
+                # Ten steps after the first one of this process, or fewer in a short run.
+                asked = self._config.profile
+                first = min(step + 1 + FIRST_STEPS, max(step + 1, total_steps - asked + 1))
+                self.steps = range(first, min(first + asked - 1, total_steps) + 1)
 
     def close(self) -> None:
         """Drop a recording that the run's end has cut short."""
         if self._profile:
             self._try(self._stop_recording)
-
-    def _choose_steps(self, step: int, total_steps: int) -> None:
-        if max(self._chosen) >= self._ranks.world_size:
-            last = self._ranks.world_size - 1
-            self._say(f"--profile_ranks {self._config.profile_ranks}: the ranks of this run are 0 to {last}")
-        asked = self._config.profile
-        first = self._config.profile_start or min(step + 1 + FIRST_STEPS, max(step + 1, total_steps - asked + 1))
-        self.steps = range(first, min(first + asked - 1, total_steps) + 1)
-        if first <= step or not self.steps:
-            self.steps = range(0)
-            self._say(f"--profile_start {first}: this run has steps {step + 1} to {total_steps}; none is recorded")
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -148,25 +138,20 @@ class Profiler(Subscriber):
         return stopped
 
     def _finish(self) -> None:
-        """Write this rank's trace, gather all summaries and show them; all ranks take part."""
+        """Write the trace, and show and keep its summary; a collective call."""
         with self._phases("profile"):
             found = self._try(self._write_profile) if self._profile else None
             self.steps = range(0)
-            # Ranks that were not chosen or could not record take part too: a gather needs all of them.
-            gathered = self._ranks.gather(found or self._problem)
-        for rank, problem in enumerate(gathered):
-            if isinstance(problem, str) and problem:
-                self._say(f"rank {rank}: no profile ({problem}); the run continues")
-        profiles = [found for found in gathered if isinstance(found, RankProfile)]
-        if not (profiles and self._console):
+            self._ranks.barrier()  # otherwise the others would wait in their next step, which would count as slow
+        if self._problem:
+            self._say(f"rank 0: no profile ({self._problem}); the run continues")
+        if not (found and self._console):
             return
-        first = profiles[0]
-        self._console.table(f"Profile of steps {first.first_step} to {first.last_step}", *rank_table(profiles))
-        self._console.table(f"Costliest operators of rank {first.rank}", *operator_table(first))
+        self._console.table(f"Profile of steps {found.first_step} to {found.last_step}", *rank_table([found]))
+        self._console.table("Costliest operators of rank 0", *operator_table(found))
         self._say(f"Traces for ui.perfetto.dev: {self._folder}")
         try:
-            summary = {"ranks": [asdict(profile) for profile in profiles]}
-            write_json(self._folder / SUMMARY_FILE, summary)
+            write_json(self._folder / SUMMARY_FILE, {"ranks": [asdict(found)]})
         except OSError as error:
             self._say(f"{self._folder}: the summary of the profile could not be written ({error.strerror})")
 

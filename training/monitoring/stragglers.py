@@ -64,7 +64,7 @@ class Collective:
 
 
 class CollectiveRecorder(Subscriber):
-    """Publishes the collectives of every ``every``-th step (0 = never), of the same steps on all ranks.
+    """Publishes the collectives of every ``every``-th step, of the same steps on all ranks.
 
     DDP's reducer and DTensors call theirs from C++, so no wrapper in Python sees them; PyTorch's flight recorder sees
     all, but knows no durations with gloo. The profiler sees both. It records only named ranges here, of which a step
@@ -86,7 +86,7 @@ class CollectiveRecorder(Subscriber):
         match event:
             case StepStarted(step):
                 self.waited = None
-                is_due = self.every > 0 and step % self.every == 0
+                is_due = step % self.every == 0
                 self._records = (
                     is_due and not torch.autograd._profiler_enabled() and _start_recording(on_gpu=self.on_gpu)
                 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from training.facts import EPSILON
 
 Settings = dict[str, Any]
 
@@ -23,7 +24,6 @@ FLAGS = {
     "zero_optimization.stage": "deepspeed_stage",
     "optimizer.params.lr": "learning_rate",
     "optimizer.params.betas": "betas",
-    "optimizer.params.eps": "epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup",
@@ -110,11 +110,17 @@ def _check_optimizer(section: Settings, what: str) -> None:
     kind = section.get("type")
     if str(kind).lower() not in ("adam", "adamw"):
         raise UserError(f"{what}: optimizer.type is {kind}: this trainer uses only AdamW", code="deepspeed-config")
-    known = {name.rpartition(".")[2] for name in FLAGS if name.startswith("optimizer.")} | {"torch_adam"}
-    if unknown := sorted(section.get("params", {}).keys() - known):
+    known = {name.rpartition(".")[2] for name in FLAGS if name.startswith("optimizer.")} | {"eps", "torch_adam"}
+    params = section.get("params", {})
+    if unknown := sorted(params.keys() - known):
         raise UserError(
             f"{what}: optimizer.params.{unknown[0]}: not supported here; leave it out ({', '.join(sorted(known))} are "
             "supported)",
+            code="deepspeed-config",
+        )
+    if (eps := params.get("eps", EPSILON)) != EPSILON:
+        raise UserError(
+            f"{what}: optimizer.params.eps is {eps}: this trainer's AdamW always has {EPSILON:g}; leave it out",
             code="deepspeed-config",
         )
 

@@ -9,6 +9,7 @@ import json
 
 from common.errors import UserError
 from training.config import TrainConfig
+from training.facts import EPSILON
 from training.parallelism.deepspeed_file import FLAGS, SCHEDULES, Settings, look_up, read_file
 
 # Elements reduced or gathered at once. DeepSpeed's default of 500,000,000 would cost a small model a 2 GB buffer.
@@ -74,7 +75,7 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
     # The trainer sets the learning rate before each step, and gives each group of parameters its weight decay.
     given.pop("scheduler", None)
     if "optimizer" in given:
-        flags = {"lr": 0.0, "betas": list(config.betas), "eps": config.epsilon}
+        flags = {"lr": 0.0, "betas": list(config.betas), "eps": EPSILON}
         kept = {name: value for name, value in given["optimizer"].get("params", {}).items() if name == "torch_adam"}
         given["optimizer"] = {"type": "AdamW", "params": flags | kept}
     return _merge(ours, given)
@@ -84,7 +85,7 @@ def _of_flags(config: TrainConfig) -> Settings:
     """What a file's optimizer and scheduler would have to say if they were to say what the flags do."""
     kinds = {schedule: kind for kind, schedule in SCHEDULES.items()}
     steps = {"warmup_max_lr": config.learning_rate, "warmup_num_steps": config.warmup}
-    numbers = {"betas": list(config.betas), "eps": config.epsilon, "weight_decay": config.weight_decay}
+    numbers = {"betas": list(config.betas), "weight_decay": config.weight_decay}
     return {
         "optimizer": {"params": {"lr": config.learning_rate, **numbers}},
         "scheduler": {"type": kinds.get(config.schedule, config.schedule), "params": steps},

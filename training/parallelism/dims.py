@@ -35,23 +35,20 @@ class ParallelDims:
             ranks_per_machine: neighboring ranks on the same machine; if machines differ, their greatest common divisor.
 
         Raises:
-            UserError: the product is not the number of ranks, ``dp_shard`` does not divide ``dp``, a tensor-parallel
-                group would span machines, or a flag belongs to a kind of parallelism that is not used.
+            UserError: the product does not divide the number of ranks, ``dp_shard`` does not divide what is left, a
+                tensor-parallel group would span machines, or a flag belongs to a kind of parallelism that is not used.
         """
         # What was not asked for follows from the strategy: `tp` alone fills a machine, `pp` alone takes all ranks, and
         # whatever is left over is data parallelism.
-        tp, pp, dp = config.tp or 1, config.pp or 1, config.dp
-        if config.strategy == "tp" and not config.tp:
-            tp = world_size // dp if dp else ranks_per_machine
-        if config.strategy == "pp" and not config.pp:
-            pp = world_size // (dp or 1)
-        dp = dp or max(1, world_size // (tp * pp))
-        if pp * dp * tp != world_size:
+        tp = config.tp or (ranks_per_machine if config.strategy == "tp" else 1)
+        pp = config.pp or (world_size if config.strategy == "pp" else 1)
+        if world_size % (pp * tp):
             raise UserError(
-                f"--pp ({pp}) x --dp ({dp}) x --tp ({tp}) = {pp * dp * tp}, and there are {world_size} ranks: "
-                "choose degrees whose product is the number of processes, or leave --dp at 0",
+                f"--pp ({pp}) x --tp ({tp}) = {pp * tp}, and there are {world_size} ranks: choose degrees whose "
+                "product divides the number of processes",
                 code="mesh-degrees",
             )
+        dp = world_size // (pp * tp)
         if ranks_per_machine % tp:
             raise UserError(
                 f"--tp {tp}: tensor-parallel ranks exchange activations in every block and must share a machine, and "

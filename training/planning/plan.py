@@ -232,8 +232,6 @@ def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
     """The trainer's flags for a layout, without those that would repeat a default."""
     flags: dict[str, object] = {"task": "causal_lm"} if shape.num_labels is None else {}
     flags |= {"model": shape.source, "strategy": layout.strategy}
-    if layout.strategy in ("tp", "pp", "3d"):
-        flags["dp"] = layout.dp
     if layout.strategy in ("zero2", "zero3", "3d") and layout.dp_replicate > 1:
         flags["dp_shard"] = layout.dp_shard
     if layout.strategy in ("tp", "3d"):

@@ -12,6 +12,7 @@ from training.monitoring.trackers import Trackers
 from training.run.context import RunContext
 
 COMPARE_EVERY = 20  # optimizer steps between two comparisons of the ranks' speeds
+RECORD_EVERY = 20  # optimizer steps between two recordings of a step's collectives
 
 
 def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber]:
@@ -28,7 +29,7 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
     subscribers.append(LossSpikes(events, exporter, context.say))
     if ranks.world_size > 1:
         # After the profiler, which is to see a whole step; CollectiveRecorder leaves a step to it that both want.
-        collectives = CollectiveRecorder(events, ranks.backend, config.record_collectives_every)
+        collectives = CollectiveRecorder(events, ranks.backend, RECORD_EVERY)
         subscribers.append(collectives)
         subscribers.append(Stragglers(context, collectives, COMPARE_EVERY))
         copies = {**context.strategy.parameters, **context.strategy.buffers}

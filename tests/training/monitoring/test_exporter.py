@@ -56,7 +56,7 @@ def _taken(port: int) -> Iterator[None]:
 def test_two_ranks_show_their_steps_and_shares_while_they_train(launch: Callable[..., Any], tmp_path: Path) -> None:
     port = _two_free_ports()
     flags = ("--epochs", 500, "--batch_size", 4, "--output_dir", tmp_path / "model", "--metrics_port", port)
-    run = launch(2, *flags, "--one_rank_rate", 100, wait=False)
+    run = launch(2, *flags, wait=False)
 
     # An epoch has 8 steps of 8 rows, but for the last one, which has a single row.
     run.wait_until(lambda: all(_scrape(each).get("slowness forward", 0) >= 1 for each in (port, port + 1)))
@@ -77,7 +77,6 @@ def test_two_ranks_show_their_steps_and_shares_while_they_train(launch: Callable
         assert page["skipped_steps_total"] == 0
         assert page["last_step_timestamp_seconds"] >= page["last_checkpoint_timestamp_seconds"] - 1
         assert page["process_resident_memory_bytes"] > 0
-        assert page["scaling_efficiency"] == pytest.approx(page["samples_per_second"] / 200)
         assert page["restarts"] == page["straggler forward"] == page["bad_steps_total"] == 0
         assert page["slowness forward"] >= 1
         assert page["replica_checks_total equal"] >= 2

@@ -1,4 +1,4 @@
-"""Traces of chosen steps and ranks, their summary, and that a run continues without them."""
+"""Traces of a few steps of rank 0, their summary, and that a run continues without them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory, base_flags: tuple[str, ...]) -> Path:
-    """The run folder of two ranks, both profiled in three steps of 16."""
+    """The run folder of two ranks, profiled in three steps of 16."""
 
     def train(folder: Path) -> None:
         flags = [*base_flags, "--batch_size", "4", "--output_dir", str(folder / "model")]
-        run_on_ranks(2, train_on_ranks, [*flags, "--profile", "3", "--profile_ranks", "all"])
+        run_on_ranks(2, train_on_ranks, [*flags, "--profile", "3"])
 
     return made_once(tmp_path_factory, "profiled", train) / "model.run"
 
@@ -41,10 +41,10 @@ def _trace(run_dir: Path, profile: RankProfile) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def test_each_chosen_rank_leaves_a_trace_of_the_steps_after_the_first_ten(profiled: Path) -> None:
+def test_rank_0_leaves_a_trace_of_the_steps_after_the_first_ten(profiled: Path) -> None:
     names = {path.name for path in (profiled / "profile").iterdir()}
 
-    assert names == {"rank_0_step_11_13.json.gz", "rank_1_step_11_13.json.gz", "summary.json"}
+    assert names == {"rank_0_step_11_13.json.gz", "summary.json"}
 
 
 def test_a_trace_shows_operators_collectives_and_the_phases_of_each_step(profiled: Path) -> None:
@@ -55,10 +55,10 @@ def test_a_trace_shows_operators_collectives_and_the_phases_of_each_step(profile
         assert names.count("gloo:all_reduce") >= 3
 
 
-def test_the_summary_has_each_ranks_time_by_phase(profiled: Path) -> None:
+def test_the_summary_has_the_time_by_phase(profiled: Path) -> None:
     profiles = read_summary(profiled)
 
-    assert [profile.rank for profile in profiles] == [0, 1]
+    assert [profile.rank for profile in profiles] == [0]
     for profile in profiles:
         assert (profile.first_step, profile.last_step) == (11, 13)
         assert sum(profile.phases.values()) == pytest.approx(1)
@@ -85,7 +85,7 @@ def test_the_report_shows_both_tables(profiled: Path) -> None:
     page = (profiled / "report.html").read_text()
 
     assert "Profile of steps 11 to 13" in page
-    assert "rank_1_step_11_13.json.gz" in page
+    assert "rank_0_step_11_13.json.gz" in page
     assert f"<td>{read_summary(profiled)[0].operators[0].name}</td>" in page
 
 
@@ -105,32 +105,18 @@ def test_a_profile_that_cannot_be_written_prints_one_line_and_does_not_end_the_r
 
 
 @pytest.mark.parametrize(
-    ("fields", "step", "expected"),
+    ("step", "expected"),
     [
-        ({"profile": 5}, 0, range(11, 16)),
-        ({"profile": 5}, 100, range(111, 116)),
-        ({"profile": 5}, 990, range(996, 1001)),  # no ten steps are left before them
-        ({"profile": 5, "profile_start": 3}, 0, range(3, 8)),
-        ({"profile": 5, "profile_start": 999}, 0, range(999, 1001)),
-        ({"profile": 5, "profile_start": 3}, 3, range(0)),
-        ({"profile": 5, "profile_start": 1001}, 0, range(0)),
+        (0, range(11, 16)),
+        (100, range(111, 116)),
+        (990, range(996, 1001)),  # no ten steps are left before them
     ],
 )
-def test_the_steps_that_are_recorded(fields: dict[str, int], step: int, expected: range) -> None:
-    profiler = Profiler(TrainConfig(**fields), ALONE, Phases(), None)
+def test_the_steps_that_are_recorded(step: int, expected: range) -> None:
+    profiler = Profiler(TrainConfig(profile=5), ALONE, Phases(), None)
     profiler.receive(RunStarted(step, 1000, []))
 
     assert profiler.steps == expected
-
-
-@pytest.mark.parametrize("ranks", ["", "1,", "first", "0-3", "-1"])
-def test_ranks_that_are_no_numbers_are_refused(
-    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: str
-) -> None:
-    assert train_here("--output_dir", tmp_path / "model", f"--profile_ranks={ranks}") == 2
-    assert (
-        capfd.readouterr().err == f"error: --profile_ranks {ranks}: must be all, or numbers such as 0,3 [flag-value]\n"
-    )
 
 
 def test_overlap_of_intervals() -> None:

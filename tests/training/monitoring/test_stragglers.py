@@ -310,11 +310,3 @@ def test_nothing_is_recorded_while_another_profiler_is_at_work_and_no_recording_
         one.receive(StepStarted(2))
         assert torch.autograd._profiler_enabled()
     assert not torch.autograd._profiler_enabled()
-
-
-def test_the_recording_can_be_turned_off_for_another_profiler(tmp_path: Path) -> None:
-    every = TrainConfig(record_collectives_every=0).record_collectives_every
-    with closing(CollectiveRecorder(EventStream(tmp_path, ALONE, Phases()), "gloo", every)) as one:
-        one.receive(StepStarted(20))
-        assert not torch.autograd._profiler_enabled()
-        one.receive(StepDone(20, []))

@@ -23,7 +23,6 @@ def dims(world_size: int, ranks_per_machine: int = 8, **fields: Any) -> tuple[in
         (8, {"strategy": "zero3", "dp_shard": 1}, (1, 8, 1, 1)),
         (4, {"strategy": "tp"}, (1, 1, 1, 4)),
         (4, {"strategy": "tp", "tp": 2}, (1, 2, 1, 2)),
-        (4, {"strategy": "tp", "dp": 2}, (1, 2, 1, 2)),
         (4, {"strategy": "pp"}, (4, 1, 1, 1)),
         (8, {"strategy": "pp", "pp": 2}, (2, 4, 1, 1)),
         (8, {"strategy": "3d", "pp": 2, "tp": 2}, (2, 1, 2, 2)),
@@ -40,14 +39,13 @@ def test_degrees_left_open_follow_from_the_strategy(
 
 def test_tensor_ranks_are_those_of_one_machine_unless_a_degree_says_otherwise() -> None:
     assert dims(16, 8, strategy="tp") == (1, 2, 1, 8)
-    assert dims(16, 8, strategy="tp", dp=4) == (1, 4, 1, 4)
+    assert dims(16, 8, strategy="tp", tp=4) == (1, 4, 1, 4)
 
 
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
         ({"strategy": "tp", "tp": 16}, r"^--tp 16: .* 8 ranks per machine.* use a divisor of 8$"),
-        ({"strategy": "tp", "dp": 1}, r"^--tp 16: .* use a divisor of 8$"),
         ({"strategy": "3d", "pp": 2, "tp": 4}, r"^--tp 4: .* 6 ranks per machine.* use a divisor of 6$"),
     ],
 )
@@ -60,7 +58,7 @@ def test_tensor_parallelism_over_machines_is_refused(fields: dict[str, Any], lin
 @pytest.mark.parametrize(
     ("world_size", "fields", "line"),
     [
-        (8, {"strategy": "3d", "pp": 2, "dp": 3, "tp": 2}, r"--pp \(2\) x --dp \(3\) x --tp \(2\) = 12.* 8 ranks"),
+        (8, {"strategy": "3d", "pp": 3, "tp": 2}, r"--pp \(3\) x --tp \(2\) = 6.* 8 ranks"),
         (6, {"strategy": "tp", "tp": 4}, r"--tp \(4\) = 4.* 6 ranks"),
         (2, {"strategy": "pp", "pp": 4}, r"--pp \(4\).* 2 ranks"),
         (2, {"strategy": "3d", "sequence_parallel": True}, r"--sequence_parallel: does nothing without --tp"),

@@ -22,7 +22,7 @@ from training.parallelism.distributed import Ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 
-TUNED = {"layer_decay": 0.7, "betas": (0.8, 0.98), "epsilon": 1e-6, "ema": 0.9, "freeze": "1"}
+TUNED = {"layer_decay": 0.7, "betas": (0.8, 0.98), "ema": 0.9, "freeze": "1"}
 FULL = {"activation_checkpointing": "full"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
