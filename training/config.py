@@ -97,7 +97,7 @@ OTHER_NAMES = {
         "max_length": "max_seq_length max_seq_len seq_len",
         "long": "doc_stride truncation",
         "warmup": "warmup_ratio warmup_steps",
-        "schedule": "lr_scheduler_type lr_scheduler",
+        "schedule": "lr_scheduler_type lr_scheduler lr_decay",
         "weight_decay": "wd",
         "clip_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
         "betas": "adam_beta1 adam_beta2",
@@ -105,7 +105,7 @@ OTHER_NAMES = {
         "ema": "ema_decay",
         "precision": "fp16 bf16 fp32 amp mixed_precision dtype torch_dtype",
         "activation_checkpointing": "gradient_checkpointing",
-        "strategy": "fsdp zero_stage sharding_strategy",
+        "strategy": "zero_stage sharding_strategy",
         "cpu_offload": "offload",
         "device": "cpu gpu cuda",
         "resume": "resume_from resume_from_checkpoint",
@@ -130,18 +130,24 @@ FORMER_FIELDS = {
     "one_rank_rate": "divide the metric samples_per_second by that rate and by world_size instead",
 }
 # What others have flags for and we do not: what to do instead.
-NOT_FLAGS = (
-    FORMER_FIELDS
-    | {
-        "adam_epsilon": f"AdamW's is always {EPSILON:g}",
-        "backend": "it follows from --device and is NCCL on GPUs, gloo on CPUs",
-        "num_workers": "the rows are tokenized once and then read from a cache, so there are no workers",
-    }
-    | dict.fromkeys(
-        ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts", "rdzv_backend"),
-        "it is torchrun's: give it before the script",
+NOT_FLAGS = FORMER_FIELDS | {
+    name: instead
+    for names, instead in (
+        ("backend ddp_backend dist_backend", "it follows from --device and is NCCL on GPUs, gloo on CPUs"),
+        (
+            "num_workers dataloader_num_workers",
+            "the rows are tokenized once and then read from a cache, so there are no workers",
+        ),
+        ("fsdp", "use --strategy zero3, or zero2 to shard all but the weights"),
+        ("adam_epsilon", FORMER_FIELDS["epsilon"]),
+        (
+            "nproc_per_node nnodes node_rank master_addr master_port max_restarts rdzv_backend",
+            "it is torchrun's: give it before the script",
+        ),
+        ("devices num_gpus", "torchrun's --nproc_per_node, before the script, says how many to use"),
     )
-)
+    for name in names.split()
+}
 # What others call values of our flags.
 OTHER_VALUES = {
     "strategy": dict.fromkeys(("fsdp", "fsdp2", "full_shard", "fully_shard", "zero"), "zero3")
