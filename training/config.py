@@ -5,10 +5,12 @@ Flags win over variables (``DISTRINEWS_<FIELD>``), variables over the file, the 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -46,6 +48,12 @@ from training.parallelism.deepspeed_file import flags_of_file
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 STARTER = "starter"
 STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
+# What --help shows; the others are in --help all.
+MOST_USED = (
+    *("task", "dataset", "labels", "unlabelled", "text_column", "label_column", "max_length", "max_train_rows"),
+    *("model", "from_model", "method", "budget", "epochs", "batch_size", "learning_rate", "precision", "seed"),
+    *("strategy", "device", "output_dir", "export", "resume"),
+)
 LONGEST_CHOICES = 60  # that fit into a line of the help
 PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -862,8 +870,9 @@ def parse_config(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, description: str = ""
 ) -> TrainConfig:
     """Make the configuration from flags, environment and ``--config``; ``--print_config`` prints it and exits."""
-    parser = _build_parser(description)
-    flags = vars(parser.parse_args([_normalise(argument) for argument in arguments]))
+    arguments = [_normalise(argument) for argument in arguments]
+    shown = TrainConfig.model_fields if _asks_for_all_help(arguments) else MOST_USED
+    flags = vars(_build_parser(description, shown).parse_args(arguments))
     config_file, print_config = flags.pop("config"), flags.pop("print_config")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -893,22 +902,38 @@ def parse_config(
     return config
 
 
-def _build_parser(description: str) -> OneLineParser:
-    parser = OneLineParser(description=description)
+def _asks_for_all_help(arguments: Sequence[str]) -> bool:
+    return "--help=all" in arguments or any(pair in (("--help", "all"), ("-h", "all")) for pair in pairwise(arguments))
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, flag: str | None = None) -> None:
+        if value not in (None, "all"):
+            raise UserError(f"{flag} {value}: must be all, or nothing", code="usage")
+        parser.print_help()
+        parser.exit()
+
+
+def _build_parser(description: str, shown: Collection[str]) -> OneLineParser:
+    """A parser of all flags, whose help has those that are ``shown``."""
+    more = "" if len(shown) == len(TrainConfig.model_fields) else "--help all shows all flags."
+    parser = OneLineParser(description=description, epilog=more, add_help=False)
+    parser.add_argument("-h", "--help", nargs="?", metavar="all", action=_Help, help="show help and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a file; flags win over it")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     groups: dict[str, Any] = {}
     for name, field in TrainConfig.model_fields.items():
         title = field.json_schema_extra["group"]  # type: ignore[index, call-overload]
         group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
-        add_flag(group, name)
+        add_flag(group, name, is_shown=name in shown)
     return parser
 
 
-def add_flag(parser: Any, name: str) -> None:
+def add_flag(parser: Any, name: str, *, is_shown: bool = True) -> None:
     """Add the flag of a field to a parser or a group of one; without it the value is None."""
     field = TrainConfig.model_fields[name]
-    parser.add_argument(flag_of(name), dest=name, help=_help_text(field), **_argument_form(field))
+    help_text = _help_text(field) if is_shown else argparse.SUPPRESS
+    parser.add_argument(flag_of(name), dest=name, help=help_text, **_argument_form(field))
 
 
 def _argument_form(field: FieldInfo) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from training.config import FORMER_FIELDS, TrainConfig, flag_of, on_resume, parse_config
+from training.config import FORMER_FIELDS, MOST_USED, TrainConfig, flag_of, on_resume, parse_config
 
 GROUPS = [
     "task",
@@ -257,7 +257,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_help_lists_every_flag_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--help")
+    text = printed(capsys, "--help", "all")
 
     assert re.findall(r"^([a-z][a-z ]*):$", text, re.MULTILINE) == ["options", *GROUPS]
     for name in TrainConfig.model_fields:
@@ -265,8 +265,21 @@ def test_help_lists_every_flag_in_its_group(capsys: pytest.CaptureFixture[str]) 
         assert TrainConfig.model_fields[name].description, name
 
 
+def test_help_without_all_lists_the_flags_that_most_need_and_how_to_see_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, "--help")
+
+    assert set(re.findall(r"^  --(\w+)", text, re.M)) == {"config", "print_config", "from", *MOST_USED} - {"from_model"}
+    assert 20 <= len(MOST_USED) <= 25
+    assert text.endswith("\n\n--help all shows all flags.\n")
+    assert printed(capsys, "-h", "--epochs", "3") == text
+    with pytest.raises(UserError, match=r"^--help most: must be all, or nothing$"):
+        parse("--help", "most")
+
+
 def test_help_shows_defaults_choices_and_off_values(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(printed(capsys, "--help").split())
+    text = " ".join(printed(capsys, "--help=all").split())
 
     for words in (
         "0 = all (default: 0)",

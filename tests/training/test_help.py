@@ -19,7 +19,7 @@ from training.planning.__main__ import ask, build_parser
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
     ("training/train_single.py",),
-    ("-m", "training.train_single"),
+    ("-m", "training.train_single", "--help=all"),
     ("-m", "training.evaluate"),
     ("-m", "training.data_report"),
     ("-m", "training.planning"),
