@@ -38,10 +38,9 @@ from training.facts import (
     EPSILON,
     FLAGS_OF_STRATEGIES,
     FLAGS_OF_TASKS,
-    LABELLED,
-    LANGUAGE_MODELS,
-    METRICS_OF_TASKS,
-    UNLABELLED,
+    STRATEGY_FACTS,
+    TASK_FACTS,
+    TaskFacts,
 )
 from training.parallelism.deepspeed_file import flags_of_file
 
@@ -55,7 +54,6 @@ MOST_USED = (
     *("strategy", "device", "output_dir", "export", "resume"),
 )
 LONGEST_CHOICES = 60  # that fit into a line of the help
-PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
 # What decides, beside the dataset, which rows there are and how they are read.
 DATA_FLAGS = (
@@ -194,9 +192,7 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = (
-        _field("classification", "task")
-    )
+    task: Literal[tuple(TASK_FACTS)] = _field("classification", "task")  # type: ignore[valid-type]
     """what the model answers; classification = one label per text, pair = one label per pair of
     texts, multi_label = each label that applies, from none to all, regression = a number; on plain
     text without labels, embedding = the vector that --distill gives a text, to make a small encoder
@@ -471,7 +467,7 @@ class TrainConfig(BaseModel):
     deterministic: bool = _field(False, "optimization")
     """refuse operations that are not reproducible bit for bit; slower on GPUs"""
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field(
+    strategy: Literal[tuple(STRATEGY_FACTS)] = _field(  # type: ignore[valid-type]
         "ddp", "processes", on_resume="any"
     )
     """how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 =
@@ -710,7 +706,7 @@ class TrainConfig(BaseModel):
     def _settle_by_others(self) -> None:
         """Decide what follows from other fields."""
         if not self.best_metric:  # every configuration names it; it does not count as given
-            self.__dict__["best_metric"] = METRICS_OF_TASKS[self.task][0]
+            self.__dict__["best_metric"] = self.task_facts.metrics[0]
         if self.labels and not self.gives("dataset"):
             self._settle("dataset", "")
         if not self.dataset and self.method == "auto":
@@ -728,10 +724,10 @@ class TrainConfig(BaseModel):
 
     def _check_uses(self) -> None:
         """What the task or the strategy has no use for."""
-        if self.best_metric not in METRICS_OF_TASKS[self.task] and not self.metric:
+        if self.best_metric not in self.task_facts.metrics and not self.metric:
             raise ValueError(
                 f"--best_metric {self.best_metric} and --task {self.task}: this task has "
-                f"{', '.join(METRICS_OF_TASKS[self.task])}"
+                f"{', '.join(self.task_facts.metrics)}"
             )
         for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
             for flag, wanted in table.items():
@@ -773,11 +769,15 @@ class TrainConfig(BaseModel):
     @property
     def is_distilled(self) -> bool:
         """Whether a teacher's answers are targets beside the labels."""
-        return bool(self.distill) and self.task in LABELLED
+        return bool(self.distill) and self.task_facts.has_labels
+
+    @property
+    def task_facts(self) -> TaskFacts:
+        return TASK_FACTS[self.task]
 
     @property
     def is_language_model(self) -> bool:
-        return self.task in LANGUAGE_MODELS
+        return self.task_facts.is_language_model
 
     @property
     def longest_text(self) -> str:
@@ -786,8 +786,8 @@ class TrainConfig(BaseModel):
 
     @property
     def columns(self) -> Columns:
-        pair = self.pair_column or (PAIR_COLUMN if self.task == "pair" else "")
-        return Columns(self.text_column, "" if self.task in UNLABELLED else self.label_column, pair)
+        label = self.label_column if self.task_facts.has_labels else ""
+        return Columns(self.text_column, label, self.pair_column or self.task_facts.pair_column)
 
     @property
     def selection(self) -> Selection:

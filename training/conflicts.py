@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from training.facts import TINY, UNLABELLED
+from training.facts import TINY, WHOLE_MODEL
 
 
 class Conflict(NamedTuple):
@@ -23,7 +23,7 @@ _ASKS_FOR_HEAD: dict[str, Callable[[Any], object]] = {
     "method": lambda c: c.method != "auto",
 }
 _HAS_NO_HEAD: dict[str, Callable[[Any], object]] = {
-    "task": lambda c: c.task in UNLABELLED,
+    "task": lambda c: not c.task_facts.has_labels,
     "model": lambda c: c.model == TINY,
     "network": lambda c: c.network,
     "lora": lambda c: c.lora,
@@ -46,7 +46,7 @@ CONFLICTS = (
         for one, other in combinations(("train_split", "validation_split", "test_split"), 2)
     ),
     Conflict(
-        lambda c: c.task == "embedding" and not c.distill,
+        lambda c: c.task_facts.needs_teacher and not c.distill,
         "{task}: give the encoder whose vectors are to be learned, with --distill FOLDER",
     ),
     Conflict(
@@ -98,7 +98,7 @@ CONFLICTS = (
         for flag in ("distill_texts", "distill_share")
     ),
     Conflict(
-        lambda c: c.task == "embedding" and len(c.teachers) > 1,
+        lambda c: c.task_facts.needs_teacher and len(c.teachers) > 1,
         "{distill}: vectors of different encoders have no useful mean; for --task embedding name one",
     ),
     Conflict(
@@ -160,7 +160,7 @@ CONFLICTS = (
         "transformers are known to have such a layer; drop one",
     ),
     Conflict(
-        lambda c: c.long == "windows" and c.task != "pair" and c.pair_column,
+        lambda c: c.long == "windows" and c.pair_column and not c.task_facts.pair_column,
         "{long} and {pair_column}: windows are cut from single texts; drop one",
     ),
     Conflict(
@@ -170,7 +170,7 @@ CONFLICTS = (
     ),
     # What is measured in the run itself.
     Conflict(
-        lambda c: c.batch_size == "auto" and c.strategy not in ("ddp", "zero1", "zero2", "zero3"),
+        lambda c: c.batch_size == "auto" and c.strategy not in WHOLE_MODEL,
         "{batch_size} and {strategy}: sizes are tried under ddp, zero1, zero2 and zero3 only; give a number",
     ),
     Conflict(

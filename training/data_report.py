@@ -19,6 +19,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 from common.errors import ForeseenError, OneLineParser, UserError, run_command
 from common.files import write_json
 from training.config import DATA_FLAGS, FAULTS, TrainConfig, add_flag, make_config
+from training.facts import TASK_FACTS
 
 CROPPED = 40  # characters before the first difference that are shown of near duplicates
 
@@ -67,8 +68,9 @@ def _faults(text: str) -> tuple[str, ...]:
 
 def _config_of(options: dict[str, Any]) -> TrainConfig:
     values = {"dataset": options.pop("data"), **options}
+    facts = TASK_FACTS.get(values.get("task") or "")
     # Whose vectors a text is to get does not matter here.
-    teacher = {"distill": "none"} if values.get("task") == "embedding" else {}
+    teacher = {"distill": "none"} if facts and facts.needs_teacher else {}
     return make_config(values | teacher, dict.fromkeys(values, "flag"))
 
 

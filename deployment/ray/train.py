@@ -17,7 +17,6 @@ if not __package__:  # started by path: the imports below need the repository
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from common.ray_cluster import check_room, connect
 from training.config import TrainConfig, parse_config
-from training.facts import METRICS_OF_TASKS
 from training.parallelism.distributed import group_backend, join_ranks, start_timeout
 from training.run.trainer import Trainer
 
@@ -38,7 +37,7 @@ def main() -> None:
         )
     scaling = {"num_workers": options.num_workers, "use_gpu": use_gpu, "resources_per_worker": for_each}
     metrics = fit(config, scaling, options.max_failures)
-    metric = METRICS_OF_TASKS[config.task][0]
+    metric = config.task_facts.metrics[0]
     print(f"{config.output_dir}: {metric} {metrics['test'][metric]:.4f} on the test rows")
 
 

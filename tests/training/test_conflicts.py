@@ -11,7 +11,9 @@ import pytest
 from common.errors import UserError
 from training.config import TrainConfig, flag_of, parse_config
 from training.conflicts import CONFLICTS
-from training.facts import FLAGS_OF_STRATEGIES, FLAGS_OF_TASKS, METRICS_OF_TASKS
+from training.facts import FLAGS_OF_STRATEGIES, FLAGS_OF_TASKS, STRATEGY_FACTS, TASK_FACTS
+from training.parallelism.registry import STRATEGIES
+from training.tasks import TASKS
 
 NO_HEAD = (
     *("--task masked_lm", "--model tiny", "--network my:Net", "--lora 4", "--budget 60s", "--loss my:loss"),
@@ -107,9 +109,10 @@ def test_each_rule_is_about_flags_that_exist_gives_advice_and_has_an_example() -
         assert any(re.fullmatch(pattern, line) for line in lines), message
 
 
-def test_what_flags_are_for_is_said_of_flags_tasks_and_strategies_that_exist() -> None:
+def test_the_facts_are_about_flags_tasks_and_strategies_that_exist() -> None:
+    assert TASKS.keys() == TASK_FACTS.keys()
+    assert STRATEGIES.keys() == STRATEGY_FACTS.keys()
     assert {*FLAGS_OF_TASKS, *FLAGS_OF_STRATEGIES} <= TrainConfig.model_fields.keys()
     for table, choice in ((FLAGS_OF_TASKS, "task"), (FLAGS_OF_STRATEGIES, "strategy")):
         names = get_args(TrainConfig.model_fields[choice].annotation)
         assert {name for wanted in table.values() for name in wanted} <= {*names}
-    assert tuple(METRICS_OF_TASKS) == get_args(TrainConfig.model_fields["task"].annotation)

@@ -123,7 +123,7 @@ def settle_model(
             return began["config"]["model"]
         if (
             not STARTER_FOLDER.is_dir()
-            or config.task == "causal_lm"
+            or config.task_facts.needs_decoder
             or hub_may_have(config.model, config.model_revision)
         ):
             return config.model

@@ -19,7 +19,6 @@ from common.text import Text, cleaner, num_chars, texts_in
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews
 from training.data.stored_texts import ChosenTexts
-from training.facts import METRICS_OF_TASKS
 from training.monitoring.records import METRICS, score_of
 from training.tasks import Task
 
@@ -172,7 +171,7 @@ def measure_baseline(
     scores, targets = task.as_scores(answer(texts)), news.tokens.test.labels[rows]
     heartbeat()
 
-    names = [name for name in METRICS_OF_TASKS[config.task] if name != "loss"]  # which is one of probabilities
+    names = [name for name in config.task_facts.metrics if name != "loss"]  # which is one of probabilities
     by_preference = dict.fromkeys(name for name in (config.best_metric, *names[:2]) if name in names)
     of_both = [(scores_of_network[rows], chosen_by_network), (scores, validation)]
     gains = [_gain(task, name, of_both, targets) for name in by_preference]

@@ -14,7 +14,7 @@ from torch import nn
 from common.errors import UserError, first_line
 from common.own_code import import_by_path
 from training.config import TrainConfig
-from training.facts import METRICS_OF_TASKS
+from training.facts import TASK_FACTS
 from training.tasks import Task
 
 # From the size of the vocabulary and the number of scores per text to a module that takes ids and mask, int64
@@ -86,7 +86,7 @@ class Own:
                 figures = dict(self.metric(scores, targets))
             if wrong := [name for name, value in figures.items() if not isinstance(value, int | float | np.number)]:
                 raise UserError(f"--metric: {wrong[0]!r} must be a number, got {figures[wrong[0]]!r}", code="own-code")
-            if best_metric not in (known := [*METRICS_OF_TASKS[task.name], *figures]):
+            if best_metric not in (known := [*TASK_FACTS[task.name].metrics, *figures]):
                 raise UserError(
                     f"--best_metric {best_metric}: there is {', '.join(known)}; name one of these", code="flag-value"
                 )

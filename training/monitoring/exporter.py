@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.process_collector import ProcessCollector
 
 from common.errors import UserError, in_one_line
-from training.facts import METRICS_OF_TASKS
 from training.monitoring.events import (
     CheckpointFailed,
     CollectivesRecorded,
@@ -102,7 +101,7 @@ class Exporter(Subscriber):
             text = "Operations that the tokens of the last steps need, divided by what the devices could do, 0 to 1."
             self._mfu = gauge("mfu", text)
         self._validation = {"loss": gauge("validation_loss", "Loss on the validation rows after the last epoch.")}
-        for name in METRICS_OF_TASKS[config.task]:
+        for name in config.task_facts.metrics:
             if name != "loss":
                 title = METRICS[name].title
                 title, unit = title[0].upper() + title[1:], ", 0 to 1" if METRICS[name].is_share else ""

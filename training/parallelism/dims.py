@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import UserError
 from training.config import TrainConfig
+from training.facts import STRATEGY_FACTS
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -62,7 +63,7 @@ class ParallelDims:
                 f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more", code="flags-conflict"
             )
         # ZeRO-2 and ZeRO-3 shard over all data ranks unless told otherwise; a smaller --dp_shard gives hybrid sharding.
-        shard = config.dp_shard or (dp if config.strategy in ("zero2", "zero3", "3d") else 1)
+        shard = config.dp_shard or (dp if STRATEGY_FACTS[config.strategy].shards else 1)
         if dp % shard:
             raise UserError(
                 f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}", code="mesh-degrees"

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt
 
+from training.facts import STRATEGY_FACTS, WHOLE_MODEL
 from training.planning.hardware import Cluster, Precision
 from training.planning.models import ModelShape
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d")
+STRATEGIES = tuple(name for name, facts in STRATEGY_FACTS.items() if not facts.is_deepspeed)
 CHECKPOINTING_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
 # These compute the gradients of inputs and of weights in two passes.
@@ -57,7 +58,7 @@ class Layout:
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP2 runs the data-parallel dimension and gathers weights in the computing dtype."""
-        return self.strategy not in ("ddp", "zero1") and self.dp > 1
+        return not STRATEGY_FACTS[self.strategy].copies and self.dp > 1
 
     @property
     def keeps_gathered(self) -> bool:
@@ -113,9 +114,9 @@ def layouts_of(shape: ModelShape, cluster: Cluster, strategy: str) -> Iterator[L
 
     if gpus == 1 and strategy != "ddp":  # a single GPU has nothing to shard
         return
-    if strategy in ("ddp", "zero1"):
+    if STRATEGY_FACTS[strategy].copies:
         yield Layout(strategy, dp_replicate=gpus)
-    elif strategy in ("zero2", "zero3"):
+    elif strategy in WHOLE_MODEL:
         yield from sharded(Layout(strategy), gpus)
     elif shape.can_be_split:
         # Tensor-parallel ranks stay within a node and divide the heads.

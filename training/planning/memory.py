@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from training.facts import STRATEGY_FACTS
 from training.planning.hardware import Cluster
 from training.planning.layouts import (
     SPLIT_SCHEDULES,
@@ -181,7 +182,7 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
     whole_gradients = 0.0
     if layout.is_fsdp and accumulates and (layout.dp_shard == 1 or layout.pp > 1):
         whole_gradients = GRADIENT * parameters
-    keeps_buckets = layout.strategy in ("ddp", "zero1") and layout.dp > 1
+    keeps_buckets = STRATEGY_FACTS[layout.strategy].copies and layout.dp > 1
     carried = whole_gradients or (gradients if keeps_buckets or accumulates else 0.0)
 
     block = block_activations(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from common.errors import UserError
+from training.facts import STRATEGY_FACTS
 from training.planning.communication import Transfer
 from training.planning.hardware import COPY_BANDWIDTH, GIB, HASH_BANDWIDTH, STORAGE_BANDWIDTH, Cluster
 from training.planning.layouts import STRATEGIES, Layout, Work, divisors, layouts_of, with_batches
@@ -232,11 +233,12 @@ def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
     """The trainer's flags for a layout, without those that would repeat a default."""
     flags: dict[str, object] = {"task": "causal_lm"} if shape.num_labels is None else {}
     flags |= {"model": shape.source, "strategy": layout.strategy}
-    if layout.strategy in ("zero2", "zero3", "3d") and layout.dp_replicate > 1:
+    facts = STRATEGY_FACTS[layout.strategy]
+    if facts.shards and layout.dp_replicate > 1:
         flags["dp_shard"] = layout.dp_shard
-    if layout.strategy in ("tp", "3d"):
+    if facts.tensor:
         flags["tp"] = layout.tp
-    if layout.strategy in ("pp", "3d"):
+    if facts.pipeline:
         flags["pp"] = layout.pp
     if layout.pp > 1:
         flags["pp_schedule"] = layout.schedule

@@ -11,28 +11,17 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from common.escaping import code_span, in_markdown, printable, some_of
 from common.rows import AG_NEWS_LABELS
+from training.facts import TASK_FACTS, TaskFacts
 from training.monitoring.records import metrics_of
 
 # By this tag a repository of the hub is known to come from here.
 TAG = "distrinews"
-_TASK = "text-classification"
 _MADE_HERE = ("starter", "tiny", "sample")
 # Of the bases whose licence is known here; what is trained from another gets its licence from a person.
 _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
-# What a model of each task is called, and what the hub calls our metrics.
-_KINDS = {
-    "classification": "A text classifier",
-    "pair": "A classifier of pairs of texts",
-    "multi_label": "A classifier that gives a text every label that applies",
-    "regression": "A model that gives a text a number",
-    "embedding": "An encoder of texts",
-    "masked_lm": "A masked language model",
-    "causal_lm": "A causal language model",
-}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# What the hub calls tasks that do not classify.
-_HUB_TASKS = {"embedding": "feature-extraction", "masked_lm": "fill-mask", "causal_lm": "text-generation"}
+# What the hub calls our metrics.
 _HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "micro_f1": "f1", "rmse": "rmse", "mae": "mae"}
 _HUB_METRICS |= {
     "perplexity": "perplexity",
@@ -57,7 +46,7 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
         tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
     version = f"Version {in_markdown(metrics['version'])}. " if metrics.get("version") else ""
     figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
-    kind = "A news classifier" if _is_news(metrics) else _KINDS[metrics.get("task", "classification")]
+    kind = "A news classifier" if _is_news(metrics) else _facts(metrics).kind
     reads = f"Labels: {some_of(test['labels'], in_markdown)}. Texts are cut at {metrics['max_length']} tokens."
     if not test["labels"]:
         reads = f"It was trained on blocks of {metrics['max_length']} tokens."
@@ -107,27 +96,27 @@ def _classes(test: dict[str, Any]) -> str:
     return "\n".join(["", "| class | precision | recall | F1 | rows |", "| --- | --- | --- | --- | --- |", *lines, ""])
 
 
-def _hub_task(metrics: dict[str, Any]) -> str:
-    return _HUB_TASKS.get(metrics.get("task", ""), _TASK)
+def _facts(metrics: dict[str, Any]) -> TaskFacts:
+    return TASK_FACTS[metrics.get("task", "classification")]
 
 
 def _is_news(metrics: dict[str, Any]) -> bool:
     """Whether the data are AG News or the sample: by their names, because a local folder may be called anything."""
-    is_classifier = metrics.get("task", "classification") == "classification"
-    return is_classifier and set(metrics["test"]["labels"]) == set(AG_NEWS_LABELS)
+    facts = _facts(metrics)
+    return facts.has_one_label and not facts.pair_column and set(metrics["test"]["labels"]) == set(AG_NEWS_LABELS)
 
 
 def _use(name: str, cleaning: str, metrics: dict[str, Any]) -> str:
-    quoted, task = printable(json.dumps(name, ensure_ascii=False)), _hub_task(metrics)
-    if task != _TASK:
+    quoted, facts = printable(json.dumps(name, ensure_ascii=False)), _facts(metrics)
+    if not facts.has_labels:
         return f"""```python
 from transformers import pipeline
-pipeline("{task}", model={quoted})
+pipeline("{facts.pipeline}", model={quoted})
 ```"""
     load = f'classify = pipeline("text-classification", model={quoted})'
     text = json.dumps("Oil prices climb to a record as refineries close" if _is_news(metrics) else _ANY_TEXT)
     clean = f"clean_text({text})"
-    if metrics.get("task") == "pair":
+    if facts.pair_column:
         text, clean = (f'{{"text": {one}, "text_pair": {one}}}' for one in (text, clean))
     if cleaning == "none":
         return f"""Texts are read as they are (`--clean none`).
@@ -162,8 +151,8 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
         language="en" if _is_news(metrics) else None,
         license=_LICENSES.get(base),
         library_name="transformers",
-        pipeline_tag=_hub_task(metrics),
-        tags=[*(["news"] if _is_news(metrics) else []), _hub_task(metrics), TAG],
+        pipeline_tag=_facts(metrics).pipeline,
+        tags=[*(["news"] if _is_news(metrics) else []), _facts(metrics).pipeline, TAG],
         base_model=base if is_on_the_hub(base) else None,
         datasets=[dataset] if is_on_the_hub(dataset) else None,
         metrics=[_HUB_METRICS[name] for name in list(metrics_of(metrics["test"]))[:2]],
@@ -178,7 +167,7 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
 def _result(metrics: dict[str, Any], kind: str, name: str, value: float) -> EvalResult:
     dataset = metrics["dataset"]
     return EvalResult(
-        task_type=_hub_task(metrics),
+        task_type=_facts(metrics).pipeline,
         dataset_type=public_name(dataset),
         dataset_name=public_name(dataset),
         dataset_config=metrics.get("dataset_config") or None,

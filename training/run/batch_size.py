@@ -22,6 +22,7 @@ from common.errors import TrainingFailure
 from common.hardware import available_memory
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
+from training.facts import STRATEGY_FACTS
 from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
 from training.run.step import forward_backward
@@ -139,7 +140,7 @@ def _trial_of(
 ) -> Callable[[_Memory, int], tuple[float, float] | None]:
     """What tries a number of rows: the seconds of the slowest rank and the peak of the fullest; None if one is full."""
     # Under the others, ranks exchange weights within a pass: one that gave up would leave the rest waiting.
-    can_give_up = ranks.world_size == 1 or strategy.config.strategy in ("ddp", "zero1")
+    can_give_up = ranks.world_size == 1 or STRATEGY_FACTS[strategy.config.strategy].copies
 
     def try_rows(memory: _Memory, rows: int) -> tuple[float, float] | None:
         memory.restart()

@@ -31,7 +31,7 @@ from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
 from training.evaluation.baseline import seconds_for_baseline
 from training.evaluation.evaluator import evaluate
-from training.facts import TINY
+from training.facts import STRATEGY_FACTS, TINY
 from training.model.classifier import NewsClassifier, widen
 from training.model.layers import FAMILY_OF, freeze_layers
 from training.model.precision import autocast
@@ -172,7 +172,7 @@ def settle_learning(
         return config
     # The windows of a text are several inputs, whose number and length one mean does not tell.
     is_plain = not (config.is_language_model or config.lora or config.long == "windows")
-    can_be_timed = is_plain and config.strategy in ("ddp", "zero1") and ranks.device.type == "cpu"
+    can_be_timed = is_plain and STRATEGY_FACTS[config.strategy].copies and ranks.device.type == "cpu"
     if began:
         # A checkpoint of an older version does not know all flags; that run did as the default does.
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in _LEARNING}
@@ -302,7 +302,13 @@ def expect_accuracy(config: TrainConfig, news: PreparedNews, rows_seen: int) -> 
     Naive Bayes needs no training and knows how hard the labels are to tell apart. How many of its errors remain is
     what a fine-tuned encoder is good for, and that differs less between data sets than the errors do.
     """
-    if config.task != "classification" or config.model == TINY or config.network or not rows_seen:
+    if (
+        not config.task_facts.has_one_label
+        or config.columns.pair
+        or config.model == TINY
+        or config.network
+        or not rows_seen
+    ):
         return None
     index = news.labelled_index
     some = np.sort(np.random.default_rng(config.seed).permutation(index)[: min(ROWS_READ, rows_seen)])

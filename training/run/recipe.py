@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.problem_types import MULTI_LABEL
 from training.config import CHOSEN, TrainConfig
-from training.facts import LABELLED, TINY
+from training.facts import TINY
 from training.model.head import can_be_fitted
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "earl
 
 def is_pretrained(config: TrainConfig) -> bool:
     """Whether the run fine-tunes an encoder for labels."""
-    return config.model != TINY and not config.network and config.task in LABELLED
+    return config.model != TINY and not config.network and config.task_facts.has_labels
 
 
 def fits_head(config: TrainConfig) -> bool:
@@ -114,7 +115,7 @@ def _choose(
         return {"learning_rate": rate}
     is_few = _has_fitted_head(config, model) and num_rows <= FEW_ROWS
     size = next(rows for most, rows in BATCHES if num_train <= most)
-    times = 4 if config.columns.pair else 2 if config.task == "multi_label" else 1
+    times = 4 if config.columns.pair else 2 if config.task_facts.problem_type is MULTI_LABEL else 1
     steps = times * (STEPS + STEPS_PER_LABEL * num_labels)
     if is_few:
         epochs = min(FEW_EPOCHS, math.ceil(2 * steps * size / num_train))
@@ -128,7 +129,7 @@ def _choose(
         "batch_size": size,
         "epochs": epochs,
     }
-    if config.task in ("classification", "pair"):
+    if config.task_facts.has_one_label:
         counts = np.bincount(labels, minlength=num_labels)
         if counts.min() < RARE * counts.mean():
             chosen["best_metric"] = "macro_f1"

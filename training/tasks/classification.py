@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from common.errors import UserError
 from common.escaping import printable
-from common.problem_types import SINGLE_LABEL, Label
+from common.problem_types import Label
 from common.rows import AG_NEWS_LABELS
 from common.text import counted
 from training.tasks.task import RowAnswer, Task
@@ -29,7 +29,6 @@ _MISSING = {"nan", "none", "null", "n/a", "na", "<na>", "#n/a", "nat", "undefine
 
 class Classification(Task):
     name = "classification"
-    problem_type = SINGLE_LABEL
 
     @classmethod
     def name_labels(

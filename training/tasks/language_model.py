@@ -42,7 +42,6 @@ class Vocabulary:
 class LanguageModel(PlainTextTask):
     """What both kinds share. Scores are (rows, tokens, vocabulary), targets int64 (rows, tokens)."""
 
-    is_language_model = True
     rows_at_once = 8  # of the scores of more rows, an evaluation would take gigabytes
     num_scores = 3
 

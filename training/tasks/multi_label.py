@@ -22,7 +22,6 @@ class MultiLabelClassification(Task):
     """A label is answered if its probability reaches its threshold, which is chosen on the validation rows."""
 
     name = "multi_label"
-    problem_type = MULTI_LABEL
 
     @classmethod
     def name_labels(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.problem_types import REGRESSION, Label
+from common.problem_types import Label
 from training.tasks.task import RowAnswer, Task
 
 STRATA = 10
@@ -22,7 +22,6 @@ class Regression(Task):
     """
 
     name = "regression"
-    problem_type = REGRESSION
     certainty = "error"
 
     def __init__(self, label_names: Sequence[str]) -> None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from common.problem_types import PLAIN_TEXT, SINGLE_LABEL, Label, ProblemType, UnknownLabel
+from common.problem_types import SINGLE_LABEL, Label, ProblemType, UnknownLabel
+from training.facts import TASK_FACTS
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Task:
     """One task with the labels of one model.
 
     Attributes:
-        name: what ``--task`` calls it.
+        name: what ``--task`` calls it; decides the next three, see :mod:`training.facts`.
         problem_type: what the model folder calls it.
-        certainty: the heading of :attr:`RowAnswer.certainty`.
-        auto_class: the class of transformers that loads its networks.
         is_language_model: its rows are blocks of plain text.
         has_labels: its rows have labels, and its models can be served.
+        certainty: the heading of :attr:`RowAnswer.certainty`.
+        auto_class: the class of transformers that loads its networks.
         keeps_head: the last layer is written with the others.
         rows_at_once: that an evaluation computes in one batch.
         label_names: the name of each output of the model.
@@ -46,12 +47,18 @@ class Task:
 
     name: ClassVar[str]
     problem_type: ClassVar[ProblemType]
-    certainty: ClassVar[str] = "confidence"
-    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     is_language_model: ClassVar[bool] = False
     has_labels: ClassVar[bool] = True
+    certainty: ClassVar[str] = "confidence"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     keeps_head: ClassVar[bool] = True
     rows_at_once: ClassVar[int] = 64
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            facts = TASK_FACTS[cls.name]
+            cls.problem_type, cls.has_labels = facts.problem_type, facts.has_labels
+            cls.is_language_model = facts.is_language_model
 
     def __init__(self, label_names: Sequence[str]) -> None:
         self.label_names = list(label_names)
@@ -201,9 +208,6 @@ class Task:
 
 class PlainTextTask(Task):
     """A task whose rows are texts without labels, so its targets come from elsewhere."""
-
-    problem_type = PLAIN_TEXT
-    has_labels = False
 
     @classmethod
     def name_labels(
