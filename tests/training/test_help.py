@@ -13,7 +13,8 @@ import pytest
 
 from common.errors import OneLineParser
 from inference.export import _parse_arguments
-from training.config import NOT_FLAGS, OTHER_NAMES, OTHER_VALUES, TrainConfig
+from training.config import TrainConfig
+from training.other_names import NOT_FLAGS, OTHER_NAMES, OTHER_VALUES
 from training.planning.__main__ import ask, build_parser
 
 ROOT = Path(__file__).parents[2]

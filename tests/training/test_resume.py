@@ -16,8 +16,8 @@ import yaml
 
 from common.model_folder import read_saved_model
 from tests.processes import made_once
-from training.config import FORMER_FIELDS
 from training.data.dataset import load_news
+from training.other_names import FORMER_FIELDS
 
 LAST_STEP = 16
 STEPS = list(range(1, LAST_STEP + 1))
