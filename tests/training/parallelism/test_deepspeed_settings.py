@@ -77,6 +77,7 @@ def test_an_optimizer_of_deepspeed_gets_the_numbers_of_the_flags(file_of: Callab
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"steps": 1}}}, ("scheduler.params.steps: not supported",)),
         ({"optimizer": {"type": "Lion"}}, ("optimizer.type is Lion", "only AdamW")),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, ("optimizer.params.amsgrad: not supported",)),
+        ({"optimizer": {"type": "AdamW", "params": {"eps": 1e-6}}}, ("optimizer.params.eps is 1e-06", "leave it out")),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, ("params.lr is 1e-05", "makes it 2e-05")),
         ("[1, 2]", ("must hold fields",)),
         ("{", ("not valid JSON",)),
