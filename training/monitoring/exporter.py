@@ -7,9 +7,12 @@ import errno
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.process_collector import ProcessCollector
@@ -29,11 +32,9 @@ from training.monitoring.events import (
     Subscriber,
     read_events,
 )
-from training.monitoring.records import METRICS, EpochMetrics, SavedCheckpoint
+from training.monitoring.records import METRICS, CollectiveUse, EpochMetrics, SavedCheckpoint
 
 if TYPE_CHECKING:
-    import torch
-
     from training.config import TrainConfig
     from training.parallelism.distributed import Ranks
     from training.run.phases import Phases
@@ -44,6 +45,7 @@ disable_created_metrics()
 _STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PHASE_SECONDS = (0.0001, 0.001, 0.0025, 0.005, *_STEP_SECONDS)
 _CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+Value = Callable[[Any], float | None]  # reads a metric's new value from an event
 COMPARED = ("data", "forward", "backward", "compute")  # phases in which a rank may be slower than the others
 
 
@@ -64,97 +66,116 @@ class Exporter(Subscriber):
         self.counts_rows = True  # of the ranks that hold parts of one replica, only one counts its rows
         self.phases = phases
         self._run_dir = config.run_dir
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        # By type of event: what it updates, and how the new value is read from it.
+        self._updates: defaultdict[type, list[tuple[Callable[[float], None], Value]]] = defaultdict(list)
+        self._by_phase: dict[str, Histogram] = {}  # finding one by its label takes as long as observing
         ProcessCollector(registry=self.registry)
+        self._kinds = tuple(partial(self._register, kind) for kind in (Counter, Gauge, Histogram))
+        self._register_steps(config)
+        self._register_validation(config.task_facts.metrics)
+        self._register_times()
+        self._register_checks()
+        self._register_process(config, ranks)
+        self._stop_listening = _listen(config, ranks.local_rank, self.registry)
 
-        # Steps.
-        self._steps = counter("steps", "Optimizer steps of this process.")
+    # One call per metric, in the order of the page: its name, its help and the events that update it. StepsAgreed
+    # updates with each of its steps. What no event updates is set in `receive` or by other parts of the run.
+
+    def _register_steps(self, config: TrainConfig) -> None:
+        counter, gauge, histogram = self._kinds
+        counter("steps", "Optimizer steps of this process.", StepsAgreed)
         self._samples = counter("samples", "Rows that this rank has trained on.")
         self._tokens = counter("tokens", "Tokens that this rank has trained on, without padding.")
-        self._step_seconds = histogram("step_seconds", "Seconds of an optimizer step.", _STEP_SECONDS)
+        histogram("step_seconds", "Seconds of an optimizer step.", StepsAgreed, buckets=_STEP_SECONDS)
         self._phase_seconds = histogram(
             "phase_seconds",
             "Seconds of this rank in each phase of a step: data = waiting for rows, agree = for other ranks, step = "
             "the rest of the step besides forward, backward and optimizer (a pipeline's passes), other = between "
             "steps; outside of steps evaluate and save.",
-            _PHASE_SECONDS,
-            "phase",
+            buckets=_PHASE_SECONDS,
+            label="phase",
         )
-        self._by_phase: dict[str, Histogram] = {}  # finding one by its label takes as long as observing
-        self._step = gauge("step", "Optimizer steps of the run, including those before a resume.", 0)
-        self._total_steps = gauge("total_steps", "Optimizer steps that the run will have in all.", 0)
-        self._epoch = gauge("epoch", "Epoch of the last step, from 1.", 0)
-        self._loss = gauge("loss", "Mean loss of the last global batch.")
-        self._accuracy = gauge("accuracy", "Share of the last global batch answered correctly, with dropout.")
-        self._grad_norm = gauge("grad_norm", "Global gradient norm of the last step, before clipping.")
-        self._learning_rate = gauge("learning_rate", "Learning rate of the last step.")
-        self._samples_rate = gauge("samples_per_second", "Rows of all ranks per second, over the last steps.")
-        self._tokens_rate = gauge("tokens_per_second", "Tokens of all ranks per second, over the last steps.")
-        self._efficiency = gauge(
-            "scaling_efficiency",
+        text = "Optimizer steps of the run, including those before a resume."
+        gauge("step", text, StepsAgreed, RolledBack, RunStarted, first=0)
+        gauge("total_steps", "Optimizer steps that the run will have in all.", Rescheduled, RunStarted, first=0)
+        gauge("epoch", "Epoch of the last step, from 1.", StepsAgreed, first=0)
+        gauge("loss", "Mean loss of the last global batch.", StepsAgreed)
+        gauge("accuracy", "Share of the last global batch answered correctly, with dropout.", StepsAgreed)
+        gauge("grad_norm", "Global gradient norm of the last step, before clipping.", StepsAgreed)
+        gauge("learning_rate", "Learning rate of the last step.", StepsAgreed)
+        gauge("samples_per_second", "Rows of all ranks per second, over the last steps.", StepsAgreed)
+        gauge("tokens_per_second", "Tokens of all ranks per second, over the last steps.", StepsAgreed)
+        text = (
             "What all ranks achieve, divided by what they would achieve if none waited for another, as measured under "
-            "ddp; NaN if it is not known.",
+            "ddp; NaN if it is not known."
         )
-        self._utilization = gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.")
-        self._mfu = None
+        gauge("scaling_efficiency", text, RanksCompared)
+        gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.", StepsAgreed)
         if config.is_language_model:
             text = "Operations that the tokens of the last steps need, divided by what the devices could do, 0 to 1."
-            self._mfu = gauge("mfu", text)
-        self._validation = {"loss": gauge("validation_loss", "Loss on the validation rows after the last epoch.")}
-        for name in config.task_facts.metrics:
+            gauge("mfu", text, StepsAgreed)
+
+    def _register_validation(self, metrics: Iterable[str]) -> None:
+        texts = {"loss": "Loss on the validation rows after the last epoch."}
+        for name in metrics:
             if name != "loss":
-                title = METRICS[name].title
-                title, unit = title[0].upper() + title[1:], ", 0 to 1" if METRICS[name].is_share else ""
-                self._validation[name] = gauge(f"validation_{name}", f"{title} there{unit}.")
-        self._last_step = gauge(
-            "last_step_timestamp_seconds", "Unix time of the last step; before the first one, of the start."
-        )
+                title, unit = METRICS[name].title, ", 0 to 1" if METRICS[name].is_share else ""
+                texts[name] = f"{title[0].upper() + title[1:]} there{unit}."
+        for name, text in texts.items():
+            self._register(
+                Gauge, f"validation_{name}", text, EpochMetrics, value=lambda epoch, name=name: epoch.validation[name]
+            )
 
-        # Checkpoints.
-        self._last_checkpoint = gauge(
-            "last_checkpoint_timestamp_seconds",
+    def _register_times(self) -> None:
+        counter, gauge, histogram = self._kinds
+        text = "Unix time of the last step; before the first one, of the start."
+        gauge("last_step_timestamp_seconds", text, StepsAgreed, RunStarted, value=lambda _: time.time())
+        text = (
             "Unix time of this process's last checkpoint; before the first one, of the run's first start that has led "
-            "to no checkpoint.",
+            "to no checkpoint."
         )
-        self._checkpoint_seconds = histogram(
-            "checkpoint_seconds", "Seconds until a checkpoint was complete.", _CHECKPOINT_SECONDS
+        self._last_checkpoint = gauge(
+            "last_checkpoint_timestamp_seconds", text, SavedCheckpoint, value=lambda _: time.time()
         )
-        text = "Seconds for which a checkpoint held up training."
-        self._checkpoint_blocked = histogram("checkpoint_blocked_seconds", text, (0.01, *_CHECKPOINT_SECONDS))
-        self._checkpoint_failures = counter("checkpoint_failures", "Checkpoints that could not be written.")
-        self._checkpoint_bytes = gauge("checkpoint_bytes", "Bytes of the last checkpoint, of all ranks.")
+        text, buckets = "Seconds until a checkpoint was complete.", _CHECKPOINT_SECONDS
+        histogram("checkpoint_seconds", text, SavedCheckpoint, value="seconds", buckets=buckets)
+        text, buckets = "Seconds for which a checkpoint held up training.", (0.01, *_CHECKPOINT_SECONDS)
+        histogram("checkpoint_blocked_seconds", text, SavedCheckpoint, value="blocked_seconds", buckets=buckets)
+        counter("checkpoint_failures", "Checkpoints that could not be written.", CheckpointFailed)
+        gauge("checkpoint_bytes", "Bytes of the last checkpoint, of all ranks.", SavedCheckpoint, value="num_bytes")
 
-        # What other parts of the run count here. Every series exists from the start, with 0: Prometheus sees no
-        # increase in the first value of a series that appears later.
-        self._skipped = counter(
-            "skipped_steps", "Steps that did not update the weights, including those that the loss scale skipped."
-        )
+    def _register_checks(self) -> None:
+        # Every series exists from the start, with 0: Prometheus sees no increase in the first value of a series that
+        # appears later.
+        counter, gauge, histogram = self._kinds
+        text = "Steps that did not update the weights, including those that the loss scale skipped."
+        counter("skipped_steps", text, StepsAgreed, value="skipped")
         self.bad_steps = counter("bad_steps", "Steps skipped because the loss or gradient was not finite.")
         self.loss_spikes = counter("loss_spikes", "Steps whose loss was far above that of the steps before.")
-        self.replica_checks = counter("replica_checks", "Comparisons of the copies that ranks hold.", "outcome")
+        text = "Comparisons of the copies that ranks hold."
+        self.replica_checks = counter("replica_checks", text, label="outcome")
         for outcome in ("equal", "different"):
             self.replica_checks.labels(outcome)
         text = (
             "Seconds of this rank in a phase divided by the median of all, at the last check; NaN if none is compared."
         )
-        self.slowness = gauge("slowness", text, math.nan, "phase")
-        self.straggler = gauge("straggler", "1 while this rank is reported as slow.", 0, "phase")
+        self.slowness = gauge("slowness", text, label="phase")
+        self.straggler = gauge("straggler", "1 while this rank is reported as slow.", label="phase")
         for phase in COMPARED:
             self.slowness.labels(phase).set(math.nan)
             self.straggler.labels(phase).set(0)
-        self._collective_steps = counter("collective_steps", "Steps whose collectives were recorded.")
-        self._collective_calls = counter("collective_calls", "Collectives of this rank in those steps.", "operation")
-        self._collective_bytes = counter("collective_bytes", "Bytes that it handed to them.", "operation")
-        self._collective_seconds = histogram(
-            "collective_seconds",
-            "Seconds of each, including the wait for other ranks; with NCCL, of each kernel on the GPU.",
-            _PHASE_SECONDS,
-            "operation",
-        )
+        text = "Steps whose collectives were recorded."
+        counter("collective_steps", text, CollectivesRecorded)
+        text = "Collectives of this rank in those steps."
+        self._collective_calls = counter("collective_calls", text, label="operation")
+        self._collective_bytes = counter("collective_bytes", "Bytes that it handed to them.", label="operation")
+        text = "Seconds of each, including the wait for other ranks; with NCCL, of each kernel on the GPU."
+        self._collective_seconds = histogram("collective_seconds", text, buckets=_PHASE_SECONDS, label="operation")
 
-        # The process.
-        gauge("world_size", "Ranks of the run.", ranks.world_size)
-        gauge("restarts", "How often torchrun has restarted the run's processes.", ranks.restart)
+    def _register_process(self, config: TrainConfig, ranks: Ranks) -> None:
+        _, gauge, _ = self._kinds
+        gauge("world_size", "Ranks of the run.", first=ranks.world_size)
+        gauge("restarts", "How often torchrun has restarted the run's processes.", first=ranks.restart)
         labels = {
             "run": config.output_dir.name,
             "rank": str(ranks.rank),
@@ -163,69 +184,42 @@ class Exporter(Subscriber):
         }
         info = Gauge("distrinews_training_run_info", "1 for this rank.", labels, registry=self.registry)
         info.labels(**labels).set(1)
-        self._watch_memory(ranks.device)
-        self._stop_listening = _listen(config, ranks.local_rank, self.registry)
+
+        import torch  # here, so that readers of a run's files do not load it
+
+        cuda, device = torch.cuda, ranks.device
+        readings: dict[str, tuple[str, Callable[[], float]]] = {
+            "allocated": ("Bytes that tensors take on the GPU; 0 on a CPU.", lambda: cuda.memory_allocated(device)),
+            "reserved": ("Bytes of the GPU's memory that PyTorch holds.", lambda: cuda.memory_reserved(device)),
+            "total": ("Bytes of memory that the GPU has.", lambda: cuda.get_device_properties(device).total_memory),
+        }
+        for name, (text, read) in readings.items():
+            memory = gauge(f"device_memory_{name}_bytes", text, first=0)
+            if device.type == "cuda":
+                memory.set_function(read)
 
     def receive(self, event: Event) -> None:
         match event:
             case StepStarted():
                 self._observe_phases()
-            case StepDone():
-                if self.counts_rows:
-                    self._samples.inc(sum(int((batch.rows >= 0).sum()) for batch in event.micro_batches))
-                    self._tokens.inc(sum(batch.num_tokens for batch in event.micro_batches))
-            case StepsAgreed(steps):
-                for metrics in steps:
-                    self._steps.inc()
-                    self._skipped.inc(metrics.skipped)
-                    self._step_seconds.observe(metrics.step_seconds)
-                if steps:
-                    last = steps[-1]
-                    self._step.set(last.step)
-                    self._epoch.set(last.epoch)
-                    self._loss.set(last.loss)
-                    self._accuracy.set(math.nan if last.accuracy is None else last.accuracy)
-                    self._grad_norm.set(last.grad_norm)
-                    self._learning_rate.set(last.learning_rate)
-                    self._samples_rate.set(last.samples_per_second)
-                    self._tokens_rate.set(last.tokens_per_second)
-                    self._utilization.set(math.nan if last.gpu_utilization is None else last.gpu_utilization)
-                    if self._mfu and last.mfu is not None:
-                        self._mfu.set(last.mfu)
-                    self._last_step.set_to_current_time()
-            case EpochMetrics() if event.validation:
-                for name, gauge in self._validation.items():
-                    gauge.set(event.validation[name])
+            case StepDone(micro_batches=batches) if self.counts_rows:
+                self._samples.inc(sum(int((batch.rows >= 0).sum()) for batch in batches))
+                self._tokens.inc(sum(batch.num_tokens for batch in batches))
             case CollectivesRecorded(operations=operations):
-                self._collective_steps.inc()
-                for name, use in operations.items():
-                    self._collective_calls.labels(name).inc(use.calls)
-                    self._collective_bytes.labels(name).inc(use.num_bytes)
-                    seconds_of = self._collective_seconds.labels(name)
-                    for seconds in use.seconds:
-                        seconds_of.observe(seconds)
-            case RanksCompared(scaling_efficiency=efficiency):
-                if efficiency is not None:
-                    self._efficiency.set(efficiency)
-            case SavedCheckpoint():
-                self._checkpoint_seconds.observe(event.seconds)
-                self._checkpoint_blocked.observe(event.blocked_seconds)
-                self._checkpoint_bytes.set(event.num_bytes)
-                self._last_checkpoint.set_to_current_time()
-            case CheckpointFailed():
-                self._checkpoint_failures.inc()
-            case RolledBack(step):
-                self._step.set(step)
-            case Rescheduled(total_steps):
-                self._total_steps.set(total_steps)
-            case RunStarted(step, total_steps, epochs):
-                self._step.set(step)
-                self._total_steps.set(total_steps)
-                self._last_step.set_to_current_time()
+                self._observe_collectives(operations)
+            case EpochMetrics() if not event.validation:
+                return
+            case RanksCompared(scaling_efficiency=None):  # not measured this time
+                return
+            case RunStarted(epochs=epochs):
                 self._last_checkpoint.set(_unsaved_since(self._run_dir))
                 for epoch in epochs[-1:]:
                     self.receive(epoch)
                 self.phases.elapsed("exporter")
+        for one in event.steps if isinstance(event, StepsAgreed) else [event]:
+            for update, value_of in self._updates[type(event)]:
+                value = value_of(one)
+                update(math.nan if value is None else value)
 
     def _observe_phases(self) -> None:
         """Where the time since the last step began has gone."""
@@ -235,34 +229,40 @@ class Exporter(Subscriber):
                     self._by_phase[phase] = self._phase_seconds.labels("other" if phase == "start" else phase)
                 self._by_phase[phase].observe(seconds)
 
+    def _observe_collectives(self, operations: Mapping[str, CollectiveUse]) -> None:
+        for name, use in operations.items():
+            self._collective_calls.labels(name).inc(use.calls)
+            self._collective_bytes.labels(name).inc(use.num_bytes)
+            seconds_of = self._collective_seconds.labels(name)
+            for seconds in use.seconds:
+                seconds_of.observe(seconds)
+
     def close(self) -> None:
         self._stop_listening()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"distrinews_training_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, first: float = math.nan, *labels: str) -> Gauge:
-        gauge = Gauge(f"distrinews_training_{name}", text, labels, registry=self.registry)
-        if not labels:
-            gauge.set(first)
-        return gauge
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"distrinews_training_{name}", text, labels, buckets=buckets, registry=self.registry)
-
-    def _watch_memory(self, device: torch.device) -> None:
-        import torch  # here, so that readers of a run's files do not load it
-
-        cuda = torch.cuda
-        readings: dict[str, tuple[str, Callable[[], float]]] = {
-            "allocated": ("Bytes that tensors take on the GPU; 0 on a CPU.", lambda: cuda.memory_allocated(device)),
-            "reserved": ("Bytes of the GPU's memory that PyTorch holds.", lambda: cuda.memory_reserved(device)),
-            "total": ("Bytes of memory that the GPU has.", lambda: cuda.get_device_properties(device).total_memory),
-        }
-        for name, (text, read) in readings.items():
-            gauge = self._gauge(f"device_memory_{name}_bytes", text, 0)
-            if device.type == "cuda":
-                gauge.set_function(read)
+    def _register(
+        self,
+        kind: type[Counter | Gauge | Histogram],
+        name: str,
+        text: str,
+        *on: type,
+        value: str | Value = "",
+        first: float = math.nan,
+        label: str = "",
+        **more: Any,
+    ) -> Any:
+        """Add a metric to the page. Events of the types ``on`` update it with ``value``, a field or a function of the
+        event: by default, a counter counts them, and others take the field of their own name. None becomes NaN.
+        ``first``: what a gauge shows before the first of them.
+        """
+        metric = kind(f"distrinews_training_{name}", text, [label] if label else [], registry=self.registry, **more)
+        if kind is Gauge and not label:
+            metric.set(first)
+        update = getattr(metric, {Counter: "inc", Gauge: "set", Histogram: "observe"}[kind])
+        value = value or ((lambda event: 1) if kind is Counter else name)
+        for event in on:
+            self._updates[event].append((update, value if callable(value) else attrgetter(value)))
+        return metric
 
 
 def _unsaved_since(run_dir: Path) -> float:
