@@ -103,33 +103,39 @@ def divisors(number: int) -> list[int]:
 
 def layouts_of(shape: ModelShape, cluster: Cluster, strategy: str) -> Iterator[Layout]:
     """The layouts of a strategy over all GPUs, without a batch."""
-    gpus, per_node = cluster.gpus, cluster.gpus_per_node
-
-    # State is sharded over all data ranks, or over those of a node with a replica on each node (hybrid sharding).
-    def sharded(layout: Layout, dp: int) -> Iterator[Layout]:
-        yield replace(layout, dp_shard=dp)
-        within = per_node // layout.tp
-        if 1 < within < dp and dp % within == 0:
-            yield replace(layout, dp_shard=within, dp_replicate=dp // within)
-
+    gpus = cluster.gpus
     if gpus == 1 and strategy != "ddp":  # a single GPU has nothing to shard
         return
     if STRATEGY_FACTS[strategy].copies:
         yield Layout(strategy, dp_replicate=gpus)
     elif strategy in WHOLE_MODEL:
-        yield from sharded(Layout(strategy), gpus)
+        yield from _sharded(Layout(strategy), gpus, cluster)
     elif shape.can_be_split:
-        # Tensor-parallel ranks stay within a node and divide the heads.
-        to_divide = (shape.heads, shape.kv_heads, shape.intermediate, gpus)
-        for tp in (tp for tp in divisors(per_node) if all(size % tp == 0 for size in to_divide)):
-            for pp in (pp for pp in divisors(gpus // tp) if pp <= shape.layers):
-                dp = gpus // tp // pp
-                if strategy == "tp" and tp > 1 and pp == 1:
-                    yield Layout(strategy, tp=tp, dp_replicate=dp)
-                elif strategy == "pp" and pp > 1 and tp == 1:
-                    yield Layout(strategy, pp=pp, dp_replicate=dp)
-                elif strategy == "3d" and (tp > 1) + (pp > 1) + (dp > 1) >= 2:
-                    yield from sharded(Layout(strategy, tp=tp, pp=pp), dp)
+        for tp, pp in _degrees(shape, cluster):
+            dp = gpus // tp // pp
+            if strategy == "tp" and tp > 1 and pp == 1:
+                yield Layout(strategy, tp=tp, dp_replicate=dp)
+            elif strategy == "pp" and pp > 1 and tp == 1:
+                yield Layout(strategy, pp=pp, dp_replicate=dp)
+            elif strategy == "3d" and (tp > 1) + (pp > 1) + (dp > 1) >= 2:
+                yield from _sharded(Layout(strategy, tp=tp, pp=pp), dp, cluster)
+
+
+def _degrees(shape: ModelShape, cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Numbers of tensor-parallel ranks and of pipeline ranks that this model can be split over."""
+    # Tensor-parallel ranks stay within a node and divide the heads.
+    to_divide = (shape.heads, shape.kv_heads, shape.intermediate, cluster.gpus)
+    for tp in divisors(cluster.gpus_per_node):
+        if all(size % tp == 0 for size in to_divide):
+            yield from ((tp, pp) for pp in divisors(cluster.gpus // tp) if pp <= shape.layers)
+
+
+def _sharded(layout: Layout, dp: int, cluster: Cluster) -> Iterator[Layout]:
+    """State sharded over all data ranks, or over those of a node with a replica on each node (hybrid sharding)."""
+    yield replace(layout, dp_shard=dp)
+    within = cluster.gpus_per_node // layout.tp
+    if 1 < within < dp and dp % within == 0:
+        yield replace(layout, dp_shard=within, dp_replicate=dp // within)
 
 
 def with_batches(shape: ModelShape, layout: Layout, work: Work) -> Iterator[Layout]:

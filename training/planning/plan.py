@@ -16,6 +16,7 @@ from training.planning.models import ModelShape
 from training.planning.step_time import StepTime, estimate_step
 
 SHORTEST_TEXT, LONGEST_TEXT = 8, 8192  # tokens that the trainer accepts as --max_length
+ROUNDING = 0.005  # differences that whole percents do not show
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ class Answer:
         """Tokens per second per GPU, over those of a single GPU; None if a single GPU cannot hold the model."""
         single = self.scaling.get(1)
         return single and plan.tokens_per_second / plan.layout.ranks / single.tokens_per_second
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the best plans should know."""
+        found = [caution for plan in self.best for caution in cautions(plan.shape, plan.layout)]
+        if any(plan.share_of_ideal > 1 + ROUNDING for plan in self.best):
+            found.append(
+                "Faster than ideal: with so few tokens, a GPU with the whole model spends its time on reading weights, "
+                "and each of these GPUs reads only a part of them."
+            )
+        return list(dict.fromkeys(found))
 
 
 def answer(

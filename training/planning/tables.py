@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +13,10 @@ from training.planning.hardware import GIB
 from training.planning.largest import LargestAnswer
 from training.planning.memory import host_memory
 from training.planning.models import ModelShape
-from training.planning.plan import Answer, Plan, cautions, checkpoint_cost, largest_part
+from training.planning.plan import ROUNDING, Answer, Plan, checkpoint_cost, largest_part
 
 MOST_ROWS = 12
 WIDTH_OUTSIDE_TERMINALS = 150
-ROUNDING = 0.005  # differences that whole percents do not show
 
 
 def _console() -> Console:
@@ -28,21 +26,28 @@ def _console() -> Console:
     return console
 
 
-def _print_table(
-    console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
-) -> None:
-    if not rows:
-        return
-    table = Table(title=f"{title} (simulated)", title_justify="left", title_style="bold", box=None)
-    for place, name in enumerate(header):
-        has_figures = place > 0 and all(not row[place] or row[place][0].isdigit() for row in rows)
-        table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print()
-    console.print(table)
-    for note in notes:
-        console.print(note, style="dim")
+@dataclass(frozen=True)
+class _Table:
+    """A table of simulated figures; one without rows is not printed."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def print(self, console: Console) -> None:
+        if not self.rows:
+            return
+        table = Table(title=f"{self.title} (simulated)", title_justify="left", title_style="bold", box=None)
+        for place, name in enumerate(self.header):
+            has_figures = place > 0 and all(not row[place] or row[place][0].isdigit() for row in self.rows)
+            table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+        for note in self.notes:
+            console.print(note, style="dim")
 
 
 def _count(parameters: int) -> str:
@@ -53,15 +58,8 @@ def print_largest(families: Sequence[LargestAnswer]) -> None:
     console = _console()
     cluster = families[0].cluster
     console.print(f"The largest models that fit {cluster.name}; every figure is simulated", style="bold")
-    header = (
-        "strategy",
-        "parameters",
-        "layers x hidden",
-        "fastest layout",
-        "GiB",
-        "tokens/s",
-        "what stops one more layer",
-    )
+    model = ("strategy", "parameters", "layers x hidden", "fastest layout")
+    header = (*model, "GiB", "tokens/s", "what stops one more layer")
     for family in families:
         work, rows, nothing = family.work, [], []
         for one in family.found:
@@ -78,7 +76,7 @@ def print_largest(families: Sequence[LargestAnswer]) -> None:
             f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,}) in "
             f"{work.precision}. Of each GPU, {_gib(cluster.usable_memory)} GiB can be filled."
         )
-        _print_table(console, f"With the proportions of {family.shape.name}", header, rows, notes)
+        _Table(f"With the proportions of {family.shape.name}", header, rows, notes).print(console)
 
 
 def _obstacle(plan: Plan) -> str:
@@ -88,14 +86,25 @@ def _obstacle(plan: Plan) -> str:
 
 def print_answer(answer: Answer) -> None:
     console = _console()
-    print_table = partial(_print_table, console)
-    shape, work, best = answer.shape, answer.work, answer.best
+    shape, work = answer.shape, answer.work
     size = _count(shape.num_parameters)
     tokens = f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,})"
     console.print(f"{shape.name} ({size} parameters) on {answer.cluster.name}", style="bold")
     console.print(f"{tokens} in {work.precision}; every figure is simulated", style="bold")
     console.print(_summary(answer))
+    for table_of in (_layouts, _memory, _time, _traffic, _misfits, _scaling, _whole_run):
+        table_of(answer).print(console)
+    commands = [(plan.layout.full_name, plan.launch) for plan in answer.best if plan.launch]
+    if commands:
+        console.print("\nTo launch the best", style="bold")
+    for name, command in commands:
+        console.print(f"# {name}", style="dim")
+        console.print(command, soft_wrap=True)
+    for warning in answer.warnings:
+        console.print(warning, style="yellow")
 
+
+def _layouts(answer: Answer) -> _Table:
     fitting = [plan for plan in answer.plans if plan.fits]
     rows = []
     for plan in fitting[:MOST_ROWS]:
@@ -105,31 +114,41 @@ def print_answer(answer: Answer) -> None:
     notes = [f"{len(fitting) - MOST_ROWS} slower ones are left out."] if len(fitting) > MOST_ROWS else []
     notes.append(f"Of each GPU, {_gib(answer.cluster.usable_memory)} GiB can be filled.")
     header = ("layout, rows x micro-batches", "GiB per GPU", "s per step", "tokens/s", "MFU", "share of ideal")
-    print_table("Layouts that fit", header, rows, notes)
+    return _Table("Layouts that fit", header, rows, notes)
 
+
+def _memory(answer: Answer) -> _Table:
     header = ("layout", "weights", "gradients", "optimizer", "activations", "gathered, buffers", "total")
-    rows = [(p.layout.name, *map(_gib, asdict(p.memory).values()), _gib(p.memory.total)) for p in best]
-    print_table("What fills a GPU, GiB", header, rows, [])
+    rows = [(p.layout.name, *map(_gib, asdict(p.memory).values()), _gib(p.memory.total)) for p in answer.best]
+    return _Table("What fills a GPU, GiB", header, rows)
 
+
+def _time(answer: Answer) -> _Table:
     header = ("layout", "compute", "communication not hidden", "bubble", "optimizer", "total")
-    rows = [(p.layout.name, *(f"{s:.3f}" for s in (*asdict(p.time).values(), p.time.total))) for p in best]
-    print_table("Where a step's time goes, s", header, rows, [])
+    rows = [(p.layout.name, *(f"{s:.3f}" for s in (*asdict(p.time).values(), p.time.total))) for p in answer.best]
+    return _Table("Where a step's time goes, s", header, rows)
 
+
+def _traffic(answer: Answer) -> _Table:
+    header = ("layout", "collective", "calls", "GB in the node", "GB between nodes", "s")
     rows = []
-    for plan in best:
+    for plan in answer.best:
         for place, transfer in enumerate(plan.transfers):
             name, collective = "" if place else plan.layout.name, f"{transfer.collective} over {transfer.dimension}"
             in_node, between = transfer.bytes - transfer.between_nodes, transfer.between_nodes
             volume = (f"{in_node / 1e9:,.2f}", f"{between / 1e9:,.2f}")
             rows.append((name, collective, f"{transfer.calls:,}", *volume, f"{transfer.seconds:.3f}"))
-    header = ("layout", "collective", "calls", "GB in the node", "GB between nodes", "s")
-    print_table("What a GPU sends in a step", header, rows, [])
+    return _Table("What a GPU sends in a step", header, rows)
 
+
+def _misfits(answer: Answer) -> _Table:
     misfits = [plan for plan in answer.plans if not plan.fits]
     rows = [(plan.layout.full_name, plan.reason) for plan in misfits[:MOST_ROWS]]
     notes = [f"{len(misfits) - MOST_ROWS} more do not fit."] if len(misfits) > MOST_ROWS else []
-    print_table("Layouts that do not fit, at their smallest", ("layout, rows x micro-batches", "why"), rows, notes)
+    return _Table("Layouts that do not fit, at their smallest", ("layout, rows x micro-batches", "why"), rows, notes)
 
+
+def _scaling(answer: Answer) -> _Table:
     fits_on_one = answer.scaling.get(1) is not None
     rows = []
     for gpus, found in answer.scaling.items():
@@ -148,13 +167,14 @@ def print_answer(answer: Answer) -> None:
     if any(found and (answer.efficiency(found) or 0) > 1 + ROUNDING for found in answer.scaling.values()):
         note += " More than 100%: 1 GPU updates all weights in every step, each of these only its shard of them."
     header = ("GPUs", "best layout", "tokens/s", "tokens/s per GPU", "efficiency" if fits_on_one else "share of ideal")
-    title = f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU"
-    print_table(title, header, rows, [note])
+    return _Table(f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU", header, rows, [note])
 
-    saved, host = checkpoint_cost(shape, answer.cluster), host_memory(shape, answer.cluster)
+
+def _whole_run(answer: Answer) -> _Table:
+    saved, host = checkpoint_cost(answer.shape, answer.cluster), host_memory(answer.shape, answer.cluster)
     rows = []
-    if answer.target_tokens and best:
-        days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({plan.layout.name})" for plan in best)
+    if answer.target_tokens and answer.best:
+        days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({plan.layout.name})" for plan in answer.best)
         rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
     parts = f"then {saved['write']:,.0f} to write, {saved['hash']:,.0f} to hash"
     loading, saving = f"{host['loading'] / 1e9:,.0f} GB", f"{host['saving'] / 1e9:,.0f} GB"
@@ -165,22 +185,7 @@ def print_answer(answer: Answer) -> None:
         ("memory of a machine while loading", f"{loading}, the model's file once for all ranks"),
         ("memory of a machine while saving", f"{saving}, with the finished model on rank 0's"),
     ]
-    print_table("A whole run", ("what", "simulated"), rows, [])
-
-    commands = [(plan.layout.full_name, plan.launch) for plan in best if plan.launch]
-    if commands:
-        console.print("\nTo launch the best", style="bold")
-    for name, command in commands:
-        console.print(f"# {name}", style="dim")
-        console.print(command, soft_wrap=True)
-    warnings = [caution for plan in best for caution in cautions(plan.shape, plan.layout)]
-    if any(plan.share_of_ideal > 1 + ROUNDING for plan in best):
-        warnings.append(
-            "Faster than ideal: with so few tokens, a GPU with the whole model spends its time on reading weights, "
-            "and each of these GPUs reads only a part of them."
-        )
-    for warning in dict.fromkeys(warnings):
-        console.print(warning, style="yellow")
+    return _Table("A whole run", ("what", "simulated"), rows)
 
 
 def _summary(answer: Answer) -> str:
