@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import fcntl
 import glob
 import hashlib
+import io
 import json
 import os
 import platform
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -61,6 +63,15 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
 
 def write_json(path: Path, value: Any) -> None:
     write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with writing_whole(path) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(lines)
+        writer.writerow(header)
+        writer.writerows(rows)
+        lines.detach()  # flushed, and left open for the one who made the file
 
 
 def replace_folder(aside: Path, target: Path) -> None:

@@ -108,6 +108,10 @@ class PreparedNews:
         """The training rows that have a label."""
         return self.train_index[self.train_index < self.tokens.num_labelled]
 
+    @property
+    def num_unlabelled(self) -> int:
+        return len(self.train_index) - len(self.labelled_index)
+
 
 def settle_model(
     config: TrainConfig, ranks: Ranks, began: Mapping[str, Any], say: Callable[[str], None]

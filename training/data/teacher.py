@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,15 @@ def _read_teacher(name: str, config: TrainConfig) -> SavedModel:
             code="teacher-unlike",
         )
     return saved
+
+
+def notes_on_teachers(config: TrainConfig, unlabelled: int) -> Iterator[str]:
+    """What the report says about the teachers, and about rows that only they answer."""
+    if config.is_distilled:
+        names, share = ", ".join(config.teachers), f"{config.distill_share:.0%} of a row's loss"
+        whose = "answer of the teacher" if len(config.teachers) == 1 else "mean answer of the teachers"
+        more = f", and all of it for {counted(unlabelled, 'row')} without a label" if unlabelled else ""
+        yield f"Distilled from {names}: {share} comes from the {whose}{more}."
 
 
 def ask_teachers(

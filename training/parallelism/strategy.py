@@ -126,6 +126,12 @@ class Strategy:
     def describe(self) -> str:
         raise NotImplementedError
 
+    def notes(self) -> Iterator[str]:
+        """What the report says about the layout."""
+        if self.test_precision != "fp32":
+            yield f"The test ran in {self.test_precision}, in which sharded weights are gathered."
+        yield f"Layout: {self.describe()}."
+
     # What a step asks for
 
     def begin_step(self, learning_rate: float) -> None:

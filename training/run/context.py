@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedConfig
 
+from common.escaping import some_of
 from common.text import in_one_line
 from training.checkpointing import Storage
 from training.config import TrainConfig
@@ -50,6 +51,14 @@ class StepPlan:
     sources: Mapping[str, str | None]
     ideal_seconds: float | None
     start: Start | None
+
+    def notes(self, label_names: Sequence[str]) -> Iterator[str]:
+        """What the report says about the plan."""
+        if (weights := self.class_weights) is not None:
+            each = some_of([f"{name} {weight:.3g}" for name, weight in zip(label_names, weights, strict=True)])
+            yield f"Weight of a training row by its label: {each}. The training loss is weighted, others are not."
+        if self.start and self.start.by_folds:
+            yield f"The head was fitted before the first step: {self.start.by_folds}."
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
     batch = f"{shares} {who} x {rows_each} x {context.plan.accumulation} accumulation"
     below = f", times {config.layer_decay:g} from each block to the one below" if config.layer_decay < 1 else ""
     rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
-    num_unlabelled = len(news.train_index) - len(news.labelled_index)
+    num_unlabelled = news.num_unlabelled
     unlabelled = f" ({num_unlabelled:,} of them without a label)" if num_unlabelled else ""
     size = {"Global batch": f"{counted(context.plan.global_batch_size, 'row')} = {batch}"}
     learning = {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,14 +16,14 @@ import numpy as np
 import torch
 
 from common.errors import TrainingFailure, UserError, first_line
-from common.escaping import some_of
-from common.files import writing_whole
+from common.files import write_csv
 from common.model_folder import CLEANING_KEY
 from common.text import counted, in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
 from training.data.report import run_lengths
+from training.data.teacher import notes_on_teachers
 from training.evaluation.baseline import Baseline, measure_baseline, seconds_for_baseline
 from training.evaluation.evaluator import evaluate
 from training.model.lora import merge_adapters
@@ -40,7 +38,7 @@ from training.run.context import RunContext
 from training.run.describe import describe_environment
 from training.run.extend import Change, measure_change, read_earlier, sources_of
 from training.run.hints import Evidence, hints_of, trust_in
-from training.run.suspects import Suspects
+from training.run.suspects import Suspects, notes_on_suspects
 from training.serving_commands import run_command_of_serving
 from training.tasks.task import RowAnswer
 
@@ -61,27 +59,23 @@ def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
         return _test_and_write(context, best, suspects)
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What rank 0 knows about the finished model."""
+
+    best: EpochMetrics
+    test: dict[str, Any]
+    answers: list[RowAnswer]  # to the test rows, in their order
+    change: Change | None  # since the model that this run extends
+    baseline: Baseline | None
+    hints: list[str]
+
+
 def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects | None) -> Path:
-    config, tokens, task = context.config, context.news.tokens, context.strategy.task
-    if len(tokens.test):
-        context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
+    config, task, tokens = context.config, context.strategy.task, context.news.tokens
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
-    console, data_shard = context.console, context.strategy.data_shard
-    counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
-    with counting as count, context.phases("evaluate"):
-        test, logits = evaluate(
-            partial(context.strategy.logits, precision=context.strategy.test_precision),
-            tokens.test,
-            context.ranks,
-            task,
-            data_shard,
-            chosen=best.validation,
-            on_batch=lambda rows: count(rows * data_shard.size),
-            stops=context.stop_agreed,
-        )
-    change = None
-    if config.from_model:
-        change = measure_change(config, context.ranks, tokens.test, logits)
+    test, logits = _test(context, best)
+    change = measure_change(config, context.ranks, tokens.test, logits) if config.from_model else None
     # 3. Gather the whole weights on rank 0 (a collective call, so every rank is here), which writes everything.
     weights = context.strategy.full_weights()
     context.events.publish(RunTested(context.state.step, test))
@@ -91,76 +85,110 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
         answers = list(task.describe(logits, tokens.test.labels, best.validation))
         baseline = _baseline(context, best, logits)
         hints = hints_of(_evidence(context, test, answers, baseline)) if test["rows"] else []
-        metrics = {
-            "task": config.task,
-            **({"dataset": recorded_name(tokens.name)} if config.dataset else {}),
-            "text_column": config.text_column,
-            **({"label_column": config.label_column} if task.has_labels else {}),
-            **asdict(config.selection),
-            **({"pair_column": config.columns.pair} if config.columns.pair else {}),
-            # With these the same rows are test rows again, also of data that has none of its own.
-            "seed": config.seed,
-            "bad_rows": config.bad_rows,
-            "base_model": recorded_name(config.model),
-            "max_length": config.max_length,
-            "best_epoch": best.epoch,
-            "method": config.method,
-            **({"fitted_head": asdict(start)} if (start := context.plan.start) else {}),
-            "created": datetime.now(UTC).date().isoformat(),
-            **({"version": config.model_version} if config.model_version else {}),
-            "train_rows": len(context.news.train_index) if config.dataset else 0,
-            **_distilled_from(context),
-            "rows_left_out": context.news.texts.left_out + len(context.state.bad.excluded_rows),
-            "test": test,
-            "test_precision": context.strategy.test_precision,
-            "validation": best.validation or None,
-            **({"baseline": baseline.to_plain()} if baseline else {}),
-            **({"learned_before": sources_of(read_earlier(config))} if config.from_model else {}),
-            **({"earlier": asdict(change)} if change else {}),
-            **({"hints": hints} if hints else {}),
-        }
-        try:
-            write_model(
-                context.model_config,
-                _finished(weights, context.strategy),
-                context.news.tokenizer,
-                metrics,
-                config.output_dir,
-                config.checkpoint_file,
-                {CLEANING_KEY: config.clean, **task.settings(best.validation)},
-                type(task),
-            )
-            if task.has_labels:
-                _write_predictions(context, answers)
-            doubted = _doubted_texts(context, suspects)
-            if suspects:
-                _write_suspects(context, doubted)
-            report = write_report(
-                config.run_dir, _report_data(context, test, answers, doubted, baseline, hints, change)
-            )
-        except OSError as error:
-            raise TrainingFailure(
-                f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
-                f"are complete: free some space, then {config.how_to_resume}",
-                code="model-not-saved",
-            ) from error
-        context.console.finish(
-            seconds=context.state.seconds,
-            best_epoch=best.epoch,
-            by_folds=context.plan.start.by_folds if context.plan.start else "",
-            validation=best.validation,
-            test=test,
-            baseline=str(baseline or ""),
-            earlier_labels=change.in_words if change else "",
-            hints=[*trust_in(context.plan.start, has_test=bool(test["rows"])), *hints],
-            model_folder=config.output_dir,
-            checkpoint_file=config.checkpoint_file if task.has_labels else None,
-            report=report,
-            exports=config.export,
-        )
+        result = _Result(best, test, answers, change, baseline, hints)
+        report = _write(context, result, weights, suspects)
+        _show(context, result, report)
     # The other ranks wait: if they left first, a launcher could take the run for finished.
     context.ranks.barrier()
     return config.output_dir
+
+
+def _test(context: RunContext, best: EpochMetrics) -> tuple[dict[str, Any], np.ndarray]:
+    tokens, console, data_shard = context.news.tokens, context.console, context.strategy.data_shard
+    if len(tokens.test):
+        context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
+    counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
+    with counting as count, context.phases("evaluate"):
+        return evaluate(
+            partial(context.strategy.logits, precision=context.strategy.test_precision),
+            tokens.test,
+            context.ranks,
+            context.strategy.task,
+            data_shard,
+            chosen=best.validation,
+            on_batch=lambda rows: count(rows * data_shard.size),
+            stops=context.stop_agreed,
+        )
+
+
+def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor], suspects: Suspects | None) -> Path:
+    """Write the model, the answers and the report; returns the report's path."""
+    config, task, metrics = context.config, context.strategy.task, _metrics(context, result)
+    try:
+        write_model(
+            context.model_config,
+            _finished(weights, context.strategy),
+            context.news.tokenizer,
+            metrics,
+            config.output_dir,
+            config.checkpoint_file,
+            {CLEANING_KEY: config.clean, **task.settings(result.best.validation)},
+            type(task),
+        )
+        if task.has_labels:
+            _write_predictions(context, result.answers)
+        doubted = _doubted_texts(context, suspects)
+        if suspects:
+            _write_suspects(context, doubted)
+        return write_report(config.run_dir, _report_data(context, result, doubted))
+    except OSError as error:
+        raise TrainingFailure(
+            f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
+            f"are complete: free some space, then {config.how_to_resume}",
+            code="model-not-saved",
+        ) from error
+
+
+def _metrics(context: RunContext, result: _Result) -> dict[str, Any]:
+    """What metrics.json tells about the model."""
+    config, task, state = context.config, context.strategy.task, context.state
+    test, start = result.test, context.plan.start
+    return {
+        "task": config.task,
+        **({"dataset": recorded_name(context.news.tokens.name)} if config.dataset else {}),
+        "text_column": config.text_column,
+        **({"label_column": config.label_column} if task.has_labels else {}),
+        **asdict(config.selection),
+        **({"pair_column": config.columns.pair} if config.columns.pair else {}),
+        # With these the same rows are test rows again, also of data that has none of its own.
+        "seed": config.seed,
+        "bad_rows": config.bad_rows,
+        "base_model": recorded_name(config.model),
+        "max_length": config.max_length,
+        "best_epoch": result.best.epoch,
+        "method": config.method,
+        **({"fitted_head": asdict(start)} if start else {}),
+        "created": datetime.now(UTC).date().isoformat(),
+        **({"version": config.model_version} if config.model_version else {}),
+        "train_rows": len(context.news.train_index) if config.dataset else 0,
+        **_distilled_from(context),
+        "rows_left_out": context.news.texts.left_out + len(state.bad.excluded_rows),
+        "test": test,
+        "test_precision": context.strategy.test_precision,
+        "validation": result.best.validation or None,
+        **({"baseline": result.baseline.to_plain()} if result.baseline else {}),
+        **({"learned_before": sources_of(read_earlier(config))} if config.from_model else {}),
+        **({"earlier": asdict(result.change)} if result.change else {}),
+        **({"hints": result.hints} if result.hints else {}),
+    }
+
+
+def _show(context: RunContext, result: _Result, report: Path) -> None:
+    config, start = context.config, context.plan.start
+    context.console.finish(
+        seconds=context.state.seconds,
+        best_epoch=result.best.epoch,
+        by_folds=start.by_folds if start else "",
+        validation=result.best.validation,
+        test=result.test,
+        baseline=str(result.baseline or ""),
+        earlier_labels=result.change.in_words if result.change else "",
+        hints=[*trust_in(start, has_test=bool(result.test["rows"])), *result.hints],
+        model_folder=config.output_dir,
+        checkpoint_file=config.checkpoint_file if context.strategy.task.has_labels else None,
+        report=report,
+        exports=config.export,
+    )
 
 
 def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Baseline | None:
@@ -207,9 +235,8 @@ def _evidence(
 def _distilled_from(context: RunContext) -> dict[str, Any]:
     if not context.config.is_distilled:
         return {}
-    unlabelled = len(context.news.train_index) - len(context.news.labelled_index)
     names = ",".join(map(recorded_name, context.config.teachers))
-    return {"distilled_from": names, "unlabelled_rows": unlabelled}
+    return {"distilled_from": names, "unlabelled_rows": context.news.num_unlabelled}
 
 
 def export_model(config: TrainConfig) -> None:
@@ -254,95 +281,56 @@ def _load_best(context: RunContext) -> EpochMetrics:
     return epoch
 
 
-def _report_data(
-    context: RunContext,
-    test: dict[str, Any],
-    answers: Sequence[RowAnswer],
-    doubted: Sequence[DoubtedText],
-    baseline: Baseline | None,
-    hints: Sequence[str],
-    change: Change | None,
-) -> ReportData:
-    tokens = context.news.tokens
-    notes, figures = [*hints, *tokens.notes], {**context.news.figures}
-    notes += [f"Labels of {change.model}: {change.in_words}."] if change else []
-    notes += trust_in(context.plan.start, has_test=bool(test["rows"]))
-    if context.config.is_language_model:
-        notes.append(
-            f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
-        )
-    elif context.config.dataset:
-        figures["tokens"] = run_lengths(tokens, context.config)
-    if context.strategy.test_precision != "fp32":
-        notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
-    notes.append(f"Layout: {context.strategy.describe()}.")
-    if (weights := context.plan.class_weights) is not None:
-        each = some_of([f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True)])
-        notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
-    if (start := context.plan.start) and start.by_folds:
-        notes.append(f"The head was fitted before the first step: {start.by_folds}.")
-    if not context.state.epochs[-1].validation and context.config.method != "head":
-        notes.append("No rows were kept for validation, so the last epoch is the one that was tested and written.")
-    if context.config.ema:
-        notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
-    last = context.state.epochs[-1].epoch
-    if context.config.budget and last < context.config.epochs:
-        notes.append(
-            f"Training ended after {counted(last, 'epoch')}, because its time (--budget {context.config.budget}) was "
-            "up."
-        )
-    elif last < context.config.epochs and context.config.method != "head":
-        notes.append(
-            f"Training stopped after epoch {last} of {context.config.epochs}, because {context.config.early_stopping} "
-            f"evaluations in a row had no better {context.config.best_metric} on the validation rows."
-        )
-    if context.state.skipped_steps:
-        notes.append(f"The loss scale skipped {counted(context.state.skipped_steps, 'step')}.")
-    if context.state.bad.total:
-        skipped = counted(context.state.bad.total, "step")
-        notes.append(f"Skipped {skipped}, because loss or gradient was not finite.")
-    if excluded := context.state.bad.excluded_rows:
-        notes.append(
-            f"After too many such steps in a row, {counted(len(excluded), 'training row')} had to be left out."
-        )
-    if context.config.is_distilled:
-        share, unlabelled = context.config.distill_share, _distilled_from(context)["unlabelled_rows"]
-        notes.append(
-            f"Distilled from {', '.join(context.config.teachers)}: {share:.0%} of a row's loss comes from the "
-            f"{'answer of the teacher' if len(context.config.teachers) == 1 else 'mean answer of the teachers'}"
-            + (f", and all of it for {counted(unlabelled, 'row')} without a label." if unlabelled else ".")
-        )
-    if context.config.suspects in ("drop", "reweight"):
-        left_out = "were left out" if context.config.suspects == "drop" else "had less weight in the loss"
-        notes.append(f"Training rows with a doubtful label {left_out} from the second epoch on.")
+def _report_data(context: RunContext, result: _Result, doubted: Sequence[DoubtedText]) -> ReportData:
+    config, news, task = context.config, context.news, context.strategy.task
+    figures = {**news.figures}
+    if config.dataset and not config.is_language_model:
+        figures["tokens"] = run_lengths(news.tokens, config)
     return ReportData(
-        title=context.config.output_dir.name,
-        configuration=context.config.model_dump(mode="json"),
+        title=config.output_dir.name,
+        configuration=config.model_dump(mode="json"),
         environment=describe_environment(context.ranks),
-        test=test,
-        baseline=baseline and baseline.tile,
+        test=result.test,
+        baseline=result.baseline and result.baseline.tile,
         wrong_texts=[
-            WrongText(in_one_line(text), answer, context.strategy.task.certainty)
-            for text, answer in zip(context.news.texts.test.texts, answers, strict=context.strategy.task.has_labels)
+            WrongText(in_one_line(text), answer, task.certainty)
+            for text, answer in zip(news.texts.test.texts, result.answers, strict=task.has_labels)
             if answer.surprise
         ],
         doubted_texts=[text for text in doubted if text.is_flagged],
-        notes=notes,
+        notes=_notes(context, result),
         seconds=context.state.seconds,
-        model_folder=str(context.config.output_dir),
+        model_folder=str(config.output_dir),
         figures=figures,
     )
 
 
+def _notes(context: RunContext, result: _Result) -> list[str]:
+    """What a reader of the report should know, told by each part of the run."""
+    config, tokens, plan, change = context.config, context.news.tokens, context.plan, result.change
+    blocks = f"Rows are blocks of {config.max_length} tokens, into which all texts of a split were joined."
+    return [
+        *result.hints,
+        *tokens.notes,
+        *([f"Labels of {change.model}: {change.in_words}."] if change else []),
+        *trust_in(plan.start, has_test=bool(result.test["rows"])),
+        *([blocks] if config.is_language_model else []),
+        *context.strategy.notes(),
+        *plan.notes(tokens.label_names),
+        *context.state.notes(config),
+        *notes_on_teachers(config, context.news.num_unlabelled),
+        *notes_on_suspects(config),
+    ]
+
+
 def _write_predictions(context: RunContext, answers: Sequence[RowAnswer]) -> None:
     """Write the model's answer to each test row, in their order, to ``predictions.csv`` in the run folder."""
-    with writing_whole(context.config.run_dir / "predictions.csv") as file:
-        lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        writer = csv.writer(lines)
-        writer.writerow(["row", "label", "predicted", context.strategy.task.certainty, "text"])
-        for row, (answer, text) in enumerate(zip(answers, context.news.texts.test.texts, strict=True)):
-            writer.writerow([row, answer.label, answer.predicted, f"{answer.certainty:.6f}", in_one_line(text)])
-        lines.detach()  # flushed, and left open for the one who made the file
+    header = ["row", "label", "predicted", context.strategy.task.certainty, "text"]
+    rows = (
+        [row, answer.label, answer.predicted, f"{answer.certainty:.6f}", in_one_line(text)]
+        for row, (answer, text) in enumerate(zip(answers, context.news.texts.test.texts, strict=True))
+    )
+    write_csv(context.config.run_dir / "predictions.csv", header, rows)
 
 
 def _doubted_texts(context: RunContext, suspects: Suspects | None) -> list[DoubtedText]:
@@ -357,14 +345,12 @@ def _doubted_texts(context: RunContext, suspects: Suspects | None) -> list[Doubt
 
 def _write_suspects(context: RunContext, doubted: Sequence[DoubtedText]) -> None:
     """Write the training rows whose label the run disbelieves, the most suspicious first, to ``suspects.csv``."""
-    with writing_whole(context.config.run_dir / "suspects.csv") as file:
-        lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        writer = csv.writer(lines)
-        writer.writerow(["row", "label", "proposed", "doubt", "flagged", "text"])
-        for one in doubted:
-            flagged = "yes" if one.is_flagged else "no"
-            writer.writerow([one.row, one.label, one.proposed, f"{one.doubt:.6f}", flagged, one.text])
-        lines.detach()
+    header = ["row", "label", "proposed", "doubt", "flagged", "text"]
+    rows = (
+        [one.row, one.label, one.proposed, f"{one.doubt:.6f}", "yes" if one.is_flagged else "no", one.text]
+        for one in doubted
+    )
+    write_csv(context.config.run_dir / "suspects.csv", header, rows)
 
 
 def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str, torch.Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from common.text import counted
 from training.config import TrainConfig
 from training.monitoring import EpochMetrics
 from training.monitoring.records import score_of
@@ -100,6 +101,28 @@ class RunState:
             return False
         since = len(self.epochs) - 1 - self.epochs.index(self.first_best(config.best_metric))
         return since >= config.early_stopping
+
+    def notes(self, config: TrainConfig) -> Iterator[str]:
+        """What the report says about the epochs, and about steps and rows that did not count."""
+        last = self.epochs[-1]
+        if not last.validation and config.method != "head":
+            yield "No rows were kept for validation, so the last epoch is the one that was tested and written."
+        if config.ema:
+            yield f"Validated, tested and written: the moving average of the weights, --ema {config.ema:g}."
+        if config.budget and last.epoch < config.epochs:
+            epochs = counted(last.epoch, "epoch")
+            yield f"Training ended after {epochs}, because its time (--budget {config.budget}) was up."
+        elif last.epoch < config.epochs and config.method != "head":
+            yield (
+                f"Training stopped after epoch {last.epoch} of {config.epochs}, because {config.early_stopping} "
+                f"evaluations in a row had no better {config.best_metric} on the validation rows."
+            )
+        if self.skipped_steps:
+            yield f"The loss scale skipped {counted(self.skipped_steps, 'step')}."
+        if self.bad.total:
+            yield f"Skipped {counted(self.bad.total, 'step')}, because loss or gradient was not finite."
+        if excluded := self.bad.excluded_rows:
+            yield f"After too many such steps in a row, {counted(len(excluded), 'training row')} had to be left out."
 
     def to_plain(self) -> dict[str, Any]:
         return {

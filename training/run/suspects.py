@@ -24,6 +24,7 @@ that it counts as mistakes although their label is wrong or arguable in the data
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -197,6 +198,12 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
         total = sums[label].sum() - totals * (labels == label) + SMOOTHING * len(kept)
         answers[:, label] = np.bincount(places, weights * np.log(others / total[places]), minlength=num_rows)
     return log_softmax(SHARPNESS * answers)
+
+
+def notes_on_suspects(config: TrainConfig) -> Iterator[str]:
+    """What the report says about the rows that were doubted."""
+    if done := {"drop": "were left out", "reweight": "had less weight in the loss"}.get(config.suspects):
+        yield f"Training rows with a doubtful label {done} from the second epoch on."
 
 
 def suspects_of(config: TrainConfig, rows: TokenizedRows, index: np.ndarray, num_labels: int) -> Suspects | None:

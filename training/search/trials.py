@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import re
@@ -20,7 +18,7 @@ import yaml
 
 from common.errors import EXIT_USER_ERROR, TrainingFailure, UserError, first_line
 from common.escaping import printable
-from common.files import lock_run_folder, write_whole
+from common.files import lock_run_folder, write_csv, write_whole
 from training.config import TrainConfig
 from training.fault_tolerance.interruption import Interruption
 from training.monitoring.events import read_metrics
@@ -282,9 +280,7 @@ class Search:
             [one.number, one.state, one.value, one.epoch, one.seconds, *map(one.values.get, self.dimensions), one.error]
             for one in trials
         ]
-        with io.StringIO(newline="") as file:
-            csv.writer(file).writerows([columns, *rows])
-            write_whole(folder / "trials.csv", file.getvalue().encode())
+        write_csv(folder / "trials.csv", columns, rows)
         shown = [[_text(cell) for cell in row[:-1]] for row in rows[:MOST_IN_TABLE]]
         widths = [max(map(len, column)) for column in zip(columns[:-1], *shown, strict=True)]
         print()
