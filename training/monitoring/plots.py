@@ -93,13 +93,10 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
             figures["confusion_matrix"] = _confusion_matrix(test, theme)
         if "by_tenth" in test:
             figures["predictions"] = _predictions(test, theme)
-        pngs = {}
-        for name, figure in figures.items():
-            buffer = io.BytesIO()
-            dots = min(DOTS_PER_INCH, MOST_PIXELS / max(figure.get_size_inches()))
-            figure.savefig(buffer, format="png", dpi=dots)
-            pngs[name] = buffer.getvalue()
-        return pngs
+        return {
+            name: _png(figure, min(DOTS_PER_INCH, MOST_PIXELS / max(figure.get_size_inches())))
+            for name, figure in figures.items()
+        }
 
 
 def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collection[str], theme: Theme) -> bytes:
@@ -108,8 +105,6 @@ def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collec
     The best trial comes first in ``trials``; the fields in ``log_scaled`` have a logarithmic axis.
     """
     shown = [trial for trial in trials if trial.value is not None and math.isfinite(trial.value)]
-    finished = sorted((trial for trial in shown if trial.state == "finished"), key=lambda trial: trial.number)
-    failed = [trial.number for trial in trials if trial.value is None]
     fields = list(trials[0].values)
     columns = 3 if len(fields) not in (1, 2, 4) else 2
     rows = math.ceil(len(fields) / columns)
@@ -117,45 +112,65 @@ def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collec
         figure = Figure(figsize=(SEARCH_WIDTH, 2.9 + 2.3 * rows), layout="constrained")
         grid = figure.add_gridspec(1 + rows, columns, height_ratios=[1.25, *[1] * rows])
         axes = figure.add_subplot(grid[0, :])
-        shown_as = METRICS.get(metric, Metric(metric, is_share=False))
-        axes.set_title(f"Validation {shown_as.title} by trial")
-        axes.set_xlabel("trial")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        if finished:
-            better = np.minimum if metric in SMALLER_IS_BETTER else np.maximum
-            so_far = better.accumulate([trial.value for trial in finished])
-            steps = [*(trial.number for trial in finished), max(trial.number for trial in trials)]
-            axes.step(steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far")
-        _trial_points(axes, shown, [trial.number for trial in shown], theme)
-        if failed:  # at the bottom: they have no figure
-            bottom = axes.get_xaxis_transform()
-            axes.plot(failed, [0.04] * len(failed), "x", color=theme.muted, label="failed", transform=bottom)
-        _legend_above(axes, columns=4)
+        _by_trial(axes, trials, shown, metric, theme)
         for place, name in enumerate(fields):
             row, column = divmod(place, columns)
             panel = figure.add_subplot(grid[1 + row, column], sharey=axes)
-            values = [trial.values[name] for trial in shown]
-            if name in log_scaled:
-                panel.set_xscale("log")
-            elif len(set(values)) <= MOST_NAMED_VALUES and not all(isinstance(value, float) for value in values):
-                # Few values: evenly spaced, under their names.
-                names = sorted(set(values), key=lambda value: (isinstance(value, str), value))
-                values = [names.index(value) for value in values]
-                labels = [_shorten(str(value)) for value in names]
-                is_narrow = INCHES_PER_LETTER * sum(map(len, labels)) > SEARCH_WIDTH / columns - 1
-                small = {"fontsize": 7.5} if is_narrow else {}
-                labels = [label.replace("…", "…\n") for label in labels]
-                panel.set_xticks(range(len(names)), labels, parse_math=False, **small)
-                panel.set_xlim(-0.5, len(names) - 0.5)
-            _trial_points(panel, shown, values, theme)
-            panel.set_xlabel(name)
+            _by_field(panel, shown, name, theme, is_log=name in log_scaled, inches=SEARCH_WIDTH / columns)
             panel.tick_params(axis="y", labelleft=column == 0)
-            panel.tick_params(which="minor", length=0)
-        if shown_as.is_share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-        return buffer.getvalue()
+        return _png(figure, DOTS_PER_INCH)
+
+
+def _png(figure: Figure, dots: float) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dots)
+    return buffer.getvalue()
+
+
+def _by_trial(
+    axes: Axes, trials: Sequence[SearchedTrial], shown: Sequence[SearchedTrial], metric: str, theme: Theme
+) -> None:
+    """The figure of each trial, the best so far, and which trials have none."""
+    shown_as = METRICS.get(metric, Metric(metric, is_share=False))
+    axes.set_title(f"Validation {shown_as.title} by trial")
+    if shown_as.is_share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_xlabel("trial")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    finished = sorted((trial for trial in shown if trial.state == "finished"), key=lambda trial: trial.number)
+    if finished:
+        better = np.minimum if metric in SMALLER_IS_BETTER else np.maximum
+        so_far = better.accumulate([trial.value for trial in finished])
+        steps = [*(trial.number for trial in finished), max(trial.number for trial in trials)]
+        axes.step(steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far")
+    _trial_points(axes, shown, [trial.number for trial in shown], theme)
+    failed = [trial.number for trial in trials if trial.value is None]
+    if failed:  # at the bottom: they have no figure
+        bottom = axes.get_xaxis_transform()
+        axes.plot(failed, [0.04] * len(failed), "x", color=theme.muted, label="failed", transform=bottom)
+    _legend_above(axes, columns=4)
+
+
+def _by_field(
+    axes: Axes, trials: Sequence[SearchedTrial], name: str, theme: Theme, *, is_log: bool, inches: float
+) -> None:
+    """The figure of each trial by its value of a searched field, on a panel that is ``inches`` wide."""
+    values = [trial.values[name] for trial in trials]
+    if is_log:
+        axes.set_xscale("log")
+    elif len(set(values)) <= MOST_NAMED_VALUES and not all(isinstance(value, float) for value in values):
+        # Few values: evenly spaced, under their names.
+        names = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+        values = [names.index(value) for value in values]
+        labels = [_shorten(str(value)) for value in names]
+        is_narrow = INCHES_PER_LETTER * sum(map(len, labels)) > inches - 1
+        small = {"fontsize": 7.5} if is_narrow else {}
+        labels = [label.replace("…", "…\n") for label in labels]
+        axes.set_xticks(range(len(names)), labels, parse_math=False, **small)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+    _trial_points(axes, trials, values, theme)
+    axes.set_xlabel(name)
+    axes.tick_params(which="minor", length=0)
 
 
 def _trial_points(axes: Axes, trials: Sequence[SearchedTrial], places: Sequence[Any], theme: Theme) -> None:

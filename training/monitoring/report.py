@@ -98,15 +98,6 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     for name, png in light.items():
         write_whole(run_dir / "plots" / f"{name}.png", png)
 
-    profiles, profile = read_summary(run_dir), None
-    if profiles:
-        first = profiles[0]
-        profile = {
-            "steps": f"{first.first_step:,} to {first.last_step:,}",
-            "rank": first.rank,
-            "tables": [rank_table(profiles), operator_table(first)],
-            "traces": [one.trace for one in profiles],
-        }
     efficiencies = [record["scaling_efficiency"] for record in records if record["kind"] == "efficiency"]
     collectives = [record["operations"] for record in records if record["kind"] == "collectives"]
     wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[:MOST_WRONG_TEXTS]
@@ -130,7 +121,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         has_train_accuracy=any(record.get("train_accuracy") is not None for record in curves.epochs),
         best_epoch=max((record["epoch"] for record in curves.validated if record["is_best"]), default=None),
         plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
-        profile=profile,
+        profile=_profile(run_dir),
         collectives=collective_table(collectives) if collectives else None,
         data_facts=in_words(report.figures) if report.figures else {},
         faults={name: rows for name in FAULTS if (rows := report.figures.get(name, {}).get("rows"))},
@@ -140,6 +131,19 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     )
     write_whole(run_dir / REPORT_FILE, page.encode())
     return run_dir / REPORT_FILE
+
+
+def _profile(run_dir: Path) -> dict[str, Any] | None:
+    profiles = read_summary(run_dir)
+    if not profiles:
+        return None
+    first = profiles[0]
+    return {
+        "steps": f"{first.first_step:,} to {first.last_step:,}",
+        "rank": first.rank,
+        "tables": [rank_table(profiles), operator_table(first)],
+        "traces": [one.trace for one in profiles],
+    }
 
 
 def collective_table(recorded: Sequence[dict[str, dict[str, float]]]) -> tuple[list[str], list[list[str]]]:
@@ -166,27 +170,7 @@ def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dic
 
 def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float]) -> list[tuple[str, str, str]]:
     """The tiles at the top of the page: name, figure, small print."""
-    tiles = []
-    if (test := report.test)["rows"]:
-        small_prints = {
-            "macro_f1": f"over {len(test['labels'])} classes, {counted(test['rows'], 'text')}",
-            "calibration_error": "how far confidence is from accuracy",
-            "micro_f1": "over all labels and texts",
-            "exact_match": "share of the texts",
-            "rmse": f"of {', '.join(test['labels'])}, {counted(test['rows'], 'text')}",
-            "mae": f"of {', '.join(test['labels'])}",
-            "r2": "share of the variance explained",
-            "spearman": "correlation of the ranks",
-            "perplexity": f"over {test.get('tokens', 0):,} tokens",
-            "token_accuracy": "of those that are predicted",
-        }
-        if "accuracy" in test:
-            low, high = map(format_percent, wilson_interval(test["accuracy"], test["rows"]))
-            small_prints["accuracy"] = f"95% interval {low} to {high}"
-        for number, (name, metric) in enumerate(metrics_of(test).items()):
-            title = metric.title if number else f"test {metric.title}"
-            small_print = small_prints.get(name, "your own metric")
-            tiles.append((title[0].upper() + title[1:], metric.shown(test[name]), small_print))
+    tiles = _test_tiles(report.test) if report.test["rows"] else []
     if report.baseline:
         tiles.append(("Linear baseline", *report.baseline))
     steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
@@ -199,14 +183,38 @@ def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float])
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
         tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
-    if efficiencies:
-        small_print = "median; what the ranks lost by waiting is missing from 100%"
-        tiles.append(("Scaling efficiency", format_percent(statistics.median(efficiencies), digits=1), small_print))
-    if busy := [record["gpu_utilization"] for record in curves.steps if "gpu_utilization" in record]:
-        small_print = "median share of the time in which rank 0's GPU computed"
-        tiles.append(("GPU utilization", format_percent(statistics.median(busy), digits=0), small_print))
-    if used := [record["mfu"] for record in curves.steps if "mfu" in record]:
-        tiles.append(("MFU", format_percent(statistics.median(used), digits=1), "median share of the devices' peak"))
+    busy, used = ([record[name] for record in curves.steps if name in record] for name in ("gpu_utilization", "mfu"))
+    for title, shares, digits, small_print in (
+        ("Scaling efficiency", efficiencies, 1, "median; what the ranks lost by waiting is missing from 100%"),
+        ("GPU utilization", busy, 0, "median share of the time in which rank 0's GPU computed"),
+        ("MFU", used, 1, "median share of the devices' peak"),
+    ):
+        if shares:
+            tiles.append((title, format_percent(statistics.median(shares), digits), small_print))
+    return tiles
+
+
+def _test_tiles(test: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    small_prints = {
+        "macro_f1": f"over {len(test['labels'])} classes, {counted(test['rows'], 'text')}",
+        "calibration_error": "how far confidence is from accuracy",
+        "micro_f1": "over all labels and texts",
+        "exact_match": "share of the texts",
+        "rmse": f"of {', '.join(test['labels'])}, {counted(test['rows'], 'text')}",
+        "mae": f"of {', '.join(test['labels'])}",
+        "r2": "share of the variance explained",
+        "spearman": "correlation of the ranks",
+        "perplexity": f"over {test.get('tokens', 0):,} tokens",
+        "token_accuracy": "of those that are predicted",
+    }
+    if "accuracy" in test:
+        low, high = map(format_percent, wilson_interval(test["accuracy"], test["rows"]))
+        small_prints["accuracy"] = f"95% interval {low} to {high}"
+    tiles = []
+    for number, (name, metric) in enumerate(metrics_of(test).items()):
+        title = metric.title if number else f"test {metric.title}"
+        small_print = small_prints.get(name, "your own metric")
+        tiles.append((title[0].upper() + title[1:], metric.shown(test[name]), small_print))
     return tiles
 
 
