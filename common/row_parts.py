@@ -144,8 +144,6 @@ class _TextParts(PartReader):
             raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
         try:
             head = utf8_bytes(head)
-            if head and not head.strip():
-                head = b"x"  # blank lines first: nothing to see here
         except ValueError as error:
             raise UserError(f"{name}: {error}", code="data-unreadable") from error
         if not head:

@@ -16,7 +16,7 @@ from urllib.request import Request, build_opener
 
 from common.credentials import header_token, without_password
 from common.errors import ForeseenError, UserError, first_line
-from inference.bulk.storage import LocalStorage, RemoteStorage, is_remote
+from inference.bulk.storage import storage_of
 from inference.redirects import RedirectRefused, Redirects
 
 _HUB = "https://huggingface.co"
@@ -150,12 +150,10 @@ class StoredSource:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._storage: LocalStorage = LocalStorage()
-        if is_remote(address):
-            try:
-                self._storage = RemoteStorage(address)
-            except OSError as error:  # of a driver that connects at once
-                raise SourceUnreachable(f"{address}: cannot be read ({first_line(error)})") from error
+        try:
+            self._storage = storage_of(address)
+        except OSError as error:  # of a driver that connects at once
+            raise SourceUnreachable(f"{address}: cannot be read ({first_line(error)})") from error
 
     def read(self, path: str) -> Iterator[bytes]:
         place = f"{self.address}/{path}"

@@ -37,7 +37,7 @@ from common.files import nearest_folder
 from common.row_parts import Part, PartReader, Place, open_parts
 from common.rows import FORMATS
 from inference.bulk.rows_out import FORMATS as OUT_FORMATS
-from inference.bulk.storage import LocalStorage, is_remote, storage_of
+from inference.bulk.storage import Storage, is_remote, storage_of
 
 # A claim that has not changed for so long belongs to a process that is gone. Measured on the clock of whoever waits, so
 # that machines need not agree about the time.
@@ -64,8 +64,8 @@ class Job:
     source: str
     out: str
     files: list[InputFile]
-    inputs: LocalStorage
-    outputs: LocalStorage
+    inputs: Storage
+    outputs: Storage
     settings: dict[str, Any]
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -280,9 +280,7 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
     return Job(source, out, files, inputs, outputs, settings)
 
 
-def _without_own_files(
-    found: list[str], source: str, out: str, inputs: LocalStorage, outputs: LocalStorage
-) -> list[str]:
+def _without_own_files(found: list[str], source: str, out: str, inputs: Storage, outputs: Storage) -> list[str]:
     """What a pattern matches, without what this job has written since it began."""
     if is_remote(source) != is_remote(out):
         return found
@@ -309,7 +307,7 @@ def _known_format(path: str, given: str) -> str:
     return suffix
 
 
-def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: LocalStorage) -> Iterator[InputFile]:
+def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: Storage) -> Iterator[InputFile]:
     folder = inputs.plain(_before_wildcards(source))
     outs: dict[str, str] = {}
     for path in found:
@@ -333,9 +331,7 @@ def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: Loca
         yield InputFile(path, name, target, suffix, out_suffix)
 
 
-def _refuse_overwriting(
-    source: str, out: str, files: list[InputFile], inputs: LocalStorage, outputs: LocalStorage
-) -> None:
+def _refuse_overwriting(source: str, out: str, files: list[InputFile], inputs: Storage, outputs: Storage) -> None:
     if is_remote(source) != is_remote(out):
         return
     ours = inputs.absolute(source)
@@ -354,7 +350,7 @@ def _refuse_overwriting(
 class Claims:
     """What this process is working on, kept fresh by a thread until it is closed."""
 
-    def __init__(self, storage: LocalStorage) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._held: set[str] = set()
         self._seen: dict[str, tuple[bytes, float]] = {}

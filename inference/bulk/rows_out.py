@@ -131,7 +131,7 @@ class RowsOut:
         if self._suffix == ".jsonl":
             self._refuse_taken(itertools.chain(*rows))
             return "".join(
-                _json_line({**row, **self._answer(dict(zip(added, answer, strict=True)))})
+                _json({**row, **self._answer(dict(zip(added, answer, strict=True)))}) + "\n"
                 for row, answer in zip(rows, columns, strict=True)
             ).encode()
         self._refuse_other_columns(rows)
@@ -247,11 +247,11 @@ def _join_parquet(parts: Iterable[bytes], file: BinaryIO) -> None:
             writer.close()
 
 
-def _json_line(row: dict[str, Any]) -> str:
+def _json(value: Any) -> str:
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):  # dates, bytes or NaN, which JSON has not
-        return json.dumps(_for_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(_for_json(value), ensure_ascii=False, allow_nan=False)
 
 
 def _for_json(value: Any) -> Any:
@@ -271,7 +271,5 @@ def _for_json(value: Any) -> Any:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, dict | list):
-        return _json_line({"": value})[5:-2]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value
+        return _json(value)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value

@@ -9,10 +9,10 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, Protocol, TypeVar
 
 from common.errors import UserError, first_line
 from common.files import sha256_of, sync_folder, write_whole, writing_whole
@@ -26,7 +26,7 @@ def is_remote(address: str) -> bool:
     return "://" in address
 
 
-def storage_of(address: str) -> LocalStorage:
+def storage_of(address: str) -> Storage:
     """What reads and writes this address.
 
     Raises:
@@ -60,11 +60,47 @@ def _unwritable(path: str, error: OSError) -> UserError:
     return UserError(f"{path}: cannot be written ({why}); name another OUT", code="not-writable")
 
 
+class Storage(Protocol):
+    """A place for files. Their addresses are strings: paths, or what fsspec opens."""
+
+    def is_folder(self, path: str) -> bool: ...
+    def exists(self, path: str) -> bool: ...
+    def open(self, path: str) -> BinaryIO: ...
+    def names(self, folder: str) -> set[str]: ...
+    def make_folder(self, folder: str) -> None: ...
+    def write(self, path: str, data: bytes) -> None: ...
+    def remove(self, path: str) -> None: ...
+    def remove_folder(self, folder: str) -> None: ...
+
+    def find(self, pattern: str) -> list[str]:
+        """The files of a pattern, or all files below a folder, sorted; of a file, itself."""
+
+    def absolute(self, path: str) -> str:
+        """The one name of a file that may be written in several ways."""
+
+    def plain(self, path: str) -> str:
+        """The whole path, in which links keep their names."""
+
+    def version(self, path: str) -> dict[str, Any]:
+        """What changes when a file changes, cheap to ask for."""
+
+    def checksum(self, path: str) -> str | None:
+        """The SHA-256 of a file; None if it would have to be fetched for that."""
+
+    def read(self, path: str) -> bytes | None:
+        """A small file's contents; None if there is none."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a file unless it exists; of several processes that try, one gets True."""
+
+    def writing(self, path: str, aside: str) -> AbstractContextManager[BinaryIO]:
+        """Write a large file whole; until it is complete it may lie at ``aside``, on the same file system."""
+
+
 class LocalStorage:
     """Files of this machine, or of a folder that several machines mount."""
 
     def find(self, pattern: str) -> list[str]:
-        """The files of a pattern, or all files below a folder, sorted; of a file, itself."""
         if set(pattern) & _WILD and not Path(pattern).exists():
             # pathlib has no pattern that begins anywhere
             found = glob.glob(pattern, recursive=True)  # noqa: PTH207
@@ -78,30 +114,25 @@ class LocalStorage:
         return Path(path).is_dir()
 
     def absolute(self, path: str) -> str:
-        """The one name of a file that may be written in several ways."""
         return str(Path(path).resolve())
 
     def plain(self, path: str) -> str:
-        """The whole path, in which links keep their names."""
         return os.path.abspath(path)  # noqa: PTH100 - pathlib keeps ".."
 
     def open(self, path: str) -> BinaryIO:
         return Path(path).open("rb")
 
     def version(self, path: str) -> dict[str, Any]:
-        """What changes when a file changes, cheap to ask for."""
         status = Path(path).stat()
         return {"bytes": status.st_size, "modified": status.st_mtime_ns}
 
     def checksum(self, path: str) -> str | None:
-        """The SHA-256 of a file; None if it would have to be fetched for that."""
         return sha256_of(Path(path))
 
     def exists(self, path: str) -> bool:
         return Path(path).exists()
 
     def read(self, path: str) -> bytes | None:
-        """A small file's contents; None if there is none."""
         try:
             return Path(path).read_bytes()
         except FileNotFoundError:
@@ -123,7 +154,6 @@ class LocalStorage:
 
     @_in_one_line
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file unless it exists; of several processes that try, one gets True."""
         # A link of a whole file is there at once and with its contents, also on NFS.
         aside = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
         try:
@@ -145,7 +175,6 @@ class LocalStorage:
 
     @contextmanager
     def writing(self, path: str, aside: str) -> Iterator[BinaryIO]:
-        """Write a large file whole; until it is complete it lies at ``aside``, on the same file system."""
         try:
             with writing_whole(Path(aside)) as file:
                 yield file
@@ -164,7 +193,7 @@ class LocalStorage:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class RemoteStorage(LocalStorage):
+class RemoteStorage:
     """Files at an fsspec address; an object is there whole or not at all."""
 
     def __init__(self, address: str) -> None:
