@@ -150,12 +150,21 @@ def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, obeye
         if bert and obeyed:
             for node in bert:
                 node[flag] = value
-        elif bert and value is not None and any(_in_effect(node, flag) != value for node in bert):
-            raise _contradiction(name, value, f"{flag} of its normalizer is {_in_effect(bert[0], flag)!r}")
-        elif not bert and name == "do_lower_case" and nodes:
-            found = any(node.get("type") == "Lowercase" for node in nodes)
-            if found != value:
-                raise _contradiction(name, value, f"its normalizer {'makes' if found else 'does not make'} lower case")
+        elif found := _found_instead(nodes, name, value):
+            raise _contradiction(name, value, found)
+
+
+def _found_instead(nodes: list[dict[str, Any]], name: str, value: bool | None) -> str:
+    """What the normalizers do if it is not what this setting says; empty if it is, or if nothing shows it."""
+    flag = _NORMALIZER_FLAGS[name]
+    effects = [_in_effect(node, flag) for node in nodes if node.get("type") == "BertNormalizer"]
+    if effects:
+        differs = value is not None and any(effect != value for effect in effects)
+        return f"{flag} of its normalizer is {effects[0]!r}" if differs else ""
+    if name != "do_lower_case" or not nodes:
+        return ""
+    found = any(node.get("type") == "Lowercase" for node in nodes)
+    return "" if found == value else f"its normalizer {'makes' if found else 'does not make'} lower case"
 
 
 def _in_effect(node: Mapping[str, Any], flag: str) -> Any:
@@ -194,43 +203,59 @@ def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]],
     """Tokens that are matched in a text before it is split into pieces; the model has weights for so many."""
     known = {token["content"]: token for token in content.get("added_tokens") or []}
     vocabulary = _vocabulary(content["model"])
-    named = _special_tokens({**files.get(SPECIAL_TOKENS_FILE, {}), **files.get(SETTINGS_FILE, {})})
-    found: list[tuple[str, dict[str, Any]]] = []
-    for index, token in (files.get(SETTINGS_FILE, {}).get("added_tokens_decoder") or {}).items():
-        token = token if isinstance(token, dict) else {"content": str(token)}
-        usual = {"normalized": not token.get("special", False)}
-        flags = {flag: bool(token.get(flag, usual.get(flag, False))) for flag in _FLAGS}
-        found.append((SETTINGS_FILE, {"id": int(index), "content": token["content"], **flags}))
-    for text, index in files.get(ADDED_TOKENS_FILE, {}).items():
-        if text not in known and not any(token["content"] == text for _, token in found):
-            flags = dict.fromkeys(_FLAGS, False) | {"special": text in named, "normalized": text not in named}
-            found.append((ADDED_TOKENS_FILE, {"id": index, "content": text, **flags}))
-    taken_ids = [token["id"] for token in (*known.values(), *(token for _, token in found))]
-    free = max([len(vocabulary) - 1, *taken_ids]) + 1
-    for text in named:
-        if text in known or any(token["content"] == text for _, token in found):
-            continue
-        index = vocabulary.get(text, free)
-        if index == free and free >= num_weights:
-            continue  # without a weight, so no model was trained to read it
-        free += index == free
-        flags = dict.fromkeys(_FLAGS, False) | {"special": True}
-        found.append((SETTINGS_FILE, {"id": index, "content": text, **flags}))
+    found = _found_tokens(known, vocabulary, files, num_weights)
     if not found:
         return
-    taken = {token["id"]: token["content"] for token in known.values()}
-    words = {index: text for text, index in vocabulary.items()}
+    taken = {index: text for text, index in vocabulary.items()}
+    taken |= {token["id"]: token["content"] for token in known.values()}
     for file, token in found:
         text, index = token["content"], token["id"]
-        other = taken.get(index, words.get(index, text))
+        other = taken.get(index, text)
         has = known[text]["id"] if text in known else vocabulary.get(text, index)
         if other != text or has != index:
             what = f"{has}" if has != index else f"that of {other!r}"
             raise ValueError(f"{file} and {TOKENIZER_FILE} disagree: the token {text!r} has the id {index}, not {what}")
         known[text] = token
         taken[index] = text
-    tokens = content["added_tokens"] = sorted(known.values(), key=lambda token: token["id"])
-    # The tokenizers library numbers them itself, behind the vocabulary, whatever id the file gives.
+    content["added_tokens"] = sorted(known.values(), key=lambda token: token["id"])
+    _check_numbers(content["added_tokens"], vocabulary)
+
+
+def _found_tokens(
+    known: Mapping[str, Any], vocabulary: Mapping[str, int], files: Mapping[str, Mapping[str, Any]], num_weights: int
+) -> list[tuple[str, dict[str, Any]]]:
+    """The tokens in the other files, each with the name of its file."""
+    settings = files.get(SETTINGS_FILE, {})
+    named = _special_tokens({**files.get(SPECIAL_TOKENS_FILE, {}), **settings})
+    found: list[tuple[str, dict[str, Any]]] = []
+    for index, token in (settings.get("added_tokens_decoder") or {}).items():
+        token = token if isinstance(token, dict) else {"content": str(token)}
+        usual = _token(int(index), token["content"], is_special=bool(token.get("special", False)))
+        found.append((SETTINGS_FILE, usual | {flag: bool(token[flag]) for flag in _FLAGS if flag in token}))
+    seen = {*known, *(token["content"] for _, token in found)}
+    for text, index in files.get(ADDED_TOKENS_FILE, {}).items():
+        if text not in seen:
+            found.append((ADDED_TOKENS_FILE, _token(index, text, is_special=text in named)))
+            seen.add(text)
+    ids = [token["id"] for token in (*known.values(), *(token for _, token in found))]
+    free = max([len(vocabulary) - 1, *ids]) + 1
+    for text in named:
+        index = vocabulary.get(text, free)
+        # Without a weight for it, no model was trained to read it.
+        if text in seen or (index == free and free >= num_weights):
+            continue
+        free += index == free
+        found.append((SETTINGS_FILE, _token(index, text, is_special=True)))
+    return found
+
+
+def _token(index: int, text: str, *, is_special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(_FLAGS, False) | {"special": is_special, "normalized": not is_special}
+    return {"id": index, "content": text, **flags}
+
+
+def _check_numbers(tokens: list[dict[str, Any]], vocabulary: Mapping[str, int]) -> None:
+    """The tokenizers library numbers them itself, behind the vocabulary, whatever id the file gives."""
     highest = len(vocabulary) - 1
     for token in tokens:
         given = vocabulary.get(token["content"], highest + 1)
