@@ -166,16 +166,33 @@ def introduction(module: str, title: str, text: str) -> str:
     return f"# {title}\n\nWritten by `python -m {module}`.\n{text.strip()}\n\n"
 
 
-def write_page(path: Path, text: str, results: Any = None) -> None:
-    """Write a page, and its results as JSON next to it."""
+def write_page(path: Path, text: str, results: Any = None, figure: bytes | None = None) -> None:
+    """Write a page, and next to it its results as JSON and its figure as PNG."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
         if results is not None:
-            write_whole(path.with_suffix(".json"), (json.dumps(results, indent=1) + "\n").encode())
+            write_whole(path.with_suffix(".json"), f"{row_per_line(results)}\n".encode())
+        if figure is not None:
+            write_whole(path.with_suffix(".png"), figure)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})", code="not-writable") from error
     report(f"Written: {path}")
+
+
+def row_per_line(value: Any, indent: str = "") -> str:
+    """JSON with a line for each element of a list, and for each object that holds only plain values."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not any(isinstance(item, dict | list) for item in items):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        opening, closing = "{}"
+        lines = [f"{json.dumps(name)}: {row_per_line(item, indent + ' ')}" for name, item in value.items()]
+    else:
+        opening, closing = "[]"
+        lines = [json.dumps(item) for item in value]
+    body = ",\n".join(f"{indent} {line}" for line in lines)
+    return f"{opening}\n{body}\n{indent}{closing}"
 
 
 def read_results(path: Path) -> dict[str, Any]:

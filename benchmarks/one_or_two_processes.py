@@ -25,7 +25,6 @@ from benchmarks import harness
 from benchmarks.processes import Layout
 from benchmarks.training_run import train
 from common.errors import UserError, positive
-from common.files import write_whole
 from common.hardware import usable_cpus
 
 MODULE = "benchmarks.one_or_two_processes"
@@ -144,8 +143,7 @@ def rate(run: Run) -> float:
 def put(path: Path, device: str, section: dict[str, Any]) -> None:
     """Replace the section of that kind of device, and write the page with its figure and its JSON."""
     results = harness.read_results(path.with_suffix(".json")) | {device: section}
-    write_whole(path.with_suffix(".png"), draw(results))
-    harness.write_page(path, render(results, path.with_suffix(".png").name), results)
+    harness.write_page(path, render(results, path.with_suffix(".png").name), results, draw(results))
 
 
 def render(results: Mapping[str, dict[str, Any]], figure: str) -> str:

@@ -16,7 +16,6 @@ from benchmarks.harness import HERE, Parser, fact_list, markdown_table, measurem
 from benchmarks.processes import ROOT
 from benchmarks.published_training import published_section, states_section
 from common.errors import UserError, run_command
-from common.files import write_json
 from common.hardware import usable_cpus
 from training.planning.hardware import GIB, GPUS, Calibration, Cluster
 from training.planning.layouts import Layout
@@ -175,9 +174,8 @@ def page(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = Parser("benchmarks.planner_accuracy", __doc__ or "")
     parser.add_argument("--real", action="store_true", help="measure the real steps again")
-    if parser.parse_args().real:
-        write_json(RESULTS, measure())
-    write_page(HERE / "planner_accuracy.md", page(read_results(RESULTS)))
+    results = measure() if parser.parse_args().real else read_results(RESULTS)
+    write_page(HERE / "planner_accuracy.md", page(results), results or None)
     print(HERE / "planner_accuracy.md")
 
 

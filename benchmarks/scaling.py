@@ -24,7 +24,6 @@ from benchmarks import harness
 from benchmarks.processes import Layout, run_ranks
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, SIZES, make_workload, read_workload
 from common.errors import positive
-from common.files import write_whole
 from common.hardware import usable_cpus
 from training.config import TrainConfig
 from training.data.batching import LengthBucketSampler, rank_share
@@ -82,9 +81,8 @@ def main() -> None:
         ):
             for name, result in found.items():
                 rounds.setdefault(name, []).append(result)
-            write_whole(options.output.with_suffix(".png"), draw(rounds))
-            figure = options.output.with_suffix(".png").name
-            harness.write_page(options.output, page(facts, rounds, figure), {"facts": facts, "rounds": rounds})
+            text = page(facts, rounds, options.output.with_suffix(".png").name)
+            harness.write_page(options.output, text, {"facts": facts, "rounds": rounds}, draw(rounds))
 
 
 def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]:

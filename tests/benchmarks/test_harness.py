@@ -55,6 +55,29 @@ def test_a_table_has_a_row_per_case_and_a_cell_per_column() -> None:
     assert harness.table(columns, [1, 2]) == "| case | twice |\n| --- | ---: |\n| 1 | 2 |\n| 2 | 4 |\n"
 
 
+def test_results_are_written_with_a_line_per_row() -> None:
+    results = {
+        "facts": {"Measured": "today"},
+        "results": {"cut": [{"texts": [1, 2]}, {"texts": []}], "whole": {}},
+        "words": [1.5, None],
+    }
+    written = harness.row_per_line(results)
+    assert json.loads(written) == results
+    assert written.splitlines() == [
+        "{",
+        ' "facts": {"Measured": "today"},',
+        ' "results": {',
+        '  "cut": [',
+        '   {"texts": [1, 2]},',
+        '   {"texts": []}',
+        "  ],",
+        '  "whole": {}',
+        " },",
+        ' "words": [1.5, null]',
+        "}",
+    ]
+
+
 def test_a_page_is_written_with_its_results_and_one_that_cannot_be_is_one_error(tmp_path: Path) -> None:
     harness.write_page(tmp_path / "new" / "page.md", "# Page\n", {"rounds": [1]})
 
