@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import torch
@@ -35,9 +35,11 @@ Result = TypeVar("Result")
 class Parser(OneLineParser):
     """The flags of a benchmark, with those that most of them have."""
 
-    def __init__(self, module: str, description: str, *, page: str = "", rounds: int = 0) -> None:
+    def __init__(self, module: str, description: str, *, page: str = "", rounds: int = 0, seeds: int = 0) -> None:
         super().__init__(prog=f"python -m {module}", description=description.strip().split("\n\n")[0])
         add_common_flags(self, page, rounds)
+        if seeds:
+            self.add_argument("--seeds", type=positive, default=seeds, help=f"runs of each variant (default: {seeds})")
 
 
 def add_common_flags(parser: argparse.ArgumentParser, page: str, rounds: int) -> None:
@@ -117,6 +119,12 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
 
 
+def mean_and_spread(values: Sequence[float], digits: int = 1) -> str:
+    """The mean, with the smallest and the largest in brackets if there are several."""
+    middle = f"{mean(values):,.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({spread(values, digits)})"
+
+
 def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
     """The median, with the smallest and the largest in brackets if there are several."""
     middle = f"{median(values):,.{digits}f}"
@@ -172,7 +180,8 @@ def write_page(path: Path, text: str, results: Any = None, figure: bytes | None 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
         if results is not None:
-            write_whole(path.with_suffix(".json"), f"{row_per_line(results)}\n".encode())
+            plain = json.loads(json.dumps(results))  # tuples become lists, as in the file
+            write_whole(path.with_suffix(".json"), f"{row_per_line(plain)}\n".encode())
         if figure is not None:
             write_whole(path.with_suffix(".png"), figure)
     except OSError as error:
@@ -181,9 +190,10 @@ def write_page(path: Path, text: str, results: Any = None, figure: bytes | None 
 
 
 def row_per_line(value: Any, indent: str = "") -> str:
-    """JSON with a line for each element of a list, and for each object that holds only plain values."""
-    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    if not any(isinstance(item, dict | list) for item in items):
+    """JSON with a line for each element of a list, and for each object of plain values."""
+    items = value.values() if isinstance(value, dict) else value
+    is_nested = isinstance(value, dict | list) and any(isinstance(item, dict | list) for item in items)
+    if not is_nested:
         return json.dumps(value)
     if isinstance(value, dict):
         opening, closing = "{}"

@@ -10,42 +10,35 @@ import sys
 import tempfile
 import time
 from argparse import SUPPRESS, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import harness, studies
+from benchmarks.studies import Figures, Flags, Row, Run, Trial
 from benchmarks.training_run import run_program, train_as_a_user
 from common.errors import UserError
 from common.files import write_json
-from common.hardware import usable_cpus
 from common.text import clean_text
 from training.data.dataset import load_news
 from training.evaluation.baseline import fit_linear
 
-MODULE = "benchmarks.time_to_accuracy"
 GOALS = (0.90, 0.92, 0.93)
-PACKAGES = (*harness.PACKAGES, "scikit-learn", "setfit", "model2vec")
 INTRODUCTION = """
-*Seconds* count from the start of a process until it has answered all {tests:,} test rows of {name}. Rounds: {rounds},
+*Seconds* count from the start of a process until it has answered all {tests:,} test rows of {name}. Rounds: {seeds},
 with the variants in alternating order; each seed uses different rows in a different order. `ours` is
-`training/run_ddp.sh {cores} --budget TIME`; the linear model is TF-IDF of words and word pairs with a linear SVM;
+`training/run_ddp.sh {processes} --budget TIME`; the linear model is TF-IDF of words and word pairs with a linear SVM;
 `Trainer` is `transformers.Trainer` at its defaults (batches of 8 rows, learning rate 5e-5, one process on all cores),
 except that it trains for one epoch, and in bf16 if the processor is faster with it. From its second run
 with a model on, `ours` finds the tokens of the rows in its cache, which spares it about 5 s. {setfit} {static}
 """
 
 
-def main() -> None:
-    options = _parse()
-    run: dict[str, Any] = {"facts": harness.measurement_facts(MODULE, PACKAGES), "rounds": []}
-    data = load_news(options.dataset)
-    run |= {"name": Path(options.dataset).name, "tests": len(data.test)}
-    run["facts"]["Data"] = harness.rows_of(run["name"], len(data.train), len(data.test))
-    cases: dict[str, Sequence[str]] = {f"linear, {rows} rows": ("linear", rows) for rows in options.linear}
+def variants(options: Namespace) -> dict[str, Flags]:
+    cases: dict[str, Flags] = {f"linear, {rows} rows": ("linear", rows) for rows in options.linear}
     for budget in options.budgets:
         model, _, time_ = budget.rpartition(":")
         cases[f"ours, {Path(model).name}, --budget {time_}"] = ("ours", model, time_)
@@ -55,31 +48,22 @@ def main() -> None:
         cases[f"static, {options.encoder.name}, {rows} rows"] = ("static", rows)
     if options.setfit:
         cases[f"SetFit, {options.encoder.name}, 16 rows per label"] = ("setfit", "16")
-
-    def measure(case: Sequence[str], seed: int) -> dict[str, float]:
-        with tempfile.TemporaryDirectory(prefix="time-") as folder:
-            return _measure(case, seed, Path(folder), options)
-
-    def describe(one: Mapping[str, float]) -> str:
-        return f"{one['seconds']:.0f} s, {one['accuracy']:.4f}"
-
-    for found in harness.run_rounds(cases, options.rounds, measure, describe):
-        run["rounds"].append(found)
-        harness.write_page(options.output, render(run), run)
+    return cases
 
 
-def _measure(case: Sequence[str], seed: int, folder: Path, options: Namespace) -> dict[str, float]:
-    kind, *rest = case
+def measure(trial: Trial) -> Figures:
+    options, seed, (kind, *rest) = trial.options, str(trial.seed), trial.flags
     if kind == "ours":
         model, budget = rest
-        flags = ("--dataset", options.dataset, "--model", model, "--budget", budget, "--seed", str(seed))
-        seconds, metrics, _ = train_as_a_user(flags, folder / "model")
+        flags = ("--dataset", options.dataset, "--model", model, "--budget", budget, "--seed", seed)
+        seconds, metrics, _ = train_as_a_user(flags, trial.output)
         return {"seconds": seconds, "accuracy": metrics["test"]["accuracy"]}
-    command = [sys.executable, "-m", MODULE, "--one", kind, *rest, str(seed), str(folder / "result.json")]
+    result = trial.output.with_suffix(".json")
+    command = [sys.executable, "-m", STUDY.module, "--one", kind, *rest, seed, str(result)]
     began = time.monotonic()
     run_program([*command, "--dataset", options.dataset, "--encoder", str(options.encoder)])
     seconds = time.monotonic() - began
-    return {"seconds": seconds} | json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return {"seconds": seconds} | json.loads(result.read_text(encoding="utf-8"))
 
 
 def run_one(options: Namespace) -> None:
@@ -176,68 +160,67 @@ def _static(
     return np.asarray(model.predict(list(tests))).astype(np.int64)
 
 
-def render(run: dict[str, Any]) -> str:
-    """The page of a run."""
-    cases = list(run["rounds"][0])
+def middle(run: Run, case: str, key: str) -> float:
+    return median(Row(case, run).values(key))
 
-    def middle(case: str, key: str) -> float:
-        return median(found[case][key] for found in run["rounds"])
 
-    def accuracy(case: str) -> str:
-        return harness.median_and_spread([100 * found[case]["accuracy"] for found in run["rounds"]], 2)
-
-    columns = {
-        "run": lambda case: case,
-        "seconds": lambda case: harness.median_and_spread([found[case]["seconds"] for found in run["rounds"]], 0),
-        "accuracy, %": accuracy,
-    }
-    has_setfit = any(case.startswith("SetFit") for case in cases)
-    setfit = "SetFit trains on 16 rows per label, its usual case." if has_setfit else "SetFit was not measured."
-    static = "Static embeddings (`model2vec`) were not measured."
-    if any(case.startswith("static") for case in cases):
+def words(run: Run) -> dict[str, str]:
+    kinds = {case.split(", ")[0] for case in run["rounds"][0]}
+    setfit, static = "SetFit was not measured.", "Static embeddings (`model2vec`) were not measured."
+    if "SetFit" in kinds:
+        setfit = "SetFit trains on 16 rows per label, its usual case."
+    if "static" in kinds:
         static = (
             "`static` is `model2vec` at its defaults: embeddings that it distills from the encoder, and its classifier."
         )
-    text = INTRODUCTION.format(
-        static=static,
-        setfit=setfit,
-        tests=run["tests"],
-        name=run["name"],
-        rounds=len(run["rounds"]),
-        cores=usable_cpus(),
-    )
-    page = harness.introduction(MODULE, "Time to accuracy", text)
-    page += harness.table(columns, sorted(cases, key=lambda case: middle(case, "seconds")))
-    kinds = list(dict.fromkeys(case.split(", ")[0] for case in cases))
-    page += "\nThe fastest run of each kind whose median reaches the accuracy:\n\n"
+    return {"setfit": setfit, "static": static}
 
-    def fastest(kind: str, goal: float) -> str:
-        reached = [case for case in cases if case.split(", ")[0] == kind and middle(case, "accuracy") >= goal]
-        best = min(reached, key=lambda case: middle(case, "seconds"), default=None)
-        return "not reached" if best is None else f"{middle(best, 'seconds'):,.0f} s"
 
+def fastest(run: Run) -> str:
+    """The table of goals."""
+    cases = run["rounds"][0]
+
+    def seconds(kind: str, goal: float) -> str:
+        of_kind = [case for case in cases if case.split(", ")[0] == kind and middle(run, case, "accuracy") >= goal]
+        best = min((middle(run, case, "seconds") for case in of_kind), default=None)
+        return "not reached" if best is None else f"{best:,.0f} s"
+
+    kinds = dict.fromkeys(case.split(", ")[0] for case in cases)
     header = ["kind", *(f"{goal:.0%}" for goal in GOALS)]
-    page += harness.markdown_table(header, [[kind, *(fastest(kind, goal) for goal in GOALS)] for kind in kinds])
-    return f"{page}\n{harness.fact_list(run['facts'])}"
+    table = harness.markdown_table(header, [[kind, *(seconds(kind, goal) for goal in GOALS)] for kind in kinds])
+    return f"\nThe fastest run of each kind whose median reaches the accuracy:\n\n{table}"
 
 
-def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__ or "", page="time_to_accuracy.md", rounds=3)
-    parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="as for training")
-    parser.add_argument("--encoder", type=Path, default=Path("checkpoints/minilm"), help="that the others fine-tune")
-    parser.add_argument("--linear", nargs="*", default=["5000", "20000", "all"], help="rows for the linear model")
-    parser.add_argument(
-        "--budgets",
-        nargs="*",
-        default=["starter:30s", "starter:1m", "starter:2m", "starter:4m"],
-        help="MODEL:TIME of our runs",
-    )
-    parser.add_argument("--trainer", nargs="*", default=["8000", "32000"], help="rows for transformers' Trainer")
-    parser.add_argument("--static", nargs="*", default=[], help="rows for model2vec, which must be installed")
-    parser.add_argument("--setfit", action="store_true", help="measure SetFit too, which must be installed")
-    parser.add_argument("--one", nargs=4, help=SUPPRESS)
-    return parser.parse_args()
-
+BUDGETS = ["starter:30s", "starter:1m", "starter:2m", "starter:4m"]
+STUDY = studies.Study(
+    "time_to_accuracy",
+    __doc__,
+    "Time to accuracy",
+    INTRODUCTION,
+    variants=variants,
+    measure=measure,
+    flags={
+        "dataset": studies.dataset(),
+        "encoder": {"type": Path, "default": Path("checkpoints/minilm"), "help": "that the others fine-tune"},
+        "linear": {"nargs": "*", "default": ["5000", "20000", "all"], "help": "rows for the linear model"},
+        "budgets": {"nargs": "*", "default": BUDGETS, "help": "MODEL:TIME of our runs"},
+        "trainer": {"nargs": "*", "default": ["8000", "32000"], "help": "rows for transformers' Trainer"},
+        "static": {"nargs": "*", "default": [], "help": "rows for model2vec, which must be installed"},
+        "setfit": {"action": "store_true", "help": "measure SetFit too, which must be installed"},
+        "one": {"nargs": 4, "help": SUPPRESS},
+    },
+    seeds=0,
+    rounds=3,
+    words=words,
+    order=lambda run: sorted(run["rounds"][0], key=lambda case: middle(run, case, "seconds")),
+    columns={
+        "run": studies.row_name,
+        "seconds": studies.median_seconds,
+        "accuracy, %": lambda row: harness.median_and_spread(row.percent("accuracy"), 2),
+    },
+    goals=fastest,
+    packages=(*harness.PACKAGES, "scikit-learn", "setfit", "model2vec"),
+)
 
 if __name__ == "__main__":
-    harness.run_benchmark(lambda: run_one(_parse()) if "--one" in sys.argv else main())
+    harness.run_benchmark(lambda: run_one(STUDY.parse()) if "--one" in sys.argv else STUDY.main())

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from benchmarks.processes import Layout, run_ranks
 from common.errors import TrainingFailure
 from common.hardware import usable_cpus
 from training.config import parse_config
+from training.data.dataset import Rows
 from training.monitoring.events import read_metrics
 from training.parallelism.distributed import join_ranks
 from training.run.trainer import Trainer
@@ -77,8 +78,21 @@ def train(
     arguments = {"slowdown": slowdown} if slowdown else {}
     with tempfile.TemporaryDirectory(prefix="training-") as folder:
         flags = {"save_every": 0, "output_dir": f"{folder}/model"} | flags
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        return run_ranks(rank_function, layout, pin=pin, flags=words, **arguments)
+        return run_ranks(rank_function, layout, pin=pin, flags=words_of(flags), **arguments)
+
+
+def write_rows(folder: Path, label_names: Sequence[str], **splits: Rows) -> Path:
+    """Write rows where training reads them; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, rows in splits.items():
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for text, label in zip(rows.texts, rows.labels, strict=True):
+                file.write(json.dumps({"text": text, "label": label_names[label]}) + "\n")
+    return folder
+
+
+def words_of(flags: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def train_as_a_user(flags: Sequence[str], output: Path) -> tuple[float, dict[str, Any], str]:
