@@ -66,7 +66,14 @@ COLUMNS: dict[str, Callable[[Entry], str]] = {
 
 
 def main() -> None:
-    options = _parse()
+    defaults = TrainConfig()
+    fraction = defaults.validation_fraction
+    parser = harness.Parser(MODULE, __doc__, page="accuracy.md")
+    parser.add_argument("--dataset", default=SAMPLE, help="as for training (default: the built-in sample)")
+    parser.add_argument("--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders")
+    parser.add_argument("--validation_fraction", type=float, default=fraction, help="as for training (default: 0.1)")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
+    options = parser.parse_args()
     entries = [read_model(folder) for folder in options.models]
     data = load_news(options.dataset, options.seed)
     for folder, entry in zip(options.models, entries, strict=True):
@@ -143,17 +150,6 @@ def training_command(run_dir: Path) -> str:
             is_absolute = isinstance(value, str) and Path(value).is_absolute()
             words.append(f"--{name} {f'.../{Path(value).name}' if is_absolute else value}")
     return " ".join(words)
-
-
-def _parse() -> Namespace:
-    defaults = TrainConfig()
-    fraction = defaults.validation_fraction
-    parser = harness.Parser(MODULE, __doc__, page="accuracy.md")
-    parser.add_argument("--dataset", default=SAMPLE, help="as for training (default: the built-in sample)")
-    parser.add_argument("--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders")
-    parser.add_argument("--validation_fraction", type=float, default=fraction, help="as for training (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

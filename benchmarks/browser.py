@@ -12,7 +12,6 @@ import json
 import shutil
 import tempfile
 import threading
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +69,12 @@ CASES = {
 
 
 def main() -> None:
-    options = _parse()
+    parser = harness.Parser(MODULE, __doc__, page="browser.md", rounds=15)
+    parser.add_argument("--model", type=Path, default=Path("checkpoints/minilm_agnews"), help="with native/ and onnx/")
+    parser.add_argument("--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is")
+    parser.add_argument("--passes", type=positive, default=20, help="of a case per round (default: 20)")
+    parser.add_argument("--starts", type=positive, default=7, help="first answers of an engine (default: 7)")
+    options = parser.parse_args()
     ids = token_ids(options.model)
     with tempfile.TemporaryDirectory() as temporary:
         site = Path(temporary)
@@ -273,15 +277,6 @@ def start_table(found: Mapping[str, list[dict[str, float]]]) -> str:
         "model, MB": middle("model", 1e6, 1),
     }
     return harness.table(columns, found)
-
-
-def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__, page="browser.md", rounds=15)
-    parser.add_argument("--model", type=Path, default=Path("checkpoints/minilm_agnews"), help="with native/ and onnx/")
-    parser.add_argument("--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is")
-    parser.add_argument("--passes", type=positive, default=20, help="of a case per round (default: 20)")
-    parser.add_argument("--starts", type=positive, default=7, help="first answers of an engine (default: 7)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,12 @@ The prediction for twice the rows, from so many training rows, and what the same
 
 
 def main() -> None:
-    options = _parse()
+    parser = harness.Parser(MODULE, __doc__ or "", page="data_report.md", rounds=3)
+    parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="data with one label per row")
+    parser.add_argument("--rows", type=positive, default=harness.AG_NEWS_ROWS, help="training rows, at least")
+    parser.add_argument("--planted", type=positive, default=1000, help="of each fault")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    options = parser.parse_args()
     data = load_news(options.dataset)
     run: dict[str, Any] = {
         "facts": harness.measurement_facts(MODULE, PACKAGES),
@@ -238,15 +243,6 @@ def render(run: dict[str, Any]) -> str:
     text = INTRODUCTION.format(planted=run["planted"], seed=run["seed"], made=f"{run['made']:,}")
     introduction = harness.introduction(MODULE, "Data report", text)
     return f"{introduction}{found}\n{cost}\n{CURVE.strip()}\n\n{curve}\n{harness.fact_list(run['facts'])}"
-
-
-def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__ or "", page="data_report.md", rounds=3)
-    parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="data with one label per row")
-    parser.add_argument("--rows", type=positive, default=harness.AG_NEWS_ROWS, help="training rows, at least")
-    parser.add_argument("--planted", type=positive, default=1000, help="of each fault")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.processes import Layout, on_cores, run_ranks
+from benchmarks.training_run import write_rows
 from common.errors import positive
 from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
@@ -73,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="label-errors-") as name, ThreadPoolExecutor(cores.qsize()) as pool:
         folder, planted, runs = Path(name), {}, {}
         for seed, rate in product(range(options.seeds), RATES):
-            planted[rate, seed] = write_rows(data, options, rate, seed, folder / f"{rate}_{seed}")
+            planted[rate, seed] = plant(data, options, rate, seed, folder / f"{rate}_{seed}")
         for action, rate, seed in product(ACTIONS, RATES, range(options.seeds)):
             if action == "list" or rate == max(RATES):
                 output = folder / f"{rate}_{seed}_{action}"
@@ -93,7 +94,7 @@ def main() -> None:
             harness.write_page(options.output, render(run), run)
 
 
-def write_rows(data: NewsData, options: Namespace, rate: float, seed: int, folder: Path) -> set[int]:
+def plant(data: NewsData, options: Namespace, rate: float, seed: int, folder: Path) -> set[int]:
     """Write chosen rows where training reads them; returns the numbers of the rows with a planted error."""
     generator = np.random.default_rng(seed)
     drawn = generator.permutation(len(data.train.labels))
@@ -106,11 +107,7 @@ def write_rows(data: NewsData, options: Namespace, rate: float, seed: int, folde
     planted = generator.permutation(len(labels))[: round(rate * len(labels))]
     shift = generator.integers(1, len(data.label_names), len(planted))
     labels[planted] = (labels[planted] + shift) % len(data.label_names)
-    folder.mkdir()
-    for name, rows in splits.items():
-        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for text, label in zip(rows.texts, rows.labels, strict=True):
-                file.write(json.dumps({"text": text, "label": data.label_names[label]}) + "\n")
+    write_rows(folder, data.label_names, **splits)
     return set(planted.tolist())
 
 
@@ -253,7 +250,7 @@ def _own_errors(run: dict[str, Any]) -> str:
 
 
 def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__ or "", page="label_errors.md")
+    parser = harness.Parser(MODULE, __doc__ or "", page="label_errors.md", seeds=2)
     parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="data with one label per row")
     parser.add_argument("--model", type=Path, required=True, help="the encoder to fine-tune")
     parser.add_argument("--rows", type=positive, default=4000, help="training rows")
@@ -261,7 +258,6 @@ def _parse() -> Namespace:
     parser.add_argument("--epochs", type=positive, default=3, help="as for training")
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="as for training")
     parser.add_argument("--max_length", type=positive, default=40, help="as for training")
-    parser.add_argument("--seeds", type=positive, default=2, help="how many runs of each way")
     return parser.parse_args()
 
 
