@@ -76,35 +76,6 @@ def test_the_figures_of_a_committed_page_are_those_of_its_json(name: str) -> Non
     assert [row for row in rendered if row not in table_rows(committed)] == []
 
 
-def test_speed_efficiency_and_bytes_are_against_one_process_of_ddp() -> None:
-    def measured(seconds: float, share: float) -> dict[str, float]:
-        state = {"parameters": 10 * MB, "gradients": 10 * MB, "optimizer": 20 * MB}
-        return {"seconds": seconds, "rows": 100, **{kind: int(size * share) for kind, size in state.items()}}
-
-    rounds = {
-        "ddp 1": [measured(seconds, 1) for seconds in (10.0, 9.0, 20.0)],
-        "ddp 2": [measured(seconds, 1) for seconds in (5.0, 6.25, 12.5)],
-        "zero3 512": [measured(4.0, 0.5)],
-    }
-
-    one, two, many = table_rows(scaling.page({}, rounds, "figure.png", cores=2))
-
-    assert one[:6] == ["ddp", "1", "10.0", "5.0 to 11.1", "1.00", "100%"]
-    assert two[:6] == ["ddp", "2", "16.0", "8.0 to 20.0", "1.60", "80%"]
-    assert many[4:] == ["2.50", "cores shared", "5.0", "5.0", "10.0", "20.0", "50%"]
-    assert len(scaling.draw(rounds)) > 1000
-
-
-def test_dollars_are_those_of_all_cores_for_the_median_rate() -> None:
-    figures = {"p50_ms": 8.0, "p99_ms": 20.0, "memory_mb": 200.0, "cpu_s_per_1000": 10.0}
-    rounds = [figures | {"texts_per_second": rate} for rate in (10.0, 100.0, 1000.0)]
-    case = {"model": "news", "engine": "native", "cores": 2, "rounds": rounds}
-
-    [row] = table_rows(sizing.render({"facts": {}, "seconds": 5, "dollars_per_core_hour": 0.36, "cases": [case]}))
-
-    assert row == ["news, native", "2", "100.0", "8", "20", "200", "10.0", "2.00"]  # 360,000 texts for 0.72 dollars
-
-
 def test_one_machine_fills_its_table_and_leaves_the_others(tmp_path: Path) -> None:
     def run(seconds: float) -> dict[str, Any]:
         return {"rows": 100, "seconds": [seconds, seconds], "accuracy": [0.5, 0.75], "bytes": 800 * MB}
@@ -232,18 +203,6 @@ def test_the_page_of_budgets_says_what_was_used_chosen_and_expected() -> None:
     assert f"| `starter` | 1m | none | {chosen}" in page
     assert "| 98.0 (97.1 to 98.9) | 92.85 (90.70 to 95.00) | 88.5 to 93.6: 1 of 2 |" in page
     assert "| `--dropout 0.1` | max_length 64, learning_rate 0.00045, layer_decay 1.0, freeze none" in page
-
-
-def test_the_page_of_times_names_the_fastest_of_each_kind_and_what_no_one_reached() -> None:
-    results = {"linear, all rows": (18.0, 0.92), "ours, starter, --budget 1m": (57.0, 0.907)}
-    results |= {"ours, starter, --budget 4m": (235.0, 0.9234)}
-    measured = {case: {"seconds": seconds, "accuracy": accuracy} for case, (seconds, accuracy) in results.items()}
-
-    page = time_to_accuracy.STUDY.page({"facts": {}, "name": "ag_news", "tests": 7600, "rounds": [measured]})
-
-    assert "| linear | 18 s | 18 s | not reached |" in page
-    assert "| ours | 57 s | 235 s | not reached |" in page
-    assert "SetFit was not measured." in page
 
 
 def test_the_page_of_accuracy_says_what_trained_a_model_and_the_encoder_that_it_began_with(tmp_path: Path) -> None:
