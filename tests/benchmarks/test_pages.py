@@ -139,7 +139,8 @@ def test_sequence_parallelism_keeps_less_with_twice_the_calls(family: str) -> No
     assert one / 2 < whole < one
 
 
-@pytest.mark.parametrize("wrong", [["no/such/model"], pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [["no/such/model"], []])
 def test_a_model_that_cannot_be_served_ends_in_one_line(wrong: list[str], tmp_path: Path) -> None:
     done = run_python(["-m", "benchmarks.sizing", *wrong, "--output", tmp_path / "page.md"])
     assert done.returncode == 2

@@ -79,7 +79,7 @@ def _probabilities(folder: Path, texts: list[str]) -> np.ndarray:
 
 
 def test_a_teacher_is_asked_once_and_another_student_finds_its_answers(
-    weather: Path, teacher: Path, tmp_path: Path
+    weather: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
@@ -88,6 +88,14 @@ def test_a_teacher_is_asked_once_and_another_student_finds_its_answers(
         asked = {"dataset": str(weather), "model": "tiny", "distill": str(teacher), "cache_dir": tmp_path, **fields}
         news = prepare_news(TrainConfig(**asked), ALONE, said.append)
         return news.teacher.of(news.train_index)
+
+    # A start that fails leaves no answers.
+    with monkeypatch.context() as patch:
+        patch.setenv("ENGINE", "nonsense")
+        failed = rf"--distill {teacher}: python -m inference\.score failed: ENGINE: must be"
+        with pytest.raises(UserError, match=failed):
+            answers_for()
+    assert not list(tmp_path.glob("teacher-*.safetensors"))
 
     answers = answers_for()
     assert [line for line in said if line.startswith("40 rows in")]
@@ -146,21 +154,6 @@ def test_a_student_of_two_teachers_learns_from_the_mean_of_both(
     assert train_here(*flags, "--distill", both, "--cache_dir", tmp_path / "cache", "--output_dir", student) == 0
     assert json.loads((student / "metrics.json").read_text())["distilled_from"] == both
     assert "which learned from the answers of `model` and `second` to its rows" in (student / "README.md").read_text()
-
-
-def test_a_start_that_fails_leaves_no_answers_and_the_next_one_has_them(
-    weather: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = TrainConfig(dataset=str(weather), model="tiny", distill=str(teacher), cache_dir=tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setenv("ENGINE", "nonsense")
-        with pytest.raises(
-            UserError, match=rf"--distill {teacher}: python -m inference\.score failed: ENGINE: must be"
-        ):
-            prepare_news(config, ALONE, print)
-    assert not list(tmp_path.glob("teacher-*.safetensors"))
-
-    assert prepare_news(config, ALONE, print).teacher.of(np.arange(40)).shape == (40, 2)
 
 
 @pytest.mark.slow

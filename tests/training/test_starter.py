@@ -18,7 +18,10 @@ from transformers import AutoModel
 
 from common.model_folder import read_saved_model
 from tests.deployment.documented import REPOSITORY, documented
+from tests.training.parallelism.cases import ALONE
 from tests.training.small_teacher import fixture_teacher, fixture_text  # noqa: F401
+from training.config import STARTER, TrainConfig
+from training.data import prepare
 from training.model.classifier import NewsClassifier
 from training.model.pooling import POOLER, trained_pooling
 
@@ -75,6 +78,7 @@ def test_a_width_that_splits_a_head_is_refused_in_one_line(
     assert not (tmp_path / "starter").exists()
 
 
+@pytest.mark.slow  # the test below, with real processes
 def test_without_a_network_a_run_that_names_no_model_takes_the_starter_and_keeps_it(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -99,6 +103,24 @@ def test_without_a_network_a_run_that_names_no_model_takes_the_starter_and_keeps
     assert ended.process.returncode == 0, ended.err
     assert "is not in its cache" not in ended.out
     assert "step 8/8" in ended.out
+
+
+@pytest.mark.parametrize("hub_answers", [True, False])
+def test_a_run_that_names_no_model_takes_what_can_be_had_and_keeps_it(
+    hub_answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(prepare, "hub_may_have", lambda name, revision: hub_answers)
+    chosen = prepare.settle_model(TrainConfig(), ALONE, {}, said.append).model
+    assert chosen == ("distilbert-base-uncased" if hub_answers else STARTER)
+    assert len(said) == (not hub_answers)
+
+    # When it is resumed, whatever the hub answers then.
+    for earlier in ("distilbert-base-uncased", STARTER):
+        config = prepare.settle_model(TrainConfig(), ALONE, {"config": {"model": earlier}}, said.append)
+        assert config.model == earlier
+    assert prepare.settle_model(TrainConfig(model="acme/other"), ALONE, {}, said.append).model == "acme/other"
+    assert len(said) == (not hub_answers)
 
 
 def test_the_starter_of_the_repository_is_an_encoder_with_a_card() -> None:
