@@ -1,1 +1,1 @@
-"""Distributed training for learners: a run in twelve visible steps, and each idea written out by hand."""
+"""Distributed training to learn from: a run in twelve steps, and each idea written by hand."""

@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def describe(verdict: Verdict, promise: str) -> Text:
-    """A verdict as it is printed; if the function is right, one line that says what it guarantees."""
+    """A verdict as it is printed; if the function is right, a line says what it guarantees."""
     from rich.text import Text
 
     finding = verdict.finding

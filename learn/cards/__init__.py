@@ -1,1 +1,1 @@
-"""Data parallelism in twelve cards: each a step of the pipeline that runs on real ranks and can be looked at."""
+"""Data parallelism in twelve cards: each is a step that runs on real ranks and can be looked at."""

@@ -1,4 +1,4 @@
-"""What a card is: one step of the pipeline, with a typed configuration, named inputs and outputs, and a preview."""
+"""What a card is: one step of the pipeline, with typed settings, inputs, outputs and a preview."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing_extensions import TypedDict  # pydantic checks no other before Pytho
 from common.errors import UserError
 from learn.cards.storage import Storage
 
-# By name; each value has the type that its card's schema names, and can be written as JSON: tensors are in the storage,
-# and the value says under which key.
+# By name; each value has the type that its card's schema names, and can be written as JSON: tensors
+# are in the storage, and the value says under which key.
 Values = Mapping[str, Any]
 
-# How a preview is drawn: its facts above its table; the same, with the sum of the column "parameters" below the table;
-# or its facts as large figures.
+# How a preview is drawn: its facts above its table; the same, with the sum of the column
+# "parameters" below the table; or its facts as large figures.
 ViewType = Literal["table", "model_summary", "metrics"]
 
 
 Category = Literal["data", "sharding", "distributed", "checkpointing", "aggregation", "evaluation", "own"]
 
-# What of the model the page draws for a card, and at which moments, with their titles: "before" and "after" the card.
+# What of the model the page draws for a card, and at which moments, with their titles: "before" and
+# "after" the card.
 LAID_OUT = "laid out"  # a title; that moment is left out if it equals the one before it
 Held = tuple[Literal["parameters", "gradients"], dict[str, str]]
 
@@ -50,8 +51,9 @@ class Preview(TypedDict):
 class BaseCard(ABC, Generic[Config]):
     """One step of the pipeline.
 
-    A ``local`` card runs once, in the program's own process. A ``distributed`` one runs on every rank at the same time,
-    each in a process of its own, with that rank's inputs and that rank's part of the storage.
+    A ``local`` card runs once, in the program's own process. A ``distributed`` one runs on every
+    rank at the same time, each in a process of its own, with that rank's inputs and that rank's
+    part of the storage.
     """
 
     card_type: str  # by which a pipeline names it; of a card of your own, its import path
@@ -93,7 +95,10 @@ class BaseCard(ABC, Generic[Config]):
 
     @abstractmethod
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """Show what :meth:`execute` returned. For a distributed card that is rank 0's; the storage has the others'."""
+        """Show what :meth:`execute` returned.
+
+        For a distributed card that is rank 0's; the storage has the others'.
+        """
 
     def metrics(self, outputs: Values) -> dict[str, float]:
         """The figures to follow while the pipeline runs."""

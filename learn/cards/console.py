@@ -1,4 +1,4 @@
-"""What the terminal shows of a pipeline: its wiring, as a table or as Mermaid, and its progress while it runs."""
+"""A pipeline in the terminal: its wiring, as a table or Mermaid, and its progress in a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def as_table(pipeline: Pipeline, num_workers: int, epochs: int) -> Table:
 
 
 def _bracket(loop: tuple[Node, ...], node: Node) -> str:
-    """A piece of the line that leads from the last card of the loop back to the first, as high as the node's row."""
+    """A piece of the line from the loop's last card to its first, as high as the node's row."""
     if node not in loop:
         return ""
     if node == loop[-1]:
@@ -68,7 +68,7 @@ class Progress:
             self._print(event)
 
     def _print(self, event: Event) -> None:
-        """A card's line when it is done for good; of the training loop, also one every few epochs."""
+        """A card's line when it is done for good; in the loop also one every few epochs."""
         node = self.pipeline.node(event.node)
         epochs = self.history.epochs
         is_end_of_epoch = event.is_last_batch and (event.epoch % max(1, epochs // EPOCH_LINES) == 0)

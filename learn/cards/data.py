@@ -1,4 +1,4 @@
-"""Cards 1 to 3: read a table, split and normalize its rows, and decide which rank trains on which of them."""
+"""Cards 1 to 3: read a table, split and normalize its rows, and decide which rank gets which."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
     """A table's features as numbers, the names of its classes, and each row's class.
 
     Raises:
-        UserError: a feature is not a number, a label is empty, or there are too few or too many classes.
+        UserError: a feature is not a number, a label is empty, or there are too few or too many
+            classes.
     """
     names = [row.cells[target].strip() for row in table.rows]
     for row, name in zip(table.rows, names, strict=True):
@@ -112,7 +113,7 @@ class PrepareDataConfig(CardConfig):
 
 
 class PrepareData(BaseCard[PrepareDataConfig]):
-    """Card 2: split the rows class by class, and normalize with the training rows' mean and deviation only."""
+    """Card 2: split the rows class by class, and normalize with the training rows' mean only."""
 
     card_type = "dist_prepare_data"
     display_name = "Prepare data"
@@ -158,7 +159,7 @@ class PrepareData(BaseCard[PrepareDataConfig]):
 def stratified_split(
     labels: torch.Tensor, classes: list[str], test_ratio: float, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows for training and rows for the test, each in ascending order, with the same share of every class."""
+    """Training and test rows, in ascending order, with the same share of every class."""
     generator = torch.Generator().manual_seed(seed)
     test = []
     for number, name in enumerate(classes):
@@ -173,7 +174,7 @@ def stratified_split(
 
 
 def mean_and_deviation(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each column, (features,) both; a column that is the same in every row has the deviation 1."""
+    """Of each column, (features,) both; a column that never changes has the deviation 1."""
     deviation = features.std(0, unbiased=False)
     return features.mean(0), torch.where(deviation > 0, deviation, 1.0)
 
@@ -232,7 +233,8 @@ class ShardData(BaseCard[ShardDataConfig]):
 def global_batches(prepared: Values, epoch: int) -> tuple[torch.Tensor, ...]:
     """The batches of an epoch, each over all ranks, as row numbers of the training rows.
 
-    Their order follows from seed and epoch alone: on any number of ranks the same rows make up the same batches.
+    Their order follows from seed and epoch alone: on any number of ranks the same rows make up the
+    same batches.
     """
     generator = torch.Generator().manual_seed(prepared["seed"] + epoch)
     return torch.randperm(prepared["train_rows"], generator=generator).split(prepared["batch_size"])
@@ -241,7 +243,7 @@ def global_batches(prepared: Values, epoch: int) -> tuple[torch.Tensor, ...]:
 def rows_of(batch: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """A rank's part of a global batch, a view of it: every ``world_size``-th row, from ``rank`` on.
 
-    torch's DistributedSampler deals rows out like this too, but pads them so that all ranks get as many; here one rank
-    may get a row more than another.
+    torch's DistributedSampler deals rows out like this too, but pads them so that all ranks get as
+    many; here one rank may get a row more than another.
     """
     return batch[rank::world_size]

@@ -1,4 +1,4 @@
-"""The model of the cards, a small multi-layer perceptron, and what a rank holds of it at a moment."""
+"""The model of the cards, a small perceptron, and what a rank holds of it at a moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_PARAMETERS = 1_000_000
 
 
 def build_mlp(layers: Sequence[int], seed: int = 0) -> nn.Sequential:
-    """Linear layers with ReLU between them, from random weights; ``layers``: features, hidden ..., classes."""
+    """Linear layers with ReLU between them; ``layers``: features, hidden ones, classes."""
     torch.manual_seed(seed)
     modules: list[nn.Module] = []
     for inputs, outputs in pairwise(layers):
@@ -68,8 +68,8 @@ def num_parameters(layers: Sequence[int]) -> int:
 def record_held(moment: Literal["before", "broadcast", "after"], storage: Storage) -> None:
     """Save the rank's model as it is at this moment; does nothing before there is a model.
 
-    ``before.safetensors`` holds ``parameters/NAME`` and ``gradients/NAME`` (if it has gradients); ``before.json`` their
-    shapes and checksums.
+    ``before.safetensors`` holds ``parameters/NAME`` and ``gradients/NAME`` (if it has gradients);
+    ``before.json`` their shapes and checksums.
     """
     model = storage.live.get("model")
     if model is None or not storage.recording:
@@ -90,13 +90,16 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:
-    """A tensor's shape, and a checksum of its bytes: equal when the tensors are equal bit for bit."""
+    """A tensor's shape, and a checksum of its bytes, which is equal if every bit is."""
     data = tensor.detach().cpu().contiguous().numpy().tobytes()
     return {"shape": list(tensor.shape), "checksum": hashlib.sha256(data).hexdigest()[:12]}
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """The norm over all gradients. If they are sharded this is a collective, which all ranks must call."""
+    """The norm over all gradients.
+
+    If they are sharded this is a collective, which all ranks must call.
+    """
     gradients = [parameter.grad for parameter in model.parameters()]
     squares = torch.stack([own_part(gradient).square().sum() for gradient in gradients]).sum()
     if any(isinstance(gradient, DTensor) for gradient in gradients):

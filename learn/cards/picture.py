@@ -1,4 +1,4 @@
-"""What there is to see of a pipeline and of each of its cards, as JSON: the page and the report draw it."""
+"""What the page and the report draw of a pipeline and its cards, as JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def card_facts(card: BaseCard) -> dict[str, Any]:
 def card_picture(runner: Runner, node: Node) -> list[dict[str, Any]]:
     """A picture of what a card made and what each rank held.
 
-    Of a card of the training loop there are two, once it has run twice: its first pass, and the latest that was kept.
+    Of a card of the training loop there are two, once it has run twice: its first pass, and the
+    latest that was kept.
     """
     storage = runner.storage.at(node.id)
     epoch, batch = runner.recorded[node.id]
@@ -104,7 +105,7 @@ def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: P
 
 
 def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
-    """The global batches of the first epoch, as rows of the data set, and the rank that each row goes to."""
+    """The global batches of the first epoch, as rows of the data set, and each row's rank."""
     tensors = storage.tensors(sharded["prepared"]["tensors"])
     train, test = tensors["train_rows"], tensors["test_rows"]
     batches, owners = [], []
@@ -156,6 +157,6 @@ def _place(slices: list[dict[str, Any]], whole: list[int]) -> None:
 
 
 def _values(tensor: torch.Tensor) -> list[list[float]]:
-    """Its upper left corner, row by row, to the seven digits that an fp32 number has; a vector is a column."""
+    """Its upper left corner, to the seven digits of an fp32 number; a vector is a column."""
     matrix = tensor if tensor.dim() == 2 else tensor.unsqueeze(1)
     return [[float(f"{value:.7g}") for value in row] for row in matrix[:MAX_CELLS, :MAX_CELLS].tolist()]

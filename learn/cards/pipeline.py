@@ -1,4 +1,4 @@
-"""A pipeline: its cards, their settings and connections, read from YAML and checked before anything runs."""
+"""A pipeline: its cards, settings and connections, read from YAML and checked before it runs."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A checked pipeline, its nodes in the order in which they run; those of the training loop stand together."""
+    """A checked pipeline; its nodes are in running order, those of the loop side by side."""
 
     path: Path
     nodes: tuple[Node, ...]
-    cards: Mapping[str, BaseCard]  # that it may use, by type: the twelve, and those that its file names by import path
+    # That it may use, by type: the twelve, and those that its file names by import path.
+    cards: Mapping[str, BaseCard]
 
     @property
     def name(self) -> str:
@@ -178,7 +179,8 @@ def check_document(
 ) -> tuple[Pipeline | None, list[WiringError]]:
     """The pipeline that a file describes, or the mistakes that are in the way.
 
-    Mistakes that others would cause are left out: connections are checked once every node can be connected.
+    Mistakes that others would cause are left out: connections are checked once every node can be
+    connected.
     """
     if not isinstance(document, dict) or set(document) != {"nodes"} or not isinstance(document["nodes"], list):
         detail = "must hold one list, nodes, of cards with an id, a card, a config and inputs"
@@ -228,7 +230,8 @@ def _read_node(
     try:
         config = card.config_schema.model_validate(values["config"])
     except ValidationError as error:
-        config = card.config_schema.model_construct()  # so that the node's connections are checked all the same
+        # So that the node's connections are checked all the same.
+        config = card.config_schema.model_construct()
         wrong = _config_mistakes(card, error)
         mistakes += [WiringError(path, detail, node_id, f"config.{name}") for name, detail in wrong]
     for name, text in values["inputs"].items():
@@ -242,7 +245,9 @@ def _read_node(
 
 
 def _one_of_each(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringError]:
-    """One model is trained, in one group of processes: which card a flag or the loop means is never in doubt."""
+    """One model is trained, in one group of processes: which card a flag or the loop means is never
+    in doubt.
+    """
     counts = Counter(node.card.card_type for node in nodes.values())
     for card_type, count in counts.items():
         if count > 1:
@@ -285,7 +290,8 @@ def _wrong_inputs(nodes: Mapping[str, Node], path: Path, cards: Mapping[str, Bas
 
 
 def _order(nodes: Mapping[str, Node], path: Path) -> tuple[list[Node], list[WiringError]]:
-    """Nodes after those that feed them: first those that do not need the training loop, then the loop, then the others.
+    """Nodes after those that feed them: first those that do not need the training loop, then the
+    loop, then the others.
 
     Returns the mistakes that leave no such order, too.
     """

@@ -37,7 +37,8 @@ def load_card(name: str, where: str, *folders: Path) -> BaseCard:
     Args:
         name: the import path.
         where: begins the error message.
-        folders: in which its module is looked for, after the installed packages and the working directory.
+        folders: in which its module is looked for, after the installed packages and the working
+            directory.
 
     Raises:
         UserError: it cannot be imported, or is not a card.

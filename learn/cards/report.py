@@ -1,4 +1,4 @@
-"""The page: whole in one file, which a browser opens from a server or from the disk; a report is the page of a run."""
+"""The page, whole in one file, for a server or the disk; a report is the page of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _PAGE = Path(__file__).with_name("page")
 
 
 def render_page(run: dict[str, Any] | None = None) -> str:
-    """The page with its style and scripts, showing a ``run`` (:func:`run_picture`) or asking its server for one."""
-    # A module within a page can be imported by name once an import map says where it is: here, in its own address.
+    """The page, which shows a ``run`` (:func:`run_picture`) or asks its server for one."""
+    # A module within a page can be imported by name once an import map says where it is: here, in
+    # its own address.
     modules = {f"cards/{path.stem}": _address(path) for path in sorted(_PAGE.glob("*.js"))}
     return Template((_PAGE / "index.html").read_text(encoding="utf-8")).substitute(
         style=(_PAGE / "style.css").read_text(encoding="utf-8"),

@@ -1,4 +1,4 @@
-"""Runs a pipeline card by card, and the cards of the training loop for every global batch of every epoch."""
+"""Runs a pipeline card by card, and its training loop for every global batch of every epoch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Event:
 class Runner:
     """One run of a pipeline; a context manager, after which no process is left.
 
-    Values are kept in a subfolder of ``folder`` with the pipeline's name; the first step removes an earlier run's.
-    ``cluster``: the address of a Ray cluster whose machines run the ranks; None for this machine.
+    Values are kept in a subfolder of ``folder`` with the pipeline's name; the first step removes an
+    earlier run's. ``cluster``: the address of a Ray cluster whose machines run the ranks; None for
+    this machine.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Runner:
         # By node, one per rank; a local card has one.
         self.outputs: dict[str, list[dict[str, Any]]] = {}
         self.seconds: dict[str, float] = {}
-        # By node, the epoch and batch whose values are in the storage; (0, 0) outside the training loop.
+        # By node, the epoch and batch whose values are in the storage; (0, 0) outside the training
+        # loop.
         self.recorded: dict[str, tuple[int, int]] = {}
         self._num_workers = num_workers(pipeline)
         self.passes_done = 0  # of the training loop
@@ -60,7 +62,7 @@ class Runner:
 
     @property
     def total_passes(self) -> int:
-        """Passes of the training loop: global batches of all epochs; 0 before the rows are sharded."""
+        """Passes of the training loop over all epochs; 0 before the rows are sharded."""
         return num_epochs(self.pipeline) * self._batches_per_epoch
 
     @property
@@ -118,14 +120,15 @@ class Runner:
             return metrics
         except ForeseenError:
             raise
-        except Exception as error:  # from a local card or this program; those of ranks arrive as foreseen errors
+        except Exception as error:
+            # From a local card or this program; those of ranks arrive as foreseen errors.
             message = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
             raise TrainingFailure(
                 f"card {node.card.card_type} (node {node.id}): {message}", code="card-failed"
             ) from error
 
     def _place(self, node: Node) -> tuple[int, int, bool]:
-        """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""
+        """Epoch and batch of a card of the loop, from 1, and whether it is the epoch's last."""
         if not node.in_loop:
             return 0, 0, False
         # Without shards there are no batches to repeat the loop for; then it has one pass.
@@ -134,7 +137,7 @@ class Runner:
         return epoch + 1, batch + 1, batch + 1 == batches_per_epoch
 
     def _advance(self, node: Node) -> None:
-        """Move to the next node: from the last of the loop back to its first, until all passes are done."""
+        """Move to the next node; from the loop's last to its first, until all passes are done."""
         self._next += 1
         loop = self.pipeline.loop
         if not loop or node != loop[-1]:

@@ -43,7 +43,8 @@ def get_session(request: Request) -> Session:
 
 
 class PageReach:
-    """What a page's settings may have read or called: less than what the pipeline's file may, which is the owner's.
+    """What a page's settings may have read or called: less than what the pipeline's file may, which
+    is the owner's.
 
     Args:
         pipeline: as the command line gave it; what it names stays usable.
@@ -104,13 +105,14 @@ ThisNode = Annotated[Node, Depends(get_node)]
 # Far more than a pipeline needs: a page that sends more is not this one.
 MAX_BODY_BYTES = 64 * 1024
 MAX_NODES = 50
-MAX_BRACKETS = 500  # of a file: the time to read brackets within brackets grows with their number squared
+# Of a file: the time to read brackets within brackets grows with their number squared.
+MAX_BRACKETS = 500
 Name = Annotated[str, Field(max_length=200)]
 Setting = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=1000)] | None
 
 
 class EditedNode(BaseModel):
-    """A node as the page sends it, or as an uploaded file has it; what it says is checked with the pipeline."""
+    """A node as the page or an uploaded file has it; it is checked with the pipeline."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -172,7 +174,7 @@ def configure(node: ThisNode, values: dict[str, Any], session: InSession, reach:
 
 @router.get("/api/cards")
 def show_cards(session: InSession) -> list[dict[str, Any]]:
-    """Answer with the cards that a wiring may use: the twelve, and those that the file of the pipeline names."""
+    """Answer with the cards that a wiring may use: the twelve, and those in the file."""
     return [card_facts(card) for card in session.pipeline.cards.values()]
 
 
@@ -225,7 +227,8 @@ def read_yaml(upload: Upload) -> JSONResponse:
 
 def _checked(wiring: Wiring, session: Session, reach: PageReach) -> tuple[Pipeline | None, list[dict[str, str]]]:
     now = session.pipeline
-    # With the cards of the file that the command line names: a page cannot have another one imported.
+    # With the cards of the file that the command line names: a page cannot have another one
+    # imported.
     pipeline, mistakes = check_document(wiring.model_dump(), now.path, now.cards)
     for node in pipeline.nodes if pipeline else ():
         for field, line in reach.refusals(node.config).items():
@@ -275,11 +278,12 @@ def cookie_name(request: Request) -> str:
 
 
 def refusal(request: Request, token: str) -> str | None:
-    """Why a request is refused: only the page of the user who started the server may ask, as that starts processes.
+    """Why a request is refused: only the page of the user who started the server may ask, as that
+    starts processes.
 
-    The Host header names this machine unless a foreign name was made to lead here (DNS rebinding); the Origin header
-    comes with whatever a browser sends for a page. Neither tells this machine's users apart, so there is a token, which
-    only its owner has seen.
+    The Host header names this machine unless a foreign name was made to lead here (DNS rebinding);
+    the Origin header comes with whatever a browser sends for a page. Neither tells this machine's
+    users apart, so there is a token, which only its owner has seen.
     """
     host = request.headers.get("host", "")
     if not _HOST_HEADER.fullmatch(host):
@@ -309,13 +313,14 @@ class OwnersOnly:
 
 
 class BoundedBody:
-    """Refuses a body that is too large, or does not say how large it is, before any of it is read."""
+    """Rejects a body that is too large, or of unknown length, before any of it is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope.get("headers", []))  # the HTTP server holds a client to the length that it announces
+        # The HTTP server holds a client to the length that it announces.
+        headers = dict(scope.get("headers", []))
         if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
             await JSONResponse({"detail": f"more than {MAX_BODY_BYTES} bytes"}, 413)(scope, receive, send)
         elif b"transfer-encoding" in headers:
@@ -325,7 +330,7 @@ class BoundedBody:
 
 
 def create_app(session: Session, token: str, folder: Path) -> FastAPI:
-    """The page's server for anyone who has the ``token``; the page may have files below ``folder`` read."""
+    """The page's server for the owner of the ``token``; the page may read files in ``folder``."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state.session, app.state.token = session, token
     app.state.reach = PageReach(session.pipeline, folder)

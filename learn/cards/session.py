@@ -37,7 +37,7 @@ class _Run:
 
 
 class Session:
-    """A pipeline that can be stepped, run, configured and reset; a context manager that ends all ranks."""
+    """A pipeline to step, run, configure and reset; a context manager that ends all ranks."""
 
     def __init__(self, pipeline: Pipeline, folder: Path, cluster: str | None = None) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class Session:
             return card_picture(self.runner, node) if self.history.has_run(node_id) else []
 
     def state(self, run: int = 0, losses_from: int = 0) -> dict[str, Any]:
-        """Progress as JSON, with only the losses from ``losses_from`` on if ``run`` is still the current run."""
+        """Progress as JSON; if ``run`` is still the current one, without the first losses."""
         now = self._now
         following = now.runner.next_node
         state = {"run": now.number, "busy": self.busy, "next": following and following.id}
@@ -158,8 +158,8 @@ class Session:
         self._notify()
 
     def _stop(self) -> None:
-        # Between two cards the run stops on its own. Inside a card, a collective may wait forever: then the ranks are
-        # killed, repeatedly, because they may just be starting.
+        # Between two cards the run stops on its own. Inside a card, a collective may wait forever:
+        # then the ranks are killed, repeatedly, because they may just be starting.
         self._stopping = True
         while self._thread.is_alive():
             self.runner.close()

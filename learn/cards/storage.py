@@ -1,8 +1,9 @@
-"""Where a run keeps what can be looked at: JSON for values, safetensors for tensors, by pipeline, node and rank.
+"""Where a run keeps what can be looked at: JSON for values, safetensors for tensors, by pipeline,
+node and rank.
 
 iris/prepare/prepared.safetensors          of a local card
 iris/allreduce/rank_0/before.json          of a distributed card: what rank 0 held before it
-iris/allreduce/first/rank_0/before.json    of a card of the training loop: the same, of the first pass
+iris/allreduce/first/rank_0/before.json    of a card of the training loop, in the first pass
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ MARK = ".cards"
 class Storage:
     """One card's part of a run's folder: reads from everywhere, writes only to its own place.
 
-    What it saves has a key, the path without its ending, relative to the folder: ``forward/rank_0/batch``.
+    What it saves has a key, the path without its ending, relative to the folder:
+    ``forward/rank_0/batch``.
 
     Args:
         rank: of the process that the card runs in; None for a local card, or to read all ranks.
-        live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph of a forward
-            pass.
+        live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph
+            of a forward pass.
         recording: if false, nothing is written: most passes of the training loop are not looked at.
     """
 
@@ -93,8 +95,8 @@ class Storage:
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors under any card's key, sorted by name.
 
-        Sorted because a file may return empty tensors in any order, and ranks that run a collective per tensor must go
-        through them in the same order.
+        Sorted because a file may return empty tensors in any order, and ranks that run a collective
+        per tensor must go through them in the same order.
         """
         return dict(sorted(load_file(self.folder / f"{key}.safetensors").items()))
 
@@ -116,10 +118,11 @@ class Storage:
             shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Write a file and rename it into place, so a reader sees either the old one or the new one.
+        """Write a file and rename it into place, so a reader sees either the old one or the new
+        one.
 
-        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and a run is not
-        resumed after a power cut.
+        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and a
+        run is not resumed after a power cut.
         """
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Cards 4 and 5: choose how the model is distributed over the ranks, and form the process group that trains it.
+"""Cards 4 and 5: choose how the model is distributed over the ranks, and form the process group
+that trains it.
 
 Sources: ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277.
 """
@@ -41,7 +42,7 @@ class InitStrategyConfig(CardConfig):
 
 
 class InitStrategy(BaseCard[InitStrategyConfig]):
-    """Card 4: choose strategy, architecture and optimizer, and check the architecture against the data."""
+    """Card 4: choose strategy, architecture and optimizer; they must fit the data."""
 
     card_type = "dist_init_strategy"
     display_name = "Initialize strategy"
@@ -90,7 +91,7 @@ class SetupProcessGroupConfig(CardConfig):
 
 
 class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
-    """Card 5: form the process group, build a model on each rank, and broadcast rank 0's weights."""
+    """Card 5: form the process group, build a model per rank, and broadcast rank 0's weights."""
 
     card_type = "dist_setup_process_group"
     display_name = "Set up process group"
@@ -157,7 +158,8 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
     if bound:
         torch.cuda.set_device(bound)
     if init_method != "env://":
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # then rank 0 holds the store, not the parent
+        # Then rank 0 holds the store, not the parent.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=bound
@@ -180,11 +182,13 @@ def copy_to_all(model: nn.Sequential, strategy: Mapping[str, Any], device: torch
 
 
 def shard(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.device) -> Live:
-    """Fully sharded: every rank keeps a shard of each tensor's first dimension, and an optimizer for its shards.
+    """Fully sharded: every rank keeps a shard of each tensor's first dimension, and an optimizer
+    for its shards.
 
-    PyTorch's own ``fully_shard``, with the life of a parameter taken apart so that each part can be looked at: a layer
-    is gathered for its forward pass, freed, and gathered again for its backward pass. Normally ``fully_shard`` would
-    then reduce-scatter the gradients and free them at once; here they stay whole until the all-reduce card does that.
+    PyTorch's own ``fully_shard``, with the life of a parameter taken apart so that each part can be
+    looked at: a layer is gathered for its forward pass, freed, and gathered again for its backward
+    pass. Normally ``fully_shard`` would then reduce-scatter the gradients and free them at once;
+    here they stay whole until the all-reduce card does that.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
@@ -197,7 +201,7 @@ def shard(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.devic
 
 
 def hand_to_deepspeed(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.device) -> Live:
-    """DeepSpeed's engine around model and optimizer, at ZeRO stage 0, where every rank keeps all of both."""
+    """DeepSpeed's engine at ZeRO stage 0, where every rank keeps all of model and optimizer."""
     # Imported here because it imports the whole trainer.
     from training.parallelism.deepspeed import import_deepspeed
     from training.run.quiet import quiet_libraries
@@ -205,12 +209,13 @@ def hand_to_deepspeed(model: nn.Sequential, strategy: Mapping[str, Any], device:
     quiet_libraries()
     deepspeed = import_deepspeed(device)
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    # The engine requires a batch size, but uses it for nothing here; the number of rows may differ from rank to rank.
-    # Without the setting it would clip gradients whose norm is above 1.
+    # The engine requires a batch size, but uses it for nothing here; the number of rows may differ
+    # from rank to rank. Without the setting it would clip gradients whose norm is above 1.
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 0}}
     optimizer = build_optimizer(model, strategy)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
-    # Otherwise its backward pass would already reduce the gradients, which is what the all-reduce card does.
+    # Otherwise its backward pass would already reduce the gradients, which is what the all-reduce
+    # card does.
     engine.enable_backward_allreduce = False
     return {"model": model, "optimizer": optimizer, "engine": engine}
 

@@ -16,9 +16,10 @@ from common.rows import TEXT_AND_LABEL, Layout, Reading, check_utf8, csv_records
 
 READ_TIMEOUT = 30.0  # seconds
 MAX_BYTES = 20 * 10**6
-# Fisher's measurements of 150 irises of three species (1936), in the public domain, as scikit-learn ships them:
-# from sklearn.datasets import load_iris; iris = load_iris(as_frame=True)
-# iris.data.assign(species=iris.target_names[iris.target]).to_csv("learn/cards/iris.csv", index=False)
+# Fisher's measurements of 150 irises of three species (1936), in the public domain, as scikit-learn
+# ships them: from sklearn.datasets import load_iris; iris = load_iris(as_frame=True)
+# iris.data.assign(species=iris.target_names[iris.target]).to_csv("learn/cards/iris.csv",
+# index=False)
 IRIS = Path(__file__).with_name("iris.csv")
 
 
@@ -60,8 +61,8 @@ class Table:
 def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_BYTES) -> Table:
     """Read a table: ``iris``, a path, or an http, https or file address of a CSV.
 
-    If all cells but one of its first line are numbers, as in UCI's files, there is no header, and the columns are
-    numbered.
+    If all cells but one of its first line are numbers, as in UCI's files, there is no header, and
+    the columns are numbered.
 
     Raises:
         UserError: it cannot be read, or is not a table (with the line).
@@ -98,8 +99,9 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
         except Exception as error:
             reading.set_exception(error)
 
-    # A pipe that nothing is written to, or a server that sends a byte now and then, never ends, and a timeout of the
-    # socket does not notice the latter. So the read has its own thread, which is left behind when the time is up.
+    # A pipe that nothing is written to, or a server that sends a byte now and then, never ends, and
+    # a timeout of the socket does not notice the latter. So the read has its own thread, which is
+    # left behind when the time is up.
     threading.Thread(target=read, daemon=True).start()
     try:
         data = reading.result(seconds)

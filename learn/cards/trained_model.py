@@ -54,7 +54,8 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         checkpoint = outputs["checkpoint"]
-        first = next(iter(checkpoint["shapes"]))  # as on the other cards; a file has the names sorted
+        # As on the other cards; a file has the names sorted.
+        first = next(iter(checkpoint["shapes"]))
         rows = []
         for key in dict.fromkeys(found["checkpoint"]["model"] for found in storage.of_ranks("outputs")):
             weights = storage.tensors(key)
@@ -137,7 +138,8 @@ def compare(checksums: list[str], is_sliced: bool) -> str:
 def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -> dict[str, torch.Tensor]:
     """The mean of the ranks' models, each counted ``weight`` times.
 
-    By rows it is federated averaging (McMahan et al., arXiv 1602.05629), here of models that should be equal.
+    By rows it is federated averaging (McMahan et al., arXiv 1602.05629), here of models that should
+    be equal.
     """
     total = torch.tensor(float(weight), device=device)
     dist.all_reduce(total)

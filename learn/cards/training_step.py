@@ -1,7 +1,7 @@
 """Cards 6 to 9, the training loop: forward, backward, all-reduce of the gradients, optimizer step.
 
-Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704; for the sharded all-reduce ZeRO, arXiv 1910.02054, section
-5, and PyTorch FSDP, arXiv 2304.11277.
+Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704; for the sharded all-reduce ZeRO, arXiv
+1910.02054, section 5, and PyTorch FSDP, arXiv 2304.11277.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Forward(BaseCard[CardConfig]):
 
         model = live.get("engine", live["model"])
         losses = F.cross_entropy(model(features), labels, reduction="none")
-        # The mean, not NaN if this rank has no row, which can happen in the last batch of an epoch. The graph behind it
-        # stays in storage.live for the backward card.
+        # The mean, not NaN if this rank has no row, which can happen in the last batch of an epoch.
+        # The graph behind it stays in storage.live for the backward card.
         live["loss"] = losses.sum() / max(1, len(own))
 
         live["batches_done"] += 1
@@ -73,7 +73,7 @@ class Forward(BaseCard[CardConfig]):
 
 
 class Backward(BaseCard[CardConfig]):
-    """Card 7: go back through the graph of the forward pass, and fill ``.grad`` with this rank's gradients."""
+    """Card 7: go back through the forward pass, and fill ``.grad`` with this rank's gradients."""
 
     card_type = "dist_backward"
     display_name = "Backward"
@@ -149,11 +149,12 @@ class AllReduce(BaseCard[CardConfig]):
 def all_reduce_gradients(model: nn.Module, share: float) -> None:
     """Average each gradient over the ranks, in place.
 
-    ``share``: this rank's rows as a part of the global batch, 1 / N if all N ranks have equally many.
+    ``share``: this rank's rows as a part of the global batch, 1 / N if all N ranks have equally
+    many.
     """
     gradients = [parameter.grad for parameter in model.parameters()]
-    # All gradients in one bucket (DDP uses buckets of 25 MB): every collective makes the ranks wait for each other, so
-    # one call for all of them is cheaper than one per tensor.
+    # All gradients in one bucket (DDP uses buckets of 25 MB): every collective makes the ranks wait
+    # for each other, so one call for all of them is cheaper than one per tensor.
     bucket = torch.cat([gradient.flatten() for gradient in gradients]) * share
     dist.all_reduce(bucket, op=dist.ReduceOp.SUM)
     means = bucket.split([gradient.numel() for gradient in gradients])
@@ -162,14 +163,14 @@ def all_reduce_gradients(model: nn.Module, share: float) -> None:
 
 
 def all_reduce_with_deepspeed(engine: DeepSpeedEngine, share: float) -> None:
-    """Average each gradient over the ranks with DeepSpeed, which gives all ranks the same weight."""
+    """Average each gradient with DeepSpeed, which gives all ranks the same weight."""
     for parameter in engine.module.parameters():
         parameter.grad *= share * dist.get_world_size()
     engine.allreduce_gradients()
 
 
 def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
-    """Average each gradient over the ranks, and leave on each rank the slice that matches its slice of the weights."""
+    """Average each gradient; each rank keeps the slice that matches its slice of the weights."""
     whole = {}
     for name, parameter in model.named_parameters():
         whole[name], parameter.grad = parameter.grad * share, None
@@ -177,14 +178,14 @@ def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()  # frees the gathered weights; from here on parameters are shards
     for name, parameter in model.named_parameters():
-        # Every rank holds one summand of the gradient, which is what Partial("sum") declares. Going from summands to
-        # shards of their sum is a reduce-scatter.
+        # Every rank holds one summand of the gradient, which is what Partial("sum") declares. Going
+        # from summands to shards of their sum is a reduce-scatter.
         summand = DTensor.from_local(whole[name], parameter.device_mesh, [Partial("sum")])
         parameter.grad = summand.redistribute(placements=parameter.placements)
 
 
 class OptimizerStep(BaseCard[CardConfig]):
-    """Card 9, the last of the training loop: each rank updates its weights, and frees the gradients."""
+    """Card 9, the last of the loop: each rank updates its weights, and frees the gradients."""
 
     card_type = "dist_optimizer_step"
     display_name = "Optimizer step"

@@ -29,7 +29,8 @@ from learn.cards.registry import named_card
 from learn.cards.storage import Storage
 from training.parallelism.distributed import interface_to, is_lost_rank, loopback_store, use_loopback
 
-# When a rank reports that it lost another, the other one's own error, which is the cause, may take this long to come.
+# When a rank reports that it lost another, the other one's own error, which is the cause, may take
+# this long to come.
 CAUSE_TIMEOUT = 5.0
 # A cluster that grows on demand has a new machine within this time.
 ROOM_TIMEOUT = 300.0
@@ -67,7 +68,7 @@ class Workers(ABC):
 
     @abstractmethod
     def _answered(self, waiting: Sequence[int], seconds: float | None) -> dict[int, Answer]:
-        """The answers that are there of these ranks, waiting for the first one; none after ``seconds``."""
+        """The answers of these ranks so far; waits for a first one, up to ``seconds``."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -93,7 +94,7 @@ class Workers(ABC):
         )
 
     def _answers(self) -> dict[int, Answer]:
-        """Every rank's answer; fewer once one has failed, because the others may wait for it forever."""
+        """Every rank's answer; fewer once one has failed, as the others may wait for it forever."""
         answers: dict[int, Answer] = {}
         deadline = None
         while len(answers) < self.count:
@@ -113,9 +114,11 @@ class LocalWorkers(Workers):
 
     def __init__(self, count: int, folder: Path) -> None:
         super().__init__(count)
-        # A fork of a server that has imported torch starts fast, and does not inherit this program's open files.
+        # A fork of a server that has imported torch starts fast, and does not inherit this
+        # program's open files.
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer would import
+        # Which every optimizer would import.
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
         _start_fork_server()
         self._store = loopback_store()
         self._processes, self._pipes = [], []
@@ -248,11 +251,13 @@ class _RankOnRay:
 
 
 def _start_fork_server() -> None:
-    """Start the server so that it ignores Ctrl-C, which reaches the whole terminal: the parent ends its ranks itself.
+    """Start the server so that it ignores Ctrl-C, which reaches the whole terminal: the parent ends
+    its ranks itself.
 
     A process inherits its parent's blocked signals, so the server and its forks never see SIGINT.
     """
-    resource_tracker.ensure_running()  # otherwise the server's start does it, and unblocks the signal
+    # Otherwise the server's start does it, and unblocks the signal.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()

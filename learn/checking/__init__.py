@@ -1,1 +1,1 @@
-"""How a learner's functions are checked: they are called on real ranks, and the results are explained."""
+"""How a learner's functions are checked: called on real ranks, and their results explained."""

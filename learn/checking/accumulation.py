@@ -1,4 +1,4 @@
-"""``accumulate``: called on micro-batches of different lengths, and how the gradients were weighted and sent."""
+"""``accumulate``: called on micro-batches of different lengths; how did it weigh and send?"""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's gradient after the call, in one vector (None if there is none), and how often one was sent."""
+    """One rank's gradient after the call as a vector, or None, and how often one was sent."""
 
     gradient: torch.Tensor | None
     num_sent: int
 
 
 def micro_batches_of(rank: int) -> list[MicroBatch]:
-    """Three micro-batches of 1, 4 and 2 rows on rank 0, and two rows more in each on each further rank."""
+    """Micro-batches of 1, 4 and 2 rows on rank 0; each further rank has two rows more in each."""
     generator = torch.Generator().manual_seed(rank)
     return [
         (torch.rand(rows, INPUTS, generator=generator) + rank, torch.rand(rows, 1, generator=generator))
@@ -91,7 +91,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
 
 
 def _by_rank(num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (ranks, micro-batches, 1), and gradients of summed errors (ranks, micro-batches, elements)."""
+    """Rows, (ranks, micro-batches, 1), and gradients of summed errors, (..., elements)."""
     rows, sums = [], []
     for rank in range(num_ranks):
         for inputs, targets in micro_batches_of(rank):

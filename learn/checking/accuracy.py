@@ -1,4 +1,4 @@
-"""``global_accuracy``: called on ranks with different numbers of rows, and what is wrong with its answer."""
+"""``global_accuracy``: called on ranks with different numbers of rows, and what is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Seen:
 
 
 def counts(rank: int) -> tuple[int, int]:
-    """Correct rows and all rows: later ranks have more rows and a lower accuracy, and the sums overflow small types."""
+    """Correct rows and all rows of a rank."""
     return 9_000 + 5_000 * rank, 10_000 * (rank + 1)
 
 

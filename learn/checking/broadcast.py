@@ -1,4 +1,4 @@
-"""``broadcast_parameters``: called on models that differ from rank to rank, and what is wrong with the result."""
+"""``broadcast_parameters``: called on models that differ from rank to rank."""
 
 from __future__ import annotations
 

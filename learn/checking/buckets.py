@@ -1,4 +1,4 @@
-"""``average_in_buckets``: called on parameters of several sizes, and when and how the buckets were averaged."""
+"""``average_in_buckets``: called on parameters of several sizes; when were buckets averaged?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ HANG_HINT = (
     "The checker lets rank 0 finish its backward pass before the other ranks begin theirs. A hook that waits for an "
     "all-reduce then never returns. And do all ranks launch every bucket?"
 )
-# In the order of the backward pass; in float64, because a parameter's bytes are not always 4 per element.
+# In the order of the backward pass; in float64, because a parameter's bytes are not always 4 per
+# element.
 SHAPES = [torch.Size(shape) for shape in ((3,), (2, 2), (5,), (4, 5), (2,), (7, 1), (3,), (1, 2))]
 BUCKET_BYTES = 96
 BUCKETS = (3, 1, 3, 1)  # parameters in each: 96 bytes, 160 (a single one that is larger), 96 and 16
@@ -51,12 +52,14 @@ def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
     recorder = RecordedCalls()
-    for parameter in parameters:  # before the learner's hooks, so that a gradient is recorded before its all-reduce
+    for parameter in parameters:
+        # Before the learner's hooks, so that a gradient is recorded before its all-reduce.
         parameter.register_post_accumulate_grad_hook(partial(_record, recorder))
     finish = function(parameters, BUCKET_BYTES)
     seen = Seen([], [])
     for step in range(STEPS):
-        # The backward pass goes through this sum from its end, so the first parameters must come last in it.
+        # The backward pass goes through this sum from its end, so the first parameters must come
+        # last in it.
         loss = torch.zeros(())
         for parameter, gradient in reversed(list(zip(parameters, own_gradients(rank, step), strict=True))):
             loss = loss + (parameter * gradient).sum()
@@ -69,7 +72,8 @@ def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -
             if rank == 0:
                 store.set(f"backward pass {step}", "has ended")
             finish()
-        # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+        # Copied at once: a collective that the solution did not wait for must not get the time to
+        # finish.
         seen.gradients.append([None if one.grad is None else one.grad.detach().clone() for one in parameters])
         seen.recorded.append(list(recorder.calls))
         for parameter in parameters:
@@ -118,7 +122,8 @@ def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence
     if all(same(gradients[place], total[place]) for gradients in held for place in wrong):
         hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
         return Finding("forgot to divide", hint, detail)
-    # Rank 0 is the first to call finish(), so if nobody waits, it has its own gradients, and others may be lucky.
+    # Rank 0 is the first to call finish(), so if nobody waits, it has its own gradients, and others
+    # may be lucky.
     if all(same(held[0][place], own[0][place] / num_ranks) for place in wrong):
         problem = "the sums of the all-reduces are not in .grad when finish returns"
         return Finding(problem, f"Each gradient is divided, but not summed over the ranks. {WAIT}", detail)
@@ -127,7 +132,7 @@ def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence
 
 
 def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
-    """Compare the all-reduces of one step, each with the gradients computed by then, with the buckets asked for."""
+    """Compare one step's all-reduces, each with the gradients so far, with what was asked for."""
     launches, num_computed = [], 0
     for call in recorded:
         num_computed += call.name == GRADIENT

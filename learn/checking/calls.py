@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# A dispatch mode sees each operation that Python or C++ (as in DDP) starts on this thread, those of torch.distributed
-# included. PyTorch 2.13 has no public name for it.
+# A dispatch mode sees each operation that Python or C++ (as in DDP) starts on this thread, those of
+# torch.distributed included. PyTorch 2.13 has no public name for it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -19,7 +19,8 @@ class Call:
 
     Args:
         name: as PyTorch calls it inside: send, recv, allreduce, broadcast, ...
-        num_bytes: of the tensors that it is given first; those that it sends, if the name is send or allreduce.
+        num_bytes: of the tensors that it is given first; those that it sends, if the name is send
+            or allreduce.
         peer: the other rank of a send or a receive.
     """
 

@@ -26,7 +26,8 @@ class Exercise:
     Args:
         lesson: the module of learn/lessons that asks for it.
         promise: what a right one guarantees, in a line.
-        observe: called on every rank, with the learner's function; what it returns is sent to ``judge``.
+        observe: called on every rank, with the learner's function; what it returns is sent to
+            ``judge``.
         judge: what is wrong, by the observations of all ranks; None if nothing is.
         hang_hint: where to look if ranks wait forever.
     """

@@ -1,4 +1,4 @@
-"""``average_gradients``: called on gradients that differ from rank to rank, and what is wrong with the result."""
+"""``average_gradients``: called on gradients that differ from rank to rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Gradients = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's model after the call: gradients by the parameter's name, and the weights that were changed."""
+    """One rank's model after the call: gradients by name, and the weights that were changed."""
 
     gradients: Gradients
     changed: list[str]
@@ -31,7 +31,8 @@ def observe(function: Callable[[nn.Module], None]) -> Seen:
     for name, gradient in model.gradients(dist.get_rank()).items():
         model.get_parameter(name).grad = gradient
     function(model)
-    # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+    # Copied at once: a collective that the solution did not wait for must not get the time to
+    # finish.
     gradients = {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
@@ -56,7 +57,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
 
 
 def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> str:
-    """How the ranks' gradients of one parameter were made; ``sum / K`` for a K that is not the number of ranks."""
+    """How the ranks' gradients were made; ``sum / K``: K is not the number of ranks."""
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
     right = [total / num_ranks] * num_ranks
     divided = [gradient / num_ranks for gradient in own]

@@ -1,4 +1,4 @@
-"""The functions of the pipeline: orders are played through, stages run on real ranks, and what is wrong with them."""
+"""The pipeline's functions: orders are played through, and stages run on real ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def numbers_of_micro_batches(num_stages: int) -> tuple[int, ...]:
     return 4, 1, 2 * num_stages + 2  # the shortest order that shows all phases comes first
 
 
-# A pipeline longer than the ranks at hand, with fewer micro-batches than it has stages: any rank can ask for all of it.
+# A pipeline longer than the ranks at hand, with fewer micro-batches than it has stages: any rank
+# can ask for all of it.
 LONG_PIPELINE = [(5, 2), (5, 3)]
 
 
@@ -33,9 +34,7 @@ def words(order: Sequence[tuple[str, int]]) -> str:
 
 
 def observe_order(function: Callable[[int, int, int], Order]) -> list[list[Any] | str]:
-    """The order for each number of micro-batches, then those of the long pipelines' stages; the name of its type if it
-    is no list.
-    """
+    """The order for each number of micro-batches, then those of the long pipelines' stages."""
     rank, size = dist.get_rank(), dist.get_world_size()
     orders = [function(rank, size, number) for number in numbers_of_micro_batches(size)]
     for num_stages, number in LONG_PIPELINE:
@@ -191,7 +190,8 @@ def observe_run(function: Callable[[nn.Module, list[torch.Tensor], list[torch.Te
 
     def record(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         index = len(outputs)
-        outputs.append(StorageWeakRef(output.untyped_storage()))  # y.detach() is another tensor of the same memory
+        # Y.detach() is another tensor of the same memory.
+        outputs.append(StorageWeakRef(output.untyped_storage()))
         actions.append(("F", index))
         alive.append(sum(not one.expired() for one in outputs))
         if output.requires_grad:

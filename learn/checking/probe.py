@@ -1,4 +1,7 @@
-"""The model that solutions are tried on. It has everything they may overlook, and its numbers show their rank."""
+"""The model that solutions are tried on.
+
+It has everything they may overlook, and its numbers show their rank.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import nn
 
 
 class Probe(nn.Module):
-    """Weights, buffers (one of whole numbers, one not in the state_dict), a frozen weight, one without a gradient."""
+    """Weights, buffers, a frozen weight, and a weight without a gradient."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -27,7 +30,7 @@ class Probe(nn.Module):
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def gradients(self, rank: int) -> dict[str, torch.Tensor]:
-        """Gradients that a backward pass on this rank might compute, for the parameters that take part in the loss."""
+        """What a backward pass on this rank might compute, for parameters that are in the loss."""
         generator = torch.Generator().manual_seed(100 + rank)
         learning = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         return {
@@ -38,7 +41,7 @@ class Probe(nn.Module):
 
 
 def numbers_of(rank: int, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers below 100 whose last digit is the rank plus 1, so no two ranks share a number."""
+    """Whole numbers below 100 whose last digit is rank + 1: no two ranks share a number."""
     return (10 * torch.randint(10, shape, generator=generator) + rank + 1).float()
 
 

@@ -1,4 +1,4 @@
-"""One rank of a check: a process that joins the group, calls a learner's function once, and reports the outcome."""
+"""One rank of a check: it joins the group, calls the learner's function once, and reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Report:
 
     Args:
         outcome: ``waits``: it had not returned when the parent asked; ``gone``: the process ended.
-        value: the exercise's observation of a call that returned; the exit code of a process that is gone.
+        value: the exercise's observation of a call that returned; the exit code of a process that
+            is gone.
         error: what was raised: its type and message, in one line.
         place: the learner's line that raised, or at which the rank waits; empty if none.
         printed: by the learner's file.
@@ -51,17 +52,18 @@ class Rank:
     def __init__(self, pipe: Connection, path: Path) -> None:
         self.pipe, self.path = pipe, path
         self.printed = StringIO()
-        self.report_lock = threading.Lock()  # taken by the thread that sends the one report, and never released
+        # Taken by the thread that sends the one report, and never released.
+        self.report_lock = threading.Lock()
 
     def run(self, name: str) -> None:
-        """Join the group, call the function, and stay: the other ranks may be in a collective with this one."""
+        """Join the group, call the function, and stay: other ranks may be in a collective."""
         threading.Thread(target=self._answer_parent, daemon=True).start()
         try:
             with join_ranks("cpu") as ranks:
                 ranks.barrier()
                 self.pipe.send_bytes(READY)
-                # Rank 0 is late on purpose: otherwise a collective that the solution does not wait for would often
-                # finish in time, by luck.
+                # Rank 0 is late on purpose: otherwise a collective that the solution does not wait
+                # for would often finish in time, by luck.
                 time.sleep(LATE_SECONDS if ranks.is_first else 0)
                 self._send(self._call(name))
                 threading.Event().wait()
@@ -80,7 +82,7 @@ class Rank:
             return Report("raised", error=line, place=self._place(traceback.extract_tb(error.__traceback__)))
 
     def _answer_parent(self) -> None:
-        """Report where this rank is when the parent asks; end this process with the parent, even a killed one."""
+        """Report where this rank is if the parent asks; end with the parent, even a killed one."""
         try:
             self.pipe.recv_bytes()
             frame = sys._current_frames()[threading.main_thread().ident]
@@ -97,16 +99,19 @@ class Rank:
     def _send(self, report: Report) -> None:
         if self.report_lock.acquire(blocking=False):
             whole = replace(report, printed=self.printed.getvalue()[:MAX_PRINTED])
-            # Pickled here: multiprocessing would send a tensor as shared memory, which ends with this process.
+            # Pickled here: multiprocessing would send a tensor as shared memory, which ends with
+            # this process.
             self.pipe.send_bytes(pickle.dumps(whole))
 
 
 def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name: str) -> None:
     os.setsid()  # Ctrl-C is for the parent, which ends the ranks
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # drops what C++ writes about connections; Python's prints are captured
+    for stream in (0, 1, 2):
+        # Drops what C++ writes about connections; Python's prints are captured.
         os.dup2(nothing, stream)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: gloo aborts on a message of unexpected size
+    # No core dumps: gloo aborts on a message of unexpected size.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= environment
     use_loopback()
     Rank(pipe, path).run(name)

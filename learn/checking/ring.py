@@ -1,4 +1,4 @@
-"""``ring_all_reduce``: called on tensors of several shapes, and what is wrong with the sum or with what was sent."""
+"""``ring_all_reduce``: called on tensors of several shapes; is the sum right, and the traffic?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Seen:
 
 
 def tensors(rank: int, world_size: int) -> list[torch.Tensor]:
-    """One rank's tensors: three that N divides or not, one of a single element, and random numbers."""
+    """One rank's tensors: sizes that N divides and not, a single element, random numbers."""
     shapes = ((3 * world_size,), (2, 2 * world_size), (2 * world_size + 1,), (1,))
     base = _base(world_size)
     digits = [(torch.arange(math.prod(shape)) % 9 + 1).double().view(shape) * base**rank for shape in shapes]
@@ -39,7 +39,7 @@ def tensors(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def _base(world_size: int) -> int:
-    """Rank r adds 1 to 9 times base^r, so the sum's digits tell which ranks are in it, and how often."""
+    """Rank r holds 1 to 9 times base^r: a sum's digits tell which ranks are in it."""
     return 100 if world_size < 8 else 40  # with 100, the sum of nine ranks would be rounded
 
 

@@ -1,4 +1,4 @@
-"""``training_rows`` and ``evaluation_rows``: called on each rank, and which rows are missing, repeated or misplaced."""
+"""``training_rows`` and ``evaluation_rows``: which rows are missing, repeated or misplaced?"""
 
 from __future__ import annotations
 

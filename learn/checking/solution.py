@@ -46,7 +46,8 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     """
     module = ModuleType("solution")
     module.__file__ = str(path)
-    sys.modules["solution"] = module  # dataclasses, pickle and others look a class's module up there
+    # Dataclasses, pickle and others look a class's module up there.
+    sys.modules["solution"] = module
     sys.path.insert(0, str(path.parent))
     exec(compile_solution(path), module.__dict__)
     function = getattr(module, name, None)

@@ -1,4 +1,4 @@
-"""Start the ranks of a check, collect their reports, ask those that hang where they are, and end them all."""
+"""Start the ranks of a check, collect their reports, locate those that hang, end them all."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ class _Started:
 def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> list[Report]:
     """Call a learner's function on new gloo ranks; returns one report per rank, in order.
 
-    Soon after one has failed, the others are asked where they are, because they may wait for it forever. ``seconds``
-    limits the call, without the start of the processes.
+    Soon after one has failed, the others are asked where they are, because they may wait for it
+    forever. ``seconds`` limits the call, without the start of the processes.
 
     Raises:
         TrainingFailure: the ranks did not form a group.
     """
-    context = multiprocessing.get_context("forkserver")  # imports torch once; each rank is a fork of it
-    context.set_forkserver_preload(["learn.checking.rank", "torch._dynamo"])  # which DDP and optimizers would import
+    # Imports torch once; each rank is a fork of it.
+    context = multiprocessing.get_context("forkserver")
+    # Which DDP and optimizers would import.
+    context.set_forkserver_preload(["learn.checking.rank", "torch._dynamo"])
     store = loopback_store()
     started: list[_Started] = []
     try:

@@ -1,4 +1,4 @@
-"""The functions of tensor parallelism: called forward and backward on every rank, and what is wrong with them."""
+"""The functions of tensor parallelism: called forward and backward on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRAPH = "autograd found no path from the result back to x: was x detached, or wr
 
 @dataclass(frozen=True)
 class Passed:
-    """One rank's result of f or g, and the gradient that came back for x; ``wrote`` names what was overwritten."""
+    """One rank's result of f or g, x's gradient, and what was overwritten."""
 
     type_name: str
     result: torch.Tensor | None = None
@@ -37,14 +37,15 @@ def gradient_of(rank: int) -> torch.Tensor:
 
 
 def observe_passed(function: Callable[[torch.Tensor], torch.Tensor], *, summed: bool) -> Passed:
-    """As in a model: what is the same on every rank there is the same here, x of f and the gradient of g."""
+    """As in a model, x of f and the arriving gradient of g are equal on all ranks."""
     rank = dist.get_rank()
     x, arriving = value_of(rank if summed else 0), gradient_of(0 if summed else rank)
     leaf, given = x.clone().requires_grad_(), arriving.clone()
     y = function(leaf)
     if not isinstance(y, torch.Tensor):
         return Passed(type(y).__name__)
-    # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+    # Copied at once: a collective that the solution did not wait for must not get the time to
+    # finish.
     result = y.detach().clone()
     if y.requires_grad and y.shape == given.shape:
         y.backward(given)
@@ -168,7 +169,7 @@ def _example(
 
 @dataclass(frozen=True)
 class Fed:
-    """One rank's output, and the gradients by name: of ``x`` and of the layers' parameters; None if there is none."""
+    """One rank's output, and the gradients by name: ``x``'s and the layers'; None if missing."""
 
     type_name: str
     output: torch.Tensor | None = None

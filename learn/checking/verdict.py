@@ -65,7 +65,7 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
 
 
 def _failed_by_others(report: Report) -> bool:
-    """Whether gloo failed: it lost another rank, or got a message of unexpected size, which aborts the process."""
+    """Whether gloo failed: it lost a rank, or a message's size was wrong, which aborts."""
     if report.outcome == "gone":
         return report.value == -signal.SIGABRT
     return report.outcome == "raised" and re.search("gloo|Connection", report.error) is not None

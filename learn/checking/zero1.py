@@ -1,4 +1,4 @@
-"""The functions of ZeRO-1: called on gradients that differ from rank to rank, and what is wrong with the results."""
+"""The functions of ZeRO-1: called on gradients that differ from rank to rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from learn.checking.probe import numbers_of, same
 SHAPES = ((4, 3), (3,), (2, 3), (2,))
 NUM_WEIGHTS = 23  # 2, 3, 4 and 5 ranks all need padding
 LEARNING_RATE = 0.25  # so small that no weight comes near zero, where rounding shows
-NUM_STEPS = 2  # two show what a step leaves behind: an old gradient, or moments that start from zero again
+# Two show what a step leaves behind: an old gradient, or moments that start from zero again.
+NUM_STEPS = 2
 UNEVEN = "A collective needs shares of one size, but 23 weights cannot be divided evenly. What can you append to them?"
 
 
@@ -133,7 +134,8 @@ def observe_reduced(function: Callable[[Sequence[nn.Parameter]], torch.Tensor]) 
     parameters = create_parameters()
     set_gradients(parameters, gradients(dist.get_rank(), 0))
     result = function(parameters)
-    # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+    # Copied at once: a collective that the solution did not wait for must not get the time to
+    # finish.
     return result.detach().clone() if isinstance(result, torch.Tensor) else type(result).__name__
 
 
