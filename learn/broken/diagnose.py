@@ -1,19 +1,22 @@
-"""Run a script of several ranks and say what goes wrong between them. It needs only PyTorch, so you can copy this file.
+"""Run a script of several ranks and say what goes wrong between them. It needs only PyTorch, so you
+can copy this file.
 
     torchrun --standalone --nproc_per_node=2 learn/broken/diagnose.py --seconds 2 YOUR_SCRIPT.py ITS_FLAGS
 
-Your script is not changed. A rank that waits in a collective cannot report that, because its main thread is what waits.
-Here a second thread on each rank writes to torchrun's key-value store, which is not a collective and so does not hang
-with the others. Rank 0's second thread compares what all ranks wrote:
+Your script is not changed. A rank that waits in a collective cannot report that, because its main
+thread is what waits. Here a second thread on each rank writes to torchrun's key-value store, which
+is not a collective and so does not hang with the others. Rank 0's second thread compares what all
+ranks wrote:
 
-- the line that each rank is at. If no rank has moved for ``--seconds``, or one fails, all lines are printed and the run
-  ends;
-- the number of forward passes of ``DistributedDataParallel`` before each optimizer step: it differs if one rank skips
-  a batch;
+- the line that each rank is at. If no rank has moved for ``--seconds``, or one fails, all lines are
+  printed and the run ends;
+- the number of forward passes of ``DistributedDataParallel`` before each optimizer step: it differs
+  if one rank skips a batch;
 - a checksum of each parameter and buffer after each optimizer step: all replicas must stay equal;
 - a checksum of each training batch: a shuffled loader does not give the same batch twice.
 
-Only the first finding of each kind is printed. The exit code is 1 if the script raises, otherwise 0.
+Only the first finding of each kind is printed. The exit code is 1 if the script raises, otherwise
+0.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Rank:
         self.num_forwards = self.num_steps = self.num_compared = 0
         self.repeated = ""
         self.script_globals: dict[str, Any] = {}
-        self.heard: dict[int, tuple[bytes, float]] = {}  # by rank, what it wrote last, and when rank 0 saw it first
+        # By rank, what it wrote last, and when rank 0 saw it first.
+        self.heard: dict[int, tuple[bytes, float]] = {}
         self.model: torch.nn.Module | None = None
         self.batches: dict[int, int] = {}  # checksum -> number of the forward pass
         self.reported: set[str] = set()  # kinds of findings
@@ -78,7 +82,8 @@ class Rank:
         """Write where the main thread is until rank 0 ends the run; on rank 0, compare."""
         try:
             self._watch()
-        except Exception:  # of this file: whatever it is, the other ranks must not wait for this one
+        except Exception:
+            # Of this file: whatever it is, the other ranks must not wait for this one.
             traceback.print_exc()
             self.store.set("over", "")
         os._exit(self.outcome.startswith(RAISED))  # the main thread may wait forever
@@ -87,7 +92,8 @@ class Rank:
         before, moved = None, time.monotonic()
         while not self.store.check(["over"]):
             frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]))
-            # The same frames at the same instructions: the main thread has done nothing since the last look.
+            # The same frames at the same instructions: the main thread has done nothing since the
+            # last look.
             now = [(id(frame), frame.f_lasti) for frame, _ in frames]
             if now != before:
                 before, moved = now, time.monotonic()
@@ -179,13 +185,15 @@ def main() -> None:
     watcher.start()
     sys.argv, sys.path[0] = [str(given.script), *given.flags], str(given.script.parent)
     try:
-        # Kept: what is freed behind a process group that is already destroyed can wait for ever, in this thread.
+        # Kept: what is freed behind a process group that is already destroyed can wait for ever, in
+        # this thread.
         rank.script_globals = runpy.run_path(str(given.script), run_name="__main__")
         rank.outcome = ENDED
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             rank.outcome = ENDED
-        elif not rank.store.check(["over"]):  # otherwise the error comes from a rank that was ended before this one
+        elif not rank.store.check(["over"]):
+            # Otherwise the error comes from a rank that was ended before this one.
             traceback.print_exc()
             where = rank.place(traceback.extract_tb(error.__traceback__))
             rank.outcome = f"{RAISED} {type(error).__name__} at {where}"

@@ -23,7 +23,10 @@ torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs = torch.randn(ROWS, 8)
+# With each row's number, to see which rows a batch has.
 data = TensorDataset(torch.arange(ROWS), inputs, inputs.sum(1, keepdim=True))
+# Its order follows from seed + epoch, so that all ranks shuffle alike without communication. But
+# a sampler does not notice that an epoch is over: it has to be told.
 sampler = DistributedSampler(data, shuffle=True, seed=0)
 loader = DataLoader(data, BATCH, sampler=sampler)
 
@@ -38,7 +41,9 @@ for epoch in range(EPOCHS):
         optimizer.step()
         order += numbers.tolist()
         total += loss.item()
+    # Of rank 0 only. Rank 1 has the other half of the rows, in every epoch if the order stays.
     if rank == 0:
-        print(f"epoch {epoch}: loss {total / len(loader):.3f}, first rows {order[:BATCH]}", flush=True)
+        found = f"loss {total / len(loader):.3f}, first rows {order[:BATCH]}"
+        print(f"epoch {epoch}: {found}", flush=True)
 
 dist.destroy_process_group()

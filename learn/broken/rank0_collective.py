@@ -1,4 +1,4 @@
-"""A collective under `if rank == 0`: only rank 0 needs the sum of the losses, so only rank 0 asks for it.
+"""A collective under `if rank == 0`: only rank 0 needs the sum of the losses, and asks for it.
 
     torchrun --standalone --nproc_per_node=2 learn/broken/rank0_collective.py
     torchrun --standalone --nproc_per_node=2 learn/broken/rank0_collective.py --fixed
@@ -22,8 +22,8 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rows = torch.randn(STEPS, 32, 8)
-total = torch.zeros(())
+rows = torch.randn(STEPS, 32, 8)  # (steps, rows of all ranks, features): one seed, so all draw them
+total = torch.zeros(())  # of this rank's losses since the last line
 
 for step in range(STEPS):
     inputs = rows[step, rank::world_size]
@@ -33,8 +33,10 @@ for step in range(STEPS):
     optimizer.step()
     total += loss.detach()
     if (step + 1) % LOG_EVERY == 0:
+        # A reduce needs all ranks: dst says who gets the sum, not who calls.
         if FIXED:
             dist.reduce(total, dst=0)
+        # Broken: rank 0 waits in there, and the others for its gradients in their next step.
         if rank == 0:
             if not FIXED:
                 dist.reduce(total, dst=0)

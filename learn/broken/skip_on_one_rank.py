@@ -1,4 +1,4 @@
-"""A batch that only one rank skips, because its loss is not finite: from then on the ranks are one batch apart.
+"""A batch that only one rank skips, as its loss is not finite: then the ranks are one batch apart.
 
     torchrun --standalone --nproc_per_node=2 learn/broken/skip_on_one_rank.py
     torchrun --standalone --nproc_per_node=2 learn/broken/skip_on_one_rank.py --fixed
@@ -31,6 +31,8 @@ for step in range(STEPS):
     finite = loss.detach().isfinite()
     if not finite:
         print(f"rank {rank}: the loss of step {step + 1} is not finite", flush=True)
+    # Each rank sees only its own loss, but they must decide together: a rank that skips makes no
+    # all-reduce in this step, and the others' call is then matched with its next one.
     if FIXED:
         finite = finite.float()
         dist.all_reduce(finite, dist.ReduceOp.MIN)  # 0 on every rank if it is 0 on one of them
@@ -40,6 +42,7 @@ for step in range(STEPS):
     loss.backward()
     optimizer.step()
 
+# The broken rank is here one step early, while the other is in an all-reduce: both wait.
 dist.barrier()
 weights = [None] * world_size
 dist.all_gather_object(weights, f"{model.module.weight[0, 0]:.4f}")

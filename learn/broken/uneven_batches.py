@@ -24,13 +24,16 @@ torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 rows = torch.randn(ROWS, 8)
+# Every world_size-th row: 41 make six batches of up to 8, and 40 make five.
 batches = rows[rank::world_size].split(BATCH)
 if rank == 0:
-    print(f"batches by rank: {[len(rows[r::world_size].split(BATCH)) for r in range(world_size)]}", flush=True)
+    counts = [len(rows[r::world_size].split(BATCH)) for r in range(world_size)]
+    print(f"batches by rank: {counts}", flush=True)
 
-# In `join`, a rank without batches answers the others' collectives with zeros. The flag is for the last gradient: it is
-# divided by 1, the number of ranks that still have a batch, and not by 2.
+# In `join`, a rank without batches answers the others' collectives with zeros. The flag is for the
+# last gradient: it is divided by 1, the number of ranks that still have a batch, and not by 2.
 with model.join(divide_by_initial_world_size=False) if FIXED else nullcontext():
+    # Each backward pass has an all-reduce, so the ranks must make the same number of them.
     for inputs in batches:
         loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
         optimizer.zero_grad()

@@ -1,1 +1,1 @@
-"""Parallelism by hand, to read: what the libraries do, written with collectives that you can count."""
+"""Parallelism by hand: what the libraries do, written with collectives that you can count."""

@@ -2,11 +2,12 @@
 
     torchrun --standalone --nproc_per_node=2 learn/by_hand/compare_with_ddp.py
 
-Two copies of a model take the same steps on the same images, one by :mod:`learn.by_hand.data_parallel`, the other in
-``DistributedDataParallel``. After each step their losses, gradients and weights are compared. On two
-ranks they are bit-identical. On more they may differ in their last bits: DDP sums many gradients in one call, and so
-adds the ranks' numbers up in another order; and where this divides by N, it multiplies by 1/N. All is in float64: in
-float32 such a last bit may let max pooling choose another pixel, and from there on the two go separate ways.
+Two copies of a model take the same steps on the same images, one by
+:mod:`learn.by_hand.data_parallel`, the other in ``DistributedDataParallel``. After each step their
+losses, gradients and weights are compared. On two ranks they are bit-identical. On more they may
+differ in their last bits: DDP sums many gradients in one call, and so adds the ranks' numbers up in
+another order; and where this divides by N, it multiplies by 1/N. All is in float64: in float32 such
+a last bit may let max pooling choose another pixel, and from there on the two go separate ways.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from training.parallelism.distributed import Ranks
 STEPS = 10
 ROWS_PER_RANK = 16
 TOLERANCE = 1e-12  # of rounding
-Row = tuple[float, float, float, float]  # loss by hand, loss in DDP, largest difference of a gradient, of a weight
+# Loss by hand, loss in DDP, largest difference of a gradient, of a weight.
+Row = tuple[float, float, float, float]
 
 
 def show(ranks: Ranks) -> None:
@@ -51,22 +53,27 @@ def show(ranks: Ranks) -> None:
     largest = 0.0
     for step, row in enumerate(compare(ranks), start=1):
         rows = ranks.gather(row)
+        # All ranks call the gather, and look at the worst of them: a replica that drifted on rank
+        # 1 only would not show in rank 0's numbers.
         gradients, weights = max(row[2] for row in rows), max(row[3] for row in rows)
         print_once(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
         largest = max(largest, weights)
     if largest > TOLERANCE:
-        raise TrainingFailure(
-            f"the weights by hand and in DDP differ by {largest:.1e}", quiet=not ranks.is_first, code="replicas-differ"
-        )
-    print_once("weights: " + ("bit-identical" if largest == 0 else f"equal except for rounding, at most {largest:.1e}"))
+        problem = f"the weights by hand and in DDP differ by {largest:.1e}"
+        raise TrainingFailure(problem, quiet=not ranks.is_first, code="replicas-differ")
+    verdict = f"equal except for rounding, at most {largest:.1e}" if largest else "bit-identical"
+    print_once(f"weights: {verdict}")
 
 
 def compare(ranks: Ranks) -> Iterator[Row]:
     """Take every step in both ways; yields how they differ."""
-    torch.manual_seed(ranks.rank)  # the ranks start with different weights; both ways must make them equal
+    # The ranks start with different weights; both ways must make them equal.
+    torch.manual_seed(ranks.rank)
     by_hand = CNN(width=8).double()
     in_ddp = copy.deepcopy(by_hand)
     broadcast_parameters(by_hand)
+    # DDP broadcasts rank 0's weights and buffers when it is created. It trains `in_ddp` itself, not
+    # a copy, so below that is the model whose weights are compared.
     ddp = DistributedDataParallel(in_ddp)
     optimizers = [SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (by_hand, in_ddp)]
     images = Split(*draw_shapes(STEPS * ROWS_PER_RANK * ranks.world_size, seed=0))
@@ -76,11 +83,14 @@ def compare(ranks: Ranks) -> Iterator[Row]:
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
             loss.backward()  # during which DDP averages its gradients
+        # By hand they are averaged now, between backward and step. Everything else is the same.
         average_gradients(by_hand)
         for optimizer in optimizers:
             optimizer.step()
-        gradients = largest_gap(*([parameter.grad for parameter in model.parameters()] for model in (by_hand, in_ddp)))
-        yield losses[0].item(), losses[1].item(), gradients, largest_gap(by_hand.parameters(), in_ddp.parameters())
+        found = ([weight.grad for weight in model.parameters()] for model in (by_hand, in_ddp))
+        gradients = largest_gap(*found)
+        weights = largest_gap(by_hand.parameters(), in_ddp.parameters())
+        yield losses[0].item(), losses[1].item(), gradients, weights
 
 
 if __name__ == "__main__":

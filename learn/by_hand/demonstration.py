@@ -1,4 +1,4 @@
-"""What the demonstrations share: joining the ranks, and a one-line error if one is started without torchrun."""
+"""What the demonstrations share: joining the ranks, and a hint if torchrun is missing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
 
     def main() -> None:
         with join_ranks("cpu") as ranks:
+            # One rank has nobody to communicate with, and would show nothing.
             if not 2 <= ranks.world_size <= MAX_RANKS:
+                here = f"{script} on {ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
                 raise UserError(
-                    f"{script} on {ranks.world_size} rank{'s' * (ranks.world_size > 1)}: it shows 2 to {MAX_RANKS}; "
+                    f"{here}: it shows 2 to {MAX_RANKS}; "
                     f"start it with torchrun --standalone --nproc_per_node=4 {script}",
                     quiet=not ranks.is_first,
                     code="torchrun-needed",

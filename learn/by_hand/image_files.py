@@ -1,4 +1,4 @@
-"""Images as files, in a folder or packed as ``.tar.gz``: ``train/CLASS/NAME.png`` and ``test/CLASS/NAME.png``."""
+"""Images as files, in a folder or a ``.tar.gz``: ``train/CLASS/*.png``, ``test/CLASS/*.png``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 SIDE = 32  # pixels
 MAX_BYTES = 64 * 2**20  # of a file; a batch of CIFAR-10 has 30 million
-# Not **: it skips linked folders, and would never end if one is a link to a folder that contains it.
+# Not **: it skips linked folders, and it would never end if a link leads to a folder above it.
 IN_A_FOLDER = ("*", "*/*", "*/*/*", "*/*/*/*")
+Name = PurePosixPath
 
 
-def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Files of a folder (four levels) or a ``.tar`` with their names in it, one at a time: all may not fit into memory.
+def read_files(path: Path, wanted: Callable[[Name], bool]) -> Iterator[tuple[Name, bytes]]:
+    """Files of a folder (four levels) or a ``.tar``, one at a time: all may not fit into memory.
 
     Raises:
         UserError: something cannot be read, or a file is larger than ``MAX_BYTES``.
@@ -32,48 +33,58 @@ def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
     try:
         if path.is_dir():
             files = chain.from_iterable(sorted(path.glob(level)) for level in IN_A_FOLDER)
-            for name, file in ((PurePosixPath(file.relative_to(path)), file) for file in files):
+            # By their names below the folder, so a folder and an archive of it give the same.
+            for name, file in ((Name(file.relative_to(path)), file) for file in files):
                 if wanted(name) and file.is_file():
                     _check_size(name, file.stat().st_size)
                     yield name, file.read_bytes()
         else:
-            with tarfile.open(path) as archive:  # in its own order: to go back would unpack it from the start
-                for name, member in ((PurePosixPath(member.name), member) for member in archive):
+            with tarfile.open(path) as archive:
+                # In its own order: to go back would unpack it from the start.
+                for name, member in ((Name(member.name), member) for member in archive):
                     if wanted(name) and member.isfile():
                         _check_size(name, member.size)
                         yield name, archive.extractfile(member).read()
     except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"cannot be read ({first_line(error)})", code="images-unreadable") from error
+        problem = f"cannot be read ({first_line(error)})"
+        raise UserError(problem, code="images-unreadable") from error
 
 
-def _check_size(name: PurePosixPath, num_bytes: int) -> None:
+def _check_size(name: Name, num_bytes: int) -> None:
+    # By the announced size, before anything is read: a small archive can hold a huge file.
     if num_bytes > MAX_BYTES:
         raise UserError(
-            f"{name}: {num_bytes:,} bytes; files of more than {MAX_BYTES:,} are not read", code="images-unreadable"
+            f"{name}: {num_bytes:,} bytes; files of more than {MAX_BYTES:,} are not read",
+            code="images-unreadable",
         )
 
 
-def is_image_of_class(name: PurePosixPath) -> bool:
+def is_image_of_class(name: Name) -> bool:
     """Whether a name ends in ``train/CLASS/NAME.png`` or the like."""
     return len(name.parts) >= 3 and name.parts[-3] in SPLITS and name.suffix.lower() in SUFFIXES
 
 
-def decode(name: PurePosixPath, data: bytes) -> np.ndarray:
+def decode(name: Name, data: bytes) -> np.ndarray:
     """An image, uint8, (32, 32, 3); one of another size is scaled."""
     try:
+        # Only these two: other formats of Pillow's have had holes, and a file may be a stranger's.
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{name}: not a readable image ({type(error).__name__})", code="images-unreadable") from error
+        problem = f"not a readable image ({type(error).__name__})"
+        raise UserError(f"{name}: {problem}", code="images-unreadable") from error
     return np.asarray(image if image.size == (SIDE, SIDE) else image.resize((SIDE, SIDE)))
 
 
-def classes_of(images: Mapping[PurePosixPath, np.ndarray]) -> list[str]:
+def classes_of(images: Mapping[Name, np.ndarray]) -> list[str]:
     """The names of the folders under ``train``, sorted: the order of labels."""
+    # Sorted, so that all ranks number the classes alike, in whichever order files are listed.
     return sorted({name.parts[-2] for name in images if name.parts[-3] == "train"})
 
 
 def stack_images(
-    images: Mapping[PurePosixPath, np.ndarray], split: str, classes: list[str]
+    images: Mapping[Name, np.ndarray],
+    split: str,
+    classes: list[str],
 ) -> tuple[np.ndarray, np.ndarray]:
     """The images of a split, in the order of their names.
 
@@ -88,8 +99,9 @@ def stack_images(
         raise UserError(f"holds no {split}/CLASS/*.png or *.jpg", code="images-unreadable")
     strange = next((name for name in names if name.parts[-2] not in classes), None)
     if strange:
+        found = strange.parts[-2]
         raise UserError(
-            f"{strange}: class {strange.parts[-2]!r} is not one of the training classes {', '.join(classes)}",
+            f"{strange}: class {found!r} is not one of the training classes {', '.join(classes)}",
             code="label-unknown",
         )
     labels = [classes.index(name.parts[-2]) for name in names]

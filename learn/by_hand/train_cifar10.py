@@ -1,4 +1,6 @@
-"""Train a CNN on CIFAR-10, data parallel by hand: torchrun --nproc_per_node=2 learn/by_hand/train_cifar10.py."""
+"""Train a CNN on CIFAR-10, data parallel by hand: torchrun --nproc_per_node=2
+learn/by_hand/train_cifar10.py.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,16 @@ def main() -> None:
         os.environ |= SINGLE_RANK
     with join_ranks(options.device) as ranks:
         if options.batch_size % ranks.world_size:
-            message = f"--batch_size {options.batch_size}: must be a multiple of the {ranks.world_size} ranks"
+            # All ranks know this, and all must end. One line is enough: only rank 0 prints it.
+            wanted = f"must be a multiple of the {ranks.world_size} ranks"
+            message = f"--batch_size {options.batch_size}: {wanted}"
             raise UserError(message, quiet=not ranks.is_first, code="uneven-split")
         load = partial(load_images, options.data)
-        data = ranks.local_rank0_first(load) if options.data == "cifar10" else ranks.run_on_all_ranks(load)
+        # From the hub, one rank per machine downloads, and the others find its files. Otherwise
+        # all read at once. If one of them fails, all of them end with its error: the others would
+        # wait for it forever in the first collective.
+        once_per_machine = options.data == "cifar10"
+        data = ranks.local_rank0_first(load) if once_per_machine else ranks.run_on_all_ranks(load)
         functions = data_parallel
         if options.solution:
             functions = ranks.run_on_all_ranks(lambda: load_solution(options.solution))
@@ -76,31 +84,45 @@ def load_solution(path: Path) -> SimpleNamespace:
         raise UserError(f"--solution {path}: {error}", code="exercise-file") from error
 
 
-def train(data: ImageData, options: Namespace, ranks: Ranks, functions: Any = data_parallel) -> nn.Module:
+def train(
+    data: ImageData,
+    options: Namespace,
+    ranks: Ranks,
+    functions: Any = data_parallel,
+) -> nn.Module:
     """Train with the three ``functions``; rank 0 prints one line per epoch. Returns the model."""
     steps = len(data.train) // options.batch_size
     if not steps:
-        message = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
+        problem = f"there are only {len(data.train):,} training rows"
+        message = f"--batch_size {options.batch_size}: {problem}"
         raise UserError(message, quiet=not ranks.is_first, code="rows-too-few")
+    # The batch size is that of all ranks together, so on more ranks each has fewer rows, and the
+    # steps, and with them the learning rate that fits, stay the same.
     rows_per_rank = options.batch_size // ranks.world_size
     # Every rank draws its own weights, as separate programs do: the broadcast makes them equal.
     torch.manual_seed(options.seed + ranks.rank)
     model = CNN(len(data.classes)).to(ranks.device)
     functions.broadcast_parameters(model)
+    # Each rank has an optimizer of its own. They are never compared or sent: equal weights and
+    # equal gradients make equal moments.
     optimizer = AdamW(model.parameters(), options.learning_rate)
     schedule = one_cycle(optimizer, options.epochs * steps)
+    # One seed on all ranks: they must agree on the order of the rows, of which each takes a part.
     train_sampler = DistributedSampler(data.train, ranks.world_size, ranks.rank, seed=options.seed)
     test_sampler = DistributedSampler(data.test, ranks.world_size, ranks.rank, shuffle=False)
     for epoch in range(1, options.epochs + 1):
         began = time.perf_counter()
+        # Without it every epoch would have the order of the first.
         train_sampler.set_epoch(epoch)
         batches = training_batches(data.train, train_sampler, rows_per_rank, options.seed)
         loss = train_epoch(model, batches, optimizer, schedule, ranks, functions)
         test_batches = evaluation_batches(data.test, test_sampler, rows_per_rank)
         accuracy = evaluate(model, test_batches, ranks.device, functions)
+        # Both numbers are made by collectives, so all ranks computed them; only rank 0 prints.
         if ranks.is_first:
             took = format_time(time.perf_counter() - began)
-            print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {took}", flush=True)
+            found = f"loss {loss:.4f}  test accuracy {accuracy:.2%}"
+            print(f"epoch {epoch}/{options.epochs}  {found}  {took}", flush=True)
     return model
 
 
@@ -116,21 +138,34 @@ def train_epoch(
     model.train()
     losses = []
     for images, labels in batches:
+        # images: (rows per rank, 3, 32, 32), labels: (rows per rank,). The loss is the mean over
+        # this rank's rows only.
         loss = F.cross_entropy(model(images.to(ranks.device)), labels.to(ranks.device))
         optimizer.zero_grad()
         loss.backward()
+        # The only communication of a step. After backward(), which computes what is averaged, and
+        # before step(), which on every rank must use the same gradients.
         functions.average_gradients(model)
         optimizer.step()
         schedule.step()
+        # A tensor, not a number: .item() would wait for the GPU in every step.
         losses.append(loss.detach())
+    # All ranks have the same number of rows in each step, so the mean of their means is the mean
+    # over all rows. One collective per epoch, because the loss is only for printing.
     return ranks.sum_(torch.stack(losses).mean()).item() / ranks.world_size
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, functions: Any = data_parallel) -> float:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    functions: Any = data_parallel,
+) -> float:
     """The accuracy over all ranks' test rows."""
     model.eval()
     correct = total = 0
+    # No collective in this loop: the ranks may have different numbers of rows and of batches.
     for images, labels in batches:
         correct += int((model(images.to(device)).argmax(dim=1) == labels.to(device)).sum())
         total += len(labels)
@@ -138,23 +173,32 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, f
 
 
 def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
-    """The learning rate rises over the first quarter of the steps and falls to nothing over the others.
+    """The learning rate rises over a quarter of the steps and falls to nothing over the others.
 
     Source: Smith and Topin, "Super-Convergence", arXiv 1708.07120, section 3.
     """
     peak = max(1, steps // 4)
-    return LambdaLR(optimizer, lambda step: min((step + 1) / peak, (steps - step) / (steps - peak + 1)))
+
+    # A factor of the peak's learning rate: whichever of the rising and the falling line is lower.
+    def factor(step: int) -> float:
+        return min((step + 1) / peak, (steps - step) / (steps - peak + 1))
+
+    return LambdaLR(optimizer, factor)
 
 
 def _parse() -> Namespace:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
-    parser.add_argument("--solution", type=Path, help="use your three functions, from your copy of the lesson's file")
-    parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
-    parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
-    parser.add_argument("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")
-    parser.add_argument("--seed", type=_seed, default=1, help="default: 1")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    add = parser.add_argument
+    sources = "cifar10 (the hub; default), shapes, or a folder or .tar.gz"
+    add("--data", default="cifar10", help=sources)
+    yours = "use your three functions, from your copy of the lesson's file"
+    add("--solution", type=Path, help=yours)
+    add("--epochs", type=positive, default=8, help="default: 8")
+    rows = "rows of a step over all ranks (default: 512)"
+    add("--batch_size", type=positive, default=512, help=rows)
+    add("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")
+    add("--seed", type=_seed, default=1, help="default: 1")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     return parser.parse_args()
 
 

@@ -9,28 +9,37 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-BATCH_SIZE = 32
+BATCH_SIZE = 32  # rows per step
 
+# torchrun starts one process per device, and tells each its number on this machine.
 local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
+# Returns when all processes have joined: NCCL sends between GPUs, gloo between CPUs.
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
+# One seed: every process that runs this draws the same rows and the same first weights.
 torch.manual_seed(0)
 inputs = torch.randn(1024, 16)
+# The class of a row: whether its point is outside a sphere that holds about half of them.
 labels = (inputs.square().sum(dim=1) > 16).long()
 data = TensorDataset(inputs, labels)
 layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)]
-model = nn.Sequential(*layers, nn.Linear(16, 2)).to(device)
+model = nn.Sequential(*layers, nn.Linear(16, 2)).to(device)  # (rows, 16) -> (rows, 2)
+# Copies rank 0's weights to all ranks now, and averages the gradients in each backward pass.
 model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 
+# Rank r gets row r of the shuffled order and every world_size-th one after it. All ranks together
+# still train on BATCH_SIZE rows per step.
 sampler = DistributedSampler(data)
 loader = DataLoader(data, BATCH_SIZE // world_size, sampler=sampler)
 for epoch in range(5):
+    # Without it, every epoch would have the order of the first.
     sampler.set_epoch(epoch)
+    # A tensor on the device: .item() in each step would wait until the step is done.
     total = torch.zeros((), device=device)
     for inputs, labels in loader:
         loss = F.cross_entropy(model(inputs.to(device)), labels.to(device))
@@ -38,10 +47,13 @@ for epoch in range(5):
         loss.backward()
         optimizer.step()
         total += loss.detach()
+    # Each rank has the losses of its own rows. All ranks make the call, although only one prints:
+    # under `if rank == 0` it would wait for the others forever.
     dist.all_reduce(total)
     if rank == 0:
         print(f"epoch {epoch}: loss {total.item() / world_size / len(loader):.6f}", flush=True)
 
+# All replicas are equal, so one of them is saved: the model within DDP, as a single process has it.
 if rank == 0:
     torch.save(model.module.state_dict(), "model.pt")
 dist.destroy_process_group()
