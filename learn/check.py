@@ -34,7 +34,8 @@ ENDS = {
 def main() -> int:
     parser = OneLineParser(prog="python -m learn.check", description=__doc__)
     parser.add_argument("lesson", choices=LESSONS, metavar="LESSON", help=", ".join(LESSONS))
-    parser.add_argument("solution", type=Path, metavar="FILE", help="your copy of learn/lessons/LESSON.py")
+    yours = "your copy of learn/lessons/LESSON.py"
+    parser.add_argument("solution", type=Path, metavar="FILE", help=yours)
     parser.add_argument(
         "--workers",
         type=positive,
@@ -44,7 +45,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not 2 <= options.workers < MAX_RANKS:
-        raise UserError(f"--workers {options.workers}: must be 2 to {MAX_RANKS - 1}", code="flag-value")
+        problem = f"must be 2 to {MAX_RANKS - 1}"
+        raise UserError(f"--workers {options.workers}: {problem}", code="flag-value")
     # Imported here because they import PyTorch, which --help and a wrong flag need not wait for.
     from rich.console import Console
 
@@ -57,7 +59,8 @@ def main() -> int:
 
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     sizes = " and ".join(map(str, world_sizes))
-    console.print(f"{options.solution}: each function is called on {sizes} ranks, in separate processes\n")
+    how = f"each function is called on {sizes} ranks, in separate processes"
+    console.print(f"{options.solution}: {how}\n")
     verdicts = []
     for name in functions_of(options.lesson):
         with console.status(f"{name} ..."):
@@ -65,7 +68,8 @@ def main() -> int:
         console.print(describe(verdicts[-1], EXERCISES[name].promise))
     num_right = sum(verdict.finding is None for verdict in verdicts)
     all_right = num_right == len(verdicts)
-    console.print(f"{num_right} of {len(verdicts)} right{f'. {ENDS[options.lesson]}' if all_right else ''}")
+    end = f". {ENDS[options.lesson]}" if all_right else ""
+    console.print(f"{num_right} of {len(verdicts)} right{end}")
     return 0 if all_right else 1
 
 
@@ -73,14 +77,14 @@ def describe(verdict: Verdict, promise: str) -> Text:
     """A verdict as it is printed; if the function is right, a line says what it guarantees."""
     from rich.text import Text
 
-    finding = verdict.finding
+    finding, name = verdict.finding, (verdict.name, "bold")
     if finding is None:
-        return Text.assemble(("right  ", "bold green"), (verdict.name, "bold"), f": {promise}\n")
+        return Text.assemble(("right  ", "bold green"), name, f": {promise}\n")
     if finding == NOT_WRITTEN:
-        return Text.assemble(
-            ("to do  ", "bold yellow"), (verdict.name, "bold"), f": {finding.problem}; {finding.hint}\n"
-        )
-    text = Text.assemble(("wrong  ", "bold red"), (verdict.name, "bold"), f", on {verdict.world_size} ranks: ")
+        left = f": {finding.problem}; {finding.hint}\n"
+        return Text.assemble(("to do  ", "bold yellow"), name, left)
+    where = f", on {verdict.world_size} ranks: "
+    text = Text.assemble(("wrong  ", "bold red"), name, where)
     text.append(f"{finding.problem}\n", "red")
     for line in finding.detail.splitlines():
         text.append(f"       {line}\n")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from learn.checking.finding import WAIT, Finding
-from learn.checking.probe import Probe, same
+from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.probe import Probe, first_wrong, same_on_all
 
 PROMISE = "every rank starts with rank 0's weights and buffers"
 
@@ -31,13 +31,16 @@ class Seen:
 
 
 def observe(function: Callable[[nn.Module], None]) -> Seen:
+    # Each rank starts with numbers of its own, so a value tells which rank it comes from.
     model = Probe(dist.get_rank())
     before = dict(model.named_parameters())
     required = {name: parameter.requires_grad for name, parameter in before.items()}
     function(model)
     after = dict(model.named_parameters())
+    # The same object, not just an equal one: an optimizer holds the object.
     replaced = [name for name in before if after.get(name) is not before[name]]
-    switched = [name for name in after if name in required and after[name].requires_grad != required[name]]
+    both = [name for name in after if name in required]
+    switched = [name for name in both if after[name].requires_grad != required[name]]
     return Seen(model.tensors(), replaced, switched)
 
 
@@ -50,15 +53,16 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     if replaced := [name for one in seen for name in one.replaced]:
         return Finding(
             f"{replaced[0]} is a new object",
-            "The values are right, but an optimizer, or DDP, that was given the parameters before still holds the old "
-            "ones and would step those: what you broadcast after wrapping is lost. Can you write into the existing "
-            "tensor?",
+            "The values are right, but an optimizer, or DDP, that was given the parameters before "
+            "still holds the old ones and would step those: what you broadcast after wrapping is "
+            "lost. Can you write into the existing tensor?",
         )
     if switched := [name for one in seen for name in one.switched]:
         return Finding(
             f"requires_grad of {switched[0]} has changed",
-            "The values are right, but autograd treats the weight differently now: what was trained must still be "
-            "trained, and what was frozen must stay frozen. Change only the values.",
+            "The values are right, but autograd treats the weight differently now: what was "
+            "trained must still be trained, and what was frozen must stay frozen. Change only the "
+            "values.",
         )
     return None
 
@@ -67,50 +71,61 @@ def _kind(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]
     """Which rank's values all ranks hold now: ``right`` for rank 0's."""
     held = [one.tensors.get(name) for one in seen]
     for source, of_source in enumerate(own):
-        if all(same(tensor, of_source[name]) for tensor in held):
+        if same_on_all(held, [of_source[name]] * len(held)):
             return "right" if source == 0 else f"rank {source}"
-    if all(same(tensor, tensors[name]) for tensor, tensors in zip(held, own, strict=True)):
+    if same_on_all(held, [tensors[name] for tensors in own]):
         return "own"
+    # Averaged in float64 and back: the count of batches is a whole number.
     mean = torch.stack([tensors[name] for tensors in own]).double().mean(0).to(own[0][name].dtype)
-    return "mean" if all(same(tensor, mean) for tensor in held) else "other"
+    return "mean" if same_on_all(held, [mean] * len(held)) else "other"
 
 
 def _wrong_values(
-    kinds: dict[str, str], wrong: Sequence[str], seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]
+    kinds: dict[str, str],
+    wrong: Sequence[str],
+    seen: Sequence[Seen],
+    own: Sequence[dict[str, torch.Tensor]],
 ) -> Finding:
     parameters = {name for name, _ in Probe(0).named_parameters()}
     found = {kinds[name] for name in wrong}
     detail = _example(wrong[0], seen, own)
     if sources := sorted(kind for kind in found if kind.startswith("rank")):
-        return Finding(f"broadcasts from {sources[0]}, not from rank 0", "Which argument names the source?", detail)
+        problem = f"broadcasts from {sources[0]}, not from rank 0"
+        return Finding(problem, "Which argument names the source?", detail)
     if "mean" in found:
         hint = "A mean also gives all ranks one model, but not rank 0's, which all of them must start with."
         return Finding("averages the ranks' weights", hint, detail)
     if found == {"own"} and len(wrong) == len(kinds):
         hint = f"Nothing has been written into the model. Does the call work in place, on its own tensors? {WAIT}"
         return Finding("each rank keeps its own weights", hint, detail)
+    # From here on some tensors are right, and the ones that are not show which loop was written:
+    # over the state_dict, over parameters only, or over what has a gradient.
     if wrong == ["norm.table"]:
         hint = "A buffer registered with persistent=False is not in state_dict(), but the model computes with it."
         return Finding("norm.table is not broadcast", hint, detail)
     if found == {"own"} and not parameters & set(wrong):
         hint = (
-            "BatchNorm's running mean is not a parameter, but the model uses it to answer. Where does a module keep "
-            "such state?"
+            "BatchNorm's running mean is not a parameter, but the model uses it to answer. Where "
+            "does a module keep such state?"
         )
         return Finding("forgot the buffers", hint, detail)
     if found == {"own"}:
         hint = "Which parameters does your loop visit? A frozen one, or one without gradient, is part of the model."
-        return Finding(
-            f"only part of the model is broadcast, {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not",
-            hint,
-            detail,
-        )
-    return Finding("not all ranks hold rank 0's values", "Every rank makes the same calls, in the same order.", detail)
+        names = f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not"
+        return Finding(f"only part of the model is broadcast, {names}", hint, detail)
+    hint = "Every rank makes the same calls, in the same order."
+    return Finding("not all ranks hold rank 0's values", hint, detail)
 
 
 def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
     """A tensor on the first rank that does not hold rank 0's original values."""
-    rank = next(rank for rank, one in enumerate(seen) if not same(one.tensors.get(name), own[0][name]))
-    held = seen[rank].tensors.get(name)
+    tensors = [one.tensors.get(name) for one in seen]
+    rank = first_wrong(tensors, [own[0][name]] * len(seen))
+    held = tensors[rank]
     now = "is gone" if held is None else f"is {held.flatten().tolist()}"
     return f"{name} was {own[0][name].flatten().tolist()} on rank 0; on rank {rank} it {now}"
+
+
+EXERCISES = {
+    "broadcast_parameters": Exercise("data_parallel", PROMISE, observe, judge),
+}

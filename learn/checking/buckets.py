@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from learn.checking.calls import Call, RecordedCalls
-from learn.checking.finding import WAIT, Finding
-from learn.checking.probe import numbers_of, same
+from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.probe import first_wrong, numbers_of, same, same_on_all
 
 PROMISE = "all gradients are averaged in buckets, launched before the backward pass has ended"
 HANG_HINT = (
-    "The checker lets rank 0 finish its backward pass before the other ranks begin theirs. A hook that waits for an "
-    "all-reduce then never returns. And do all ranks launch every bucket?"
+    "The checker lets rank 0 finish its backward pass before the other ranks begin theirs. A hook "
+    "that waits for an all-reduce then never returns. And do all ranks launch every bucket?"
 )
 # In the order of the backward pass; in float64, because a parameter's bytes are not always 4 per
 # element.
 SHAPES = [torch.Size(shape) for shape in ((3,), (2, 2), (5,), (4, 5), (2,), (7, 1), (3,), (1, 2))]
 BUCKET_BYTES = 96
-BUCKETS = (3, 1, 3, 1)  # parameters in each: 96 bytes, 160 (a single one that is larger), 96 and 16
+# Parameters in each: 96 bytes, 160 (a single one that is larger than a bucket), 96 and 16.
+BUCKETS = (3, 1, 3, 1)
 STEPS = 2
 LATE_SECONDS = 0.1  # in which a finish() of rank 0 that does not wait has returned
 GRADIENT = "gradient"  # the name under which a computed gradient is recorded among the calls
@@ -49,7 +50,10 @@ def own_gradients(rank: int, step: int) -> list[torch.Tensor]:
 
 def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -> Seen:
     rank = dist.get_rank()
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # torchrun's kind of store, for the checker's own signals: a collective would be recorded, and
+    # would be one more that a solution could get out of step with.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
     recorder = RecordedCalls()
     for parameter in parameters:
@@ -60,9 +64,13 @@ def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -
     for step in range(STEPS):
         # The backward pass goes through this sum from its end, so the first parameters must come
         # last in it.
+        # last in it. d(parameter * gradient)/d(parameter) is that gradient.
         loss = torch.zeros(())
-        for parameter, gradient in reversed(list(zip(parameters, own_gradients(rank, step), strict=True))):
+        pairs = list(zip(parameters, own_gradients(rank, step), strict=True))
+        for parameter, gradient in reversed(pairs):
             loss = loss + (parameter * gradient).sum()
+        # The others begin when rank 0 is through its backward pass. No all-reduce can be complete
+        # before that, so a hook that waits for one never returns.
         if rank > 0:
             store.wait([f"backward pass {step}"])
             time.sleep(LATE_SECONDS)
@@ -74,7 +82,8 @@ def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -
             finish()
         # Copied at once: a collective that the solution did not wait for must not get the time to
         # finish.
-        seen.gradients.append([None if one.grad is None else one.grad.detach().clone() for one in parameters])
+        gradients = [None if one.grad is None else one.grad.detach().clone() for one in parameters]
+        seen.gradients.append(gradients)
         seen.recorded.append(list(recorder.calls))
         for parameter in parameters:
             parameter.grad = None
@@ -86,13 +95,15 @@ def _record(recorder: RecordedCalls, parameter: torch.Tensor) -> None:
 
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
+    # The values before the order of the calls: a wrong result is the more important news.
     for step in range(STEPS):
         own = [own_gradients(rank, step) for rank in range(len(seen))]
         held = [one.gradients[step] for one in seen]
         wrong = [place for place in range(len(SHAPES)) if not _is_mean(place, held, own)]
         if wrong and step > 0:
             hint = f"What have the hooks counted or collected in the first step, and what resets it? {WAIT}"
-            return Finding(f"right in step 1, wrong in step {step + 1}", hint, _example(wrong[0], held, own))
+            problem = f"right in step 1, wrong in step {step + 1}"
+            return Finding(problem, hint, _example(wrong[0], held, own))
         if wrong:
             return _wrong_values(wrong, held, own)
     for step in range(STEPS):
@@ -104,21 +115,30 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
 
 
 def _is_mean(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> bool:
-    mean = torch.stack([gradients[place] for gradients in own]).mean(0)
-    return all(same(gradients[place], mean) for gradients in held)
+    mean = torch.stack(_at(place, own)).mean(0)
+    return same_on_all(_at(place, held), [mean] * len(held))
 
 
-def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence[Gradients]) -> Finding:
+def _at(place: int, by_rank: Sequence[Gradients]) -> Gradients:
+    """One parameter's gradient on each rank."""
+    return [gradients[place] for gradients in by_rank]
+
+
+def _wrong_values(
+    wrong: Sequence[int],
+    held: Sequence[Gradients],
+    own: Sequence[Gradients],
+) -> Finding:
     num_ranks, detail = len(own), _example(wrong[0], held, own)
     total = [torch.stack(parts).sum(0) for parts in zip(*own, strict=True)]
-    left = [place for place in wrong if all(same(a[place], b[place]) for a, b in zip(held, own, strict=True))]
+    left = [place for place in wrong if same_on_all(_at(place, held), _at(place, own))]
     if len(left) == len(SHAPES):
         hint = f"Does what the all-reduce computes get into each .grad? {WAIT}"
         return Finding("each rank still has its own gradients", hint, detail)
     if left:
         hint = f"When do you launch a bucket that never becomes full, and one whose last gradient comes last? {WAIT}"
-        names = ", ".join(map(str, left))
-        return Finding(f"only some gradients are averaged, those of parameters {names} are not", hint, detail)
+        names = f"those of parameters {', '.join(map(str, left))} are not"
+        return Finding(f"only some gradients are averaged, {names}", hint, detail)
     if all(same(gradients[place], total[place]) for gradients in held for place in wrong):
         hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
         return Finding("forgot to divide", hint, detail)
@@ -126,53 +146,69 @@ def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence
     # may be lucky.
     if all(same(held[0][place], own[0][place] / num_ranks) for place in wrong):
         problem = "the sums of the all-reduces are not in .grad when finish returns"
-        return Finding(problem, f"Each gradient is divided, but not summed over the ranks. {WAIT}", detail)
+        hint = f"Each gradient is divided, but not summed over the ranks. {WAIT}"
+        return Finding(problem, hint, detail)
     hint = f"Is each gradient computed when its bucket is launched, and written back to where it came from? {WAIT}"
     return Finding("the gradients are not the mean over the ranks", hint, detail)
 
 
 def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
     """Compare one step's all-reduces, each with the gradients so far, with what was asked for."""
+    # Of each all-reduce: how many gradients were computed when it was launched, and its bytes.
     launches, num_computed = [], 0
     for call in recorded:
         num_computed += call.name == GRADIENT
         if call.name == "allreduce":
             launches.append((num_computed, call.num_bytes))
+    # What was asked for: the number of the gradient that completes each bucket, and its bytes.
     ends = [sum(BUCKETS[: place + 1]) for place in range(len(BUCKETS))]
     num_bytes = [8 * shape.numel() for shape in SHAPES]
-    sizes = [sum(num_bytes[end - length : end]) for end, length in zip(ends, BUCKETS, strict=True)]
+    lengths = zip(ends, BUCKETS, strict=True)
+    sizes = [sum(num_bytes[end - length : end]) for end, length in lengths]
     counts = [sent for _, sent in launches]
     detail = f"{len(SHAPES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
     if len(launches) == len(SHAPES):
-        return "makes one all-reduce per gradient", "Each call has a fixed cost. What can be sent together?", detail
+        hint = "Each call has a fixed cost. What can be sent together?"
+        return "makes one all-reduce per gradient", hint, detail
     if len(launches) == 1:
-        return "makes one all-reduce for all gradients", "It cannot begin before the last gradient is computed.", detail
+        hint = "It cannot begin before the last gradient is computed."
+        return "makes one all-reduce for all gradients", hint, detail
     if sorted(counts) != sorted(sizes):
         hint = "When does the next gradient still fit, and when does a new bucket begin?"
         large = [count for count in counts if count > BUCKET_BYTES and count not in sizes]
-        return ("a bucket is too large" if large else "the buckets are not those asked for"), hint, detail
+        problem = "a bucket is too large" if large else "the buckets are not those asked for"
+        return problem, hint, detail
     when = [computed for computed, _ in launches]
-    detail = f"the buckets are complete after {ends} of {len(SHAPES)} gradients, and launched after {when}"
+    complete = f"complete after {ends} of {len(SHAPES)} gradients, and launched after {when}"
+    detail = f"the buckets are {complete}"
     if min(when) == len(SHAPES):
         hint = (
-            "While a bucket is being sent, the backward pass could compute the next gradients. Who knows that one is "
-            "ready?"
+            "While a bucket is being sent, the backward pass could compute the next gradients. "
+            "Who knows that one is ready?"
         )
         return "no all-reduce is launched before the backward pass has ended", hint, detail
     if launches != list(zip(ends, sizes, strict=True)):
         hint = "At which gradient do you know that a bucket is complete: its last one, or the next bucket's first one?"
-        order = "launched too late" if counts == sizes else "not filled in the order of the parameters"
-        return f"a bucket is {order}", hint, detail
+        order = "not filled in the order of the parameters"
+        problem = f"a bucket is {'launched too late' if counts == sizes else order}"
+        return problem, hint, detail
     return None
 
 
 def _example(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> str:
     """The first element of a gradient, on the first rank that has it wrong."""
-    mean = torch.stack([gradients[place] for gradients in own]).mean(0)
-    rank = next(rank for rank, gradients in enumerate(held) if not same(gradients[place], mean))
-    found = held[rank][place]
-    element = 0 if found is None or found.shape != mean.shape else (found != mean).flatten().nonzero()[0].item()
-    terms = " + ".join(f"{gradients[place].flatten()[element].item():g}" for gradients in own)
+    mean = torch.stack(_at(place, own)).mean(0)
+    rank = first_wrong(_at(place, held), [mean] * len(held))
+    found, element = held[rank][place], 0
+    if found is not None and found.shape == mean.shape:
+        element = (found != mean).flatten().nonzero()[0].item()
+    terms = " + ".join(f"{gradient.flatten()[element].item():g}" for gradient in _at(place, own))
     now = "None" if found is None else f"{found.flatten()[element].item():g}"
     where = f"parameter {place}, element {element} of its gradient"
-    return f"{where}: ({terms}) / {len(own)} = {mean.flatten()[element].item():g}; rank {rank} has {now}"
+    value = f"({terms}) / {len(own)} = {mean.flatten()[element].item():g}"
+    return f"{where}: {value}; rank {rank} has {now}"
+
+
+EXERCISES = {
+    "average_in_buckets": Exercise("buckets", PROMISE, observe, judge, HANG_HINT),
+}

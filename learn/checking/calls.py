@@ -40,10 +40,19 @@ class RecordedCalls(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or the first call imports torch.compile, which takes seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        # torch.distributed's operations are in this namespace, under the backend's names: both
+        # dist.all_reduce and DDP's own call arrive as c10d::allreduce_.
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__.rstrip("_")
+            # What a call is given first: a list of tensors, or one.
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            num_bytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+            num_bytes = sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
             self.calls.append(Call(name, num_bytes, args[2] if name in ("send", "recv") else None))
         return func(*args, **(kwargs or {}))

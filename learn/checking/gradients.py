@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from learn.checking.finding import WAIT, Finding
-from learn.checking.probe import Probe, same
+from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.probe import Probe, same, same_on_all
 
 PROMISE = "every gradient is the mean over the ranks"
 
@@ -26,7 +26,7 @@ class Seen:
 
 
 def observe(function: Callable[[nn.Module], None]) -> Seen:
-    model = Probe(0)
+    model = Probe(0)  # equal on all ranks, as after the broadcast; only the gradients differ
     before = model.tensors()
     for name, gradient in model.gradients(dist.get_rank()).items():
         model.get_parameter(name).grad = gradient
@@ -38,7 +38,8 @@ def observe(function: Callable[[nn.Module], None]) -> Seen:
         for name, parameter in model.named_parameters()
     }
     after = model.tensors()
-    return Seen(gradients, [name for name, tensor in before.items() if not same(after.get(name), tensor)])
+    changed = [name for name, tensor in before.items() if not same(after.get(name), tensor)]
+    return Seen(gradients, changed)
 
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
@@ -46,10 +47,12 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
         hint = "The gradients are in each parameter's .grad; the optimizer then changes the weights."
         return Finding(f"changes the weights themselves ({changed[0]})", hint)
     own = [Probe(0).gradients(rank) for rank in range(len(seen))]
-    kinds = {
-        name: _kind([one.gradients.get(name) for one in seen], [gradients[name] for gradients in own])
-        for name in own[0]
-    }
+    # Each parameter is judged on its own: which are wrong, and whether all in the same way, shows
+    # whether the loop or what is done in it is wrong.
+    kinds = {}
+    for name in own[0]:
+        held = [one.gradients.get(name) for one in seen]
+        kinds[name] = _kind(held, [gradients[name] for gradients in own])
     if set(kinds.values()) == {"right"}:
         return _invented(seen, own)
     worst = next(name for name, kind in kinds.items() if kind != "right")
@@ -61,12 +64,19 @@ def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> s
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
     right = [total / num_ranks] * num_ranks
     divided = [gradient / num_ranks for gradient in own]
-    suspects = {"right": right, "own": own, "own, divided": divided, "rank 0's": [own[0]] * num_ranks}
+    suspects = {
+        "right": right,
+        "own": own,
+        "own, divided": divided,
+        "rank 0's": [own[0]] * num_ranks,
+    }
     for kind, expected in suspects.items():
-        if all(map(same, held, expected)):
+        if same_on_all(held, expected):
             return kind
     if any(gradient is None for gradient in held):
         return "gone"
+    # Is it the sum, times any factor? By least squares: the factor that fits best, and if it fits
+    # everywhere, that was the mistake.
     factor = (held[0] * total).sum() / total.square().sum()
     if factor > 0 and all(same(gradient, factor * total) for gradient in held):
         return f"sum / {1 / factor.item():.4g}"
@@ -77,9 +87,8 @@ def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
     left = [name for name, kind in kinds.items() if kind == "own"]
     if left and len(left) < len(kinds):
         hint = "Which parameters does your loop visit? Each that has a gradient needs its mean."
-        return Finding(
-            f"only some gradients are averaged, {', '.join(left)} {'is' if len(left) == 1 else 'are'} not", hint, detail
-        )
+        names = f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not"
+        return Finding(f"only some gradients are averaged, {names}", hint, detail)
     mistakes = set(kinds.values()) - {"right"}
     kind = mistakes.pop() if len(mistakes) == 1 else "other"
     if kind.startswith("sum / "):
@@ -143,9 +152,16 @@ def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tens
     mean = numbers.mean(0)
     for rank, one in enumerate(seen):
         held = one.gradients.get(name)
-        if same(held, mean.view_as(own[0][name])):
+        right = mean.view_as(own[0][name])
+        if same(held, right):
             continue
         found = "None" if held is None else f"{held.flatten()[0].item():g}"
         terms = " + ".join(f"{number:g}" for number in numbers[:, 0].tolist())
-        return f"{name}.grad, first element: ({terms}) / {len(own)} = {mean[0].item():g}; rank {rank} has {found}"
+        value = f"({terms}) / {len(own)} = {mean[0].item():g}"
+        return f"{name}.grad, first element: {value}; rank {rank} has {found}"
     return ""
+
+
+EXERCISES = {
+    "average_gradients": Exercise("data_parallel", PROMISE, observe, judge),
+}

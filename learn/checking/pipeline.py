@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from learn.by_hand.pipeline import one_forward_one_backward
 from learn.checking.finding import Exercise, Finding
+from learn.checking.probe import explanation
 
 Order = list[tuple[str, int]]
 BACKWARD_TIME = 2  # of a forward pass; the bubble is the same for any ratio
@@ -24,8 +25,8 @@ def numbers_of_micro_batches(num_stages: int) -> tuple[int, ...]:
     return 4, 1, 2 * num_stages + 2  # the shortest order that shows all phases comes first
 
 
-# A pipeline longer than the ranks at hand, with fewer micro-batches than it has stages: any rank
-# can ask for all of it.
+# A pipeline longer than the number of ranks, with fewer micro-batches than it has stages: an order
+# needs no communication, so any rank can be asked for all of it.
 LONG_PIPELINE = [(5, 2), (5, 3)]
 
 
@@ -39,7 +40,12 @@ def observe_order(function: Callable[[int, int, int], Order]) -> list[list[Any] 
     orders = [function(rank, size, number) for number in numbers_of_micro_batches(size)]
     for num_stages, number in LONG_PIPELINE:
         orders += [function(stage, num_stages, number) for stage in range(num_stages)]
-    return [list(map(_plain, order)) if isinstance(order, list) else type(order).__name__ for order in orders]
+    # The name of the type in place of an order that is no list.
+    return [_plain_order(order) for order in orders]
+
+
+def _plain_order(order: Any) -> list[Any] | str:
+    return list(map(_plain, order)) if isinstance(order, list) else type(order).__name__
 
 
 def _plain(action: Any) -> tuple[Any, ...] | str:
@@ -50,8 +56,10 @@ def _plain(action: Any) -> tuple[Any, ...] | str:
 def judge_order(seen: Sequence[Sequence[list[Any] | str]]) -> Finding | None:
     numbers = numbers_of_micro_batches(len(seen))
     cases = [(number, [orders[place] for orders in seen]) for place, number in enumerate(numbers)]
+    # The long pipelines: all of their orders are rank 0's answers, one after the other.
     rest = iter(seen[0][len(numbers) :])
-    cases += [(number, [next(rest) for _ in range(num_stages)]) for num_stages, number in LONG_PIPELINE]
+    for num_stages, number in LONG_PIPELINE:
+        cases.append((number, [next(rest) for _ in range(num_stages)]))
     for number, orders in cases:
         if finding := _malformed(orders, number) or _wrong_order(orders, number):
             return finding
@@ -83,29 +91,33 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
     num_stages = len(orders)
     detail = "\n".join(f"stage {stage}: {words(order)}" for stage, order in enumerate(orders))
     for stage, order in enumerate(orders):
-        early = [index for index in range(number) if order.index(("B", index)) < order.index(("F", index))]
+        places = {action: place for place, action in enumerate(order)}
+        early = [index for index in range(number) if places["B", index] < places["F", index]]
         if early:
             hint = "A backward pass needs the activations of its own forward pass."
             return Finding(f"B{early[0]} comes before F{early[0]} on stage {stage}", hint, detail)
     if any(_of_kind(order, kind) != _of_kind(orders[0], kind) for order in orders for kind in "FB"):
         hint = "Messages arrive in the order in which they were sent: two neighbours must agree on it."
         return Finding("the stages take the micro-batches in different orders", hint, detail)
+    # By here each stage's order is possible on its own. Together they can still wait in a circle.
     ends, waits = play(orders)
     if waits:
         hint = (
             "Follow the first actions of each stage on paper: who can begin, and what does it need from its neighbours?"
         )
         return Finding("the stages wait for each other forever", hint, "\n".join([detail, *waits]))
-    kept = [most_kept(order) for order in orders]
-    limits = [min(num_stages - stage, number) for stage in range(num_stages)]
-    for stage, (most, limit) in enumerate(zip(kept, limits, strict=True)):
+    for stage, order in enumerate(orders):
+        most, limit = most_kept(order), min(num_stages - stage, number)
         if most > limit:
-            problem = f"stage {stage} keeps the activations of {most} micro-batches, not of at most {limit}"
-            if all(order[:number] == _of_kind(order, "F") for order in orders):
+            micro_batches = f"{most} micro-batches, not of at most {limit}"
+            problem = f"stage {stage} keeps the activations of {micro_batches}"
+            if all(other[:number] == _of_kind(other, "F") for other in orders):
                 hint = "This is the order of GPipe. When does the first gradient arrive that a stage could work on?"
                 return Finding(f"all forward passes come first: {problem}", hint, detail)
             hint = "How many forward passes does a stage make before its first backward pass? Later stages need fewer."
             return Finding(problem, hint, detail)
+    # A stage works for M forwards and backwards, and waits while the pipeline fills and drains: the
+    # time of N - 1 more of both. What is beyond that comes from a stage that keeps too little.
     least = (num_stages - 1) / (number + num_stages - 1)
     bubble = 1 - number * (1 + BACKWARD_TIME) / max(ends)
     if bubble > least + 1e-9:
@@ -129,9 +141,11 @@ def most_kept(order: Sequence[tuple[str, int]]) -> int:
 
 def play(orders: Sequence[Order]) -> tuple[list[float], list[str]]:
     """When each stage has finished; and, if that never happens, what each stage waits for."""
-    done: dict[tuple[int, str, int], float] = {}
+    done: dict[tuple[int, str, int], float] = {}  # when each stage's action was done
     position, free = [0] * len(orders), [0.0] * len(orders)
 
+    # What a stage's next action takes from a neighbour: activations from the stage before it, or a
+    # gradient from the one after it. None at the two ends of the pipeline.
     def need(stage: int) -> tuple[int, str, int] | None:
         kind, index = orders[stage][position[stage]]
         neighbour = stage - 1 if kind == "F" else stage + 1
@@ -142,14 +156,18 @@ def play(orders: Sequence[Order]) -> tuple[list[float], list[str]]:
         able = [stage for stage in unfinished if need(stage) is None or need(stage) in done]
         for stage in able:
             kind, index = orders[stage][position[stage]]
-            free[stage] = max(free[stage], done.get(need(stage), 0.0)) + (1 if kind == "F" else BACKWARD_TIME)
+            # It begins when the stage is free and what it needs is there.
+            begins = max(free[stage], done.get(need(stage), 0.0))
+            free[stage] = begins + (1 if kind == "F" else BACKWARD_TIME)
             done[stage, kind, index] = free[stage]
             position[stage] += 1
+        # Nobody can go on: all have finished, or the others wait for each other.
         if not able:
-            waits = [(stage, words([orders[stage][position[stage]]]), need(stage)) for stage in unfinished]
-            return free, [
-                f"stage {stage} cannot begin {name}: stage {of[0]} has not done it" for stage, name, of in waits
-            ]
+            waits = []
+            for stage in unfinished:
+                name, of = words([orders[stage][position[stage]]]), need(stage)[0]
+                waits.append(f"stage {stage} cannot begin {name}: stage {of} has not done it")
+            return free, waits
 
 
 @dataclass(frozen=True)
@@ -169,28 +187,35 @@ class Ran:
 
 def create_stages(num_stages: int) -> nn.Sequential:
     generator = torch.Generator().manual_seed(0)
-    stages = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages))).double()
-    for parameter in stages.parameters():
+    stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages)]
+    model = nn.Sequential(*stages).double()
+    for parameter in model.parameters():
         parameter.detach().normal_(generator=generator)
-    return stages
+    return model
 
 
 def create_batch(num_stages: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The micro-batches, and their targets."""
     number = numbers_of_micro_batches(num_stages)[-1]
-    both = torch.randn(2, number, ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    both = torch.randn(2, number, ROWS, WIDTH, generator=generator, dtype=torch.float64)
     inputs, targets = both.unbind(0)
     return list(inputs.unbind(0)), list(targets.unbind(0))
 
 
-def observe_run(function: Callable[[nn.Module, list[torch.Tensor], list[torch.Tensor], Order], None]) -> Ran:
+def observe_run(
+    function: Callable[[nn.Module, list[torch.Tensor], list[torch.Tensor], Order], None],
+) -> Ran:
     rank, size = dist.get_rank(), dist.get_world_size()
     module, (inputs, targets) = create_stages(size)[rank], create_batch(size)
     actions, alive, outputs = [], [], []
 
+    # Nothing of the solution is wrapped: the module reports its forward passes, and its outputs
+    # report when a gradient reaches them.
     def record(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         index = len(outputs)
-        # Y.detach() is another tensor of the same memory.
+        # Weak, so that the checker itself keeps nothing alive. By storage and not by tensor,
+        # because y.detach() is another tensor of the same memory.
         outputs.append(StorageWeakRef(output.untyped_storage()))
         actions.append(("F", index))
         alive.append(sum(not one.expired() for one in outputs))
@@ -199,7 +224,8 @@ def observe_run(function: Callable[[nn.Module, list[torch.Tensor], list[torch.Te
 
     module.register_forward_hook(record)
     function(module, inputs, targets, one_forward_one_backward(rank, size, len(inputs)))
-    return Ran([parameter.grad for parameter in module.parameters()], actions, alive[-1] if alive else 0)
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return Ran(gradients, actions, alive[-1] if alive else 0)
 
 
 def judge_run(seen: Sequence[Ran]) -> Finding | None:
@@ -211,31 +237,39 @@ def judge_run(seen: Sequence[Ran]) -> Finding | None:
             hint = "A backward pass leaves its gradients in the parameters. Who calls it, and on what?"
             return Finding(f"stage {stage} has no gradients", hint)
     per_micro_batch = _gradients_by_stage(num_stages, inputs, targets)
-    right = [[sum(parts) / number for parts in zip(*of_stage, strict=True)] for of_stage in per_micro_batch]
+    # By stage: the gradients of the batch's mean loss, which is the mean of the micro-batches'.
+    by_parameter = [zip(*of_stage, strict=True) for of_stage in per_micro_batch]
+    right = [[sum(parts) / number for parts in of_stage] for of_stage in by_parameter]
     wrong = [stage for stage, one in enumerate(seen) if not _close(one.gradients, right[stage])]
     if wrong:
         problem, hint = _suspect_gradients([one.gradients for one in seen], right, per_micro_batch)
         held, expected = seen[wrong[0]].gradients[0][0, 0], right[wrong[0]][0][0, 0]
-        detail = f"stage {wrong[0]}, first weight: its gradient must be {expected:.4g} and is {held:.4g}"
-        return Finding(problem, hint, detail)
+        numbers = f"its gradient must be {expected:.4g} and is {held:.4g}"
+        return Finding(problem, hint, f"stage {wrong[0]}, first weight: {numbers}")
     for stage, one in enumerate(seen):
         order = one_forward_one_backward(stage, num_stages, number)
         if one.actions and one.actions != order:
-            detail = f"stage {stage} was given: {words(order)}\nstage {stage} ran:       {words(one.actions)}"
+            given, ran = words(order), words(one.actions)
+            detail = f"stage {stage} was given: {given}\nstage {stage} ran:       {ran}"
             hint = "The gradients are right, but the order decides how much memory it takes."
             return Finding("runs in another order than it was given", hint, detail)
+        # In this order at least one backward pass comes before the last forward pass, so fewer
+        # outputs than micro-batches must be left.
         if one.outputs_alive == number:
-            detail = f"at its last forward pass stage {stage} still holds the outputs of all {number} micro-batches"
+            holds = f"stage {stage} still holds the outputs of all {number} micro-batches"
             hint = (
-                "After a backward pass nobody needs the activations of its micro-batch. Who still holds them? "
-                "The handle of an isend does, too."
+                "After a backward pass nobody needs the activations of its micro-batch. Who still "
+                "holds them? The handle of an isend does, too."
             )
+            detail = f"at its last forward pass {holds}"
             return Finding("the activations are never freed", hint, detail)
     return None
 
 
 def _gradients_by_stage(
-    num_stages: int, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    num_stages: int,
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
 ) -> list[list[list[torch.Tensor]]]:
     """By stage and micro-batch, computed in one process."""
     found: list[list[list[torch.Tensor]]] = [[] for _ in range(num_stages)]
@@ -247,49 +281,51 @@ def _gradients_by_stage(
     return found
 
 
+OfStages = Sequence[Sequence[torch.Tensor]]  # by stage, of each of its parameters
+
+
 def _suspect_gradients(
-    held: Sequence[Sequence[torch.Tensor]],
-    right: Sequence[Sequence[torch.Tensor]],
-    per_micro_batch: Sequence[Sequence[Sequence[torch.Tensor]]],
+    held: OfStages,
+    right: OfStages,
+    per_micro_batch: Sequence[OfStages],
 ) -> tuple[str, str]:
     """The mistake that explains these gradients, and a hint."""
     num_stages, number = len(held), len(per_micro_batch[0])
-    for factor, problem, hint in (
+    first, last = ([of_stage[index] for of_stage in per_micro_batch] for index in (0, -1))
+    overwritten = "backward() adds to .grad. What becomes of the other micro-batches' gradients?"
+    mistakes = [
         (
-            number,
+            _scaled(right, number),
             "the loss is not divided by the number of micro-batches",
             "The batch's loss is a mean of theirs.",
         ),
         (
-            1 / number,
+            _scaled(right, 1 / number),
             "divides by the number of micro-batches twice",
             "mse_loss is a mean over rows already.",
         ),
-    ):
-        if all(
-            _close(one, [factor * tensor for tensor in expected]) for one, expected in zip(held, right, strict=True)
-        ):
-            return problem, hint
-    for index, which in ((number - 1, "last"), (0, "first")):
-        for factor in (1, 1 / number):
-            expected = [[factor * tensor for tensor in of_stage[index]] for of_stage in per_micro_batch]
-            if all(map(_close, held, expected)):
-                hint = "backward() adds to .grad. What becomes of the other micro-batches' gradients?"
-                return f"has the gradients of the {which} micro-batch only", hint
+    ]
+    for which, only in (("last", last), ("first", first)):
+        problem = f"has the gradients of the {which} micro-batch only"
+        mistakes += [(_scaled(only, factor), problem, overwritten) for factor in (1, 1 / number)]
+    if found := explanation(held, mistakes, None, _all_close):
+        return found
     inputs, targets = create_batch(num_stages)
     whole_inputs, whole_targets = torch.cat(inputs), torch.cat(targets)
-    last = create_stages(num_stages)[-1]
-    F.mse_loss(last(whole_inputs), whole_targets).backward()
-    if _close(held[-1], [parameter.grad for parameter in last.parameters()]):
-        return "the last stage computes with the batch's inputs", "Its input is what the stage before it has sent."
+    module = create_stages(num_stages)[-1]
+    F.mse_loss(module(whole_inputs), whole_targets).backward()
+    if _close(held[-1], [parameter.grad for parameter in module.parameters()]):
+        hint = "Its input is what the stage before it has sent."
+        return "the last stage computes with the batch's inputs", hint
+    # A stage that calls backward() on its output without the next stage's gradient: as if the loss
+    # were the sum, or the mean, of its outputs.
     stages, x = create_stages(num_stages), whole_inputs
     for stage, module in enumerate(stages[:-1]):
         x = module(x.detach())
         x.sum().backward()
         of_sum = [parameter.grad for parameter in module.parameters()]
-        if any(
-            _close(held[stage], [tensor * factor for tensor in of_sum]) for factor in (1, 1 / number, 1 / x.numel())
-        ):
+        factors = (1, 1 / number, 1 / x.numel())
+        if any(_close(held[stage], [factor * one for one in of_sum]) for factor in factors):
             hint = "The loss depends on its output through the later stages: y.backward() takes the gradient of y."
             return f"stage {stage} does not use the gradient that the next stage sends", hint
     if _close(held[-1], right[-1]):
@@ -299,6 +335,14 @@ def _suspect_gradients(
     return "the gradients are not those of one process", hint
 
 
+def _scaled(by_stage: OfStages, factor: float) -> OfStages:
+    return [[factor * tensor for tensor in of_stage] for of_stage in by_stage]
+
+
+def _all_close(held: OfStages, expected: OfStages) -> bool:
+    return all(map(_close, held, expected))
+
+
 def _close(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
     pairs = zip(held, expected, strict=True)
     return all(one is not None and torch.allclose(one, other) for one, other in pairs)
@@ -306,7 +350,15 @@ def _close(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]
 
 EXERCISES = {
     "one_forward_one_backward": Exercise(
-        "pipeline", "no stage waits or keeps more than it has to", observe_order, judge_order
+        "pipeline",
+        "no stage waits or keeps more than it has to",
+        observe_order,
+        judge_order,
     ),
-    "run_stage": Exercise("pipeline", "every stage has the gradients of one process", observe_run, judge_run),
+    "run_stage": Exercise(
+        "pipeline",
+        "every stage has the gradients of one process",
+        observe_run,
+        judge_run,
+    ),
 }

@@ -60,12 +60,16 @@ class Rank:
         threading.Thread(target=self._answer_parent, daemon=True).start()
         try:
             with join_ranks("cpu") as ranks:
+                # Only when all are here does the time of the call begin: starting a process takes
+                # seconds, and the call itself milliseconds.
                 ranks.barrier()
                 self.pipe.send_bytes(READY)
                 # Rank 0 is late on purpose: otherwise a collective that the solution does not wait
                 # for would often finish in time, by luck.
                 time.sleep(LATE_SECONDS if ranks.is_first else 0)
                 self._send(self._call(name))
+                # Until the parent kills this process. If it ended now, the ranks that are still
+                # at work would lose a neighbour, and report that instead of their own mistake.
                 threading.Event().wait()
         except ForeseenError as error:
             self.pipe.send_bytes(first_line(error.__cause__ or error).encode())
@@ -76,23 +80,28 @@ class Rank:
                 return Report("returned", EXERCISES[name].observe(load_function(self.path, name)))
         except WrongSignature as error:
             return Report("wrong signature", error=str(error))
-        except BaseException as error:  # the learner's code may even call sys.exit
+        except BaseException as error:
+            # The learner's code may even call sys.exit.
             message = textwrap.shorten(str(error), MAX_ERROR, placeholder=" ...")
             line = f"{type(error).__name__}: {message}".removesuffix(": ")
-            return Report("raised", error=line, place=self._place(traceback.extract_tb(error.__traceback__)))
+            place = self._place(traceback.extract_tb(error.__traceback__))
+            return Report("raised", error=line, place=place)
 
     def _answer_parent(self) -> None:
         """Report where this rank is if the parent asks; end with the parent, even a killed one."""
         try:
+            # The parent writes only if it has waited long enough. In a collective the main thread
+            # cannot answer, so this one looks at where it is.
             self.pipe.recv_bytes()
             frame = sys._current_frames()[threading.main_thread().ident]
             self._send(Report("waits", place=self._place(traceback.extract_stack(frame))))
-            self.pipe.recv_bytes()
+            self.pipe.recv_bytes()  # nothing more comes: it raises when the parent is gone
         except (EOFError, OSError):
             pass
         os._exit(0)
 
     def _place(self, frames: traceback.StackSummary) -> str:
+        # The innermost line of the learner's own file, not the one in PyTorch that it called.
         own = [frame for frame in frames if frame.filename == str(self.path)]
         return f"line {own[-1].lineno}: {own[-1].line}" if own else ""
 

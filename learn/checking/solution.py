@@ -27,15 +27,16 @@ def compile_solution(path: Path) -> CodeType:
     try:
         return compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
+        why = f"cannot be read ({error.strerror})"
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}); copy the lesson's file in learn/lessons, fill it in and name "
-            "it here",
+            f"{path}: {why}; copy the lesson's file in learn/lessons, fill it in and name it here",
             code="exercise-file",
         ) from error
     except SyntaxError as error:
         place = f"{path}, line {error.lineno}" if error.lineno else path
         line = (error.text or "").strip()
-        raise UserError(f"{place}: {error.msg}{f': {line}' if line else ''}", code="exercise-file") from error
+        quoted = f": {line}" if line else ""
+        raise UserError(f"{place}: {error.msg}{quoted}", code="exercise-file") from error
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
@@ -48,16 +49,21 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     module.__file__ = str(path)
     # Dataclasses, pickle and others look a class's module up there.
     sys.modules["solution"] = module
+    # So that it can import files beside it, as it could if it were run.
     sys.path.insert(0, str(path.parent))
+    # Compiled with its own path, by which a traceback's lines are found to be the learner's.
     exec(compile_solution(path), module.__dict__)
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
         raise WrongSignature(f"there is no function {name} in {path.name}")
+    # The exercise's own file has the signature: called in the same way, the function must accept
+    # it. Its parameters may have other names.
     asked = importlib.import_module(f"learn.lessons.{EXERCISES[name].lesson}")
-    expected = inspect.signature(getattr(asked, name))
+    expected, found = inspect.signature(getattr(asked, name)), inspect.signature(function)
     try:
-        inspect.signature(function).bind(*expected.parameters)
+        found.bind(*expected.parameters)
     except TypeError:
-        theirs, ours = ", ".join(inspect.signature(function).parameters), ", ".join(expected.parameters)
-        raise WrongSignature(f"it takes ({theirs}), but is called as {name}({ours})") from None
+        theirs, ours = ", ".join(found.parameters), ", ".join(expected.parameters)
+        problem = f"it takes ({theirs}), but is called as {name}({ours})"
+        raise WrongSignature(problem) from None
     return function

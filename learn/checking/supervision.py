@@ -16,8 +16,8 @@ from common.errors import TrainingFailure
 from learn.checking.rank import READY, Report, run_rank
 from training.parallelism.distributed import loopback_store
 
-START_SECONDS = 120.0
-ANSWER_SECONDS = 5.0
+START_SECONDS = 120.0  # for all processes to start and to form a group
+ANSWER_SECONDS = 5.0  # for a rank to report where it is
 OTHERS_SECONDS = 1.0  # for the other ranks to fail too, once one has
 
 
@@ -33,6 +33,7 @@ class _Started:
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
+            # Its end of the pipe is closed, so the process has ended, or is about to.
             self.process.join(ANSWER_SECONDS)
             return Report("gone", value=self.process.exitcode)
 
@@ -54,9 +55,9 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> lis
     Raises:
         TrainingFailure: the ranks did not form a group.
     """
-    # Imports torch once; each rank is a fork of it.
+    # A server that imports torch once; each rank is a fork of it, with what DDP and optimizers
+    # would import as well.
     context = multiprocessing.get_context("forkserver")
-    # Which DDP and optimizers would import.
     context.set_forkserver_preload(["learn.checking.rank", "torch._dynamo"])
     store = loopback_store()
     started: list[_Started] = []
@@ -66,11 +67,13 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> lis
             arguments = (theirs, _environment(rank, world_size, store.port), path, name)
             process = context.Process(target=run_rank, args=arguments, daemon=True)
             process.start()
+            # Only the rank may hold its end: otherwise its death would not close the pipe.
             theirs.close()
             started.append(_Started(rank, process, ours))
         _wait_for_group(started)
         return _reports(started, seconds)
     finally:
+        # Killed, because a rank that waits in a collective does not react to anything else.
         for one in started:
             one.process.kill()
             one.process.join()
@@ -78,10 +81,12 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> lis
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    places = {"RANK": rank, "WORLD_SIZE": world_size}
+    places |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": 0}
     # This process holds the store, as torchrun does in a run, so no rank has to guess a free port.
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    return {name: str(value) for name, value in (places | shared | {"TORCHELASTIC_RESTART_COUNT": 0}).items()}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in (places | shared).items()}
 
 
 def _wait_for_group(started: Sequence[_Started]) -> None:
@@ -89,13 +94,15 @@ def _wait_for_group(started: Sequence[_Started]) -> None:
     pending = {one.pipe: one for one in started}
     while pending:
         ready = wait(list(pending), max(0.0, end - time.monotonic()))
+        # If the time is up, none is ready, and the first one that is missing is named.
         for pipe in ready or list(pending):
             one, message = pending.pop(pipe), b""
             with suppress(EOFError):
                 message = pipe.recv_bytes() if ready else b""
             if message != READY:
                 why = message.decode() or "is the machine out of memory?"
-                raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; {why}", code="rank-lost")
+                problem = f"rank {one.rank} of {len(started)} did not start"
+                raise TrainingFailure(f"{problem}; {why}", code="rank-lost")
 
 
 def _reports(started: Sequence[_Started], seconds: float) -> list[Report]:
@@ -104,7 +111,10 @@ def _reports(started: Sequence[_Started], seconds: float) -> list[Report]:
     pending = {one.pipe: one for one in started}
     while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
         reports |= {one.rank: one.receive() for one in map(pending.pop, ready)}
+        # The others may wait for the one that failed, forever. They get a moment to fail as well,
+        # because the first to fail need not be the one that made the mistake.
         if any(report.outcome != "returned" for report in reports.values()):
             end = min(end, time.monotonic() + OTHERS_SECONDS)
+    # Whoever has not reported by now hangs, and is asked where.
     reports |= {one.rank: one.ask() for one in pending.values()}
     return [reports[one.rank] for one in started]

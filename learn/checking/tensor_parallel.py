@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from learn.checking.finding import WAIT, Exercise, Finding
-from learn.checking.probe import numbers_of, same
+from learn.checking.probe import ByRank, explanation, first_wrong, numbers_of, same, same_on_all
 
 ROWS, OUT_FEATURES = 5, 4
 SHAPE = torch.Size([2, 3])
@@ -37,7 +37,8 @@ def gradient_of(rank: int) -> torch.Tensor:
 
 
 def observe_passed(function: Callable[[torch.Tensor], torch.Tensor], *, summed: bool) -> Passed:
-    """As in a model, x of f and the arriving gradient of g are equal on all ranks."""
+    # As in a model: what is the same on every rank there is the same here, too. That is x for f,
+    # and the arriving gradient for g, since all ranks compute the same loss from the sum.
     rank = dist.get_rank()
     x, arriving = value_of(rank if summed else 0), gradient_of(0 if summed else rank)
     leaf, given = x.clone().requires_grad_(), arriving.clone()
@@ -51,64 +52,99 @@ def observe_passed(function: Callable[[torch.Tensor], torch.Tensor], *, summed: 
         y.backward(given)
     gradient = None if leaf.grad is None else leaf.grad.clone()
     pairs = {"x": (leaf.detach(), x), "the arriving gradient": (given, arriving)}
-    return Passed("Tensor", result, gradient, [name for name, (now, before) in pairs.items() if not same(now, before)])
+    wrote = [name for name, (now, before) in pairs.items() if not same(now, before)]
+    return Passed("Tensor", result, gradient, wrote)
 
 
 def judge_copied(seen: Sequence[Passed]) -> Finding | None:
-    num_ranks, x, own = len(seen), value_of(0), [gradient_of(rank) for rank in range(len(seen))]
+    num_ranks, x = len(seen), value_of(0)
+    own = [gradient_of(rank) for rank in range(num_ranks)]
     if finding := _wrong_type(seen):
         return finding
-    if not _all_same([one.result for one in seen], [x] * num_ranks):
-        detail = _example("the result", [one.result for one in seen], [x] * num_ranks)
-        if _all_same([one.result for one in seen], [num_ranks * x] * num_ranks):
+    results = [one.result for one in seen]
+    if not same_on_all(results, [x] * num_ranks):
+        detail = _example("the result", results, [x] * num_ranks)
+        if same_on_all(results, [num_ranks * x] * num_ranks):
             hint = "All ranks have the same x already. In which direction do they have different things?"
             return Finding("sums x in the forward pass", hint, detail)
-        return Finding("the result is not x", "In the forward pass, f changes nothing and sends nothing.", detail)
+        hint = "In the forward pass, f changes nothing and sends nothing."
+        return Finding("the result is not x", hint, detail)
     total = torch.stack(own).sum(0)
     held, right = [one.gradient for one in seen], [total] * num_ranks
-    if _all_same(held, right):
+    if same_on_all(held, right):
         return _overwritten(seen)
     mistakes = [
-        (own, "the backward pass does not sum over the ranks", f"Which ranks' parts does x feed into? {WAIT}"),
+        (
+            own,
+            "the backward pass does not sum over the ranks",
+            f"Which ranks' parts does x feed into? {WAIT}",
+        ),
         ([total / num_ranks] * num_ranks, "averages the gradients", _PARTS),
-        ([num_ranks * total] * num_ranks, "sums the gradients twice", "How often is the collective called?"),
-        ([own[0]] * num_ranks, "every rank has rank 0's gradient", "A broadcast throws away what the others found."),
+        (
+            [num_ranks * total] * num_ranks,
+            "sums the gradients twice",
+            "How often is the collective called?",
+        ),
+        (
+            [own[0]] * num_ranks,
+            "every rank has rank 0's gradient",
+            "A broadcast throws away what the others found.",
+        ),
     ]
     return _explained(held, right, mistakes, own)
 
 
 def judge_summed(seen: Sequence[Passed]) -> Finding | None:
-    num_ranks, arriving, own = len(seen), gradient_of(0), [value_of(rank) for rank in range(len(seen))]
+    num_ranks, arriving = len(seen), gradient_of(0)
+    own = [value_of(rank) for rank in range(num_ranks)]
     if finding := _wrong_type(seen):
         return finding
     total, held = torch.stack(own).sum(0), [one.result for one in seen]
-    if not _all_same(held, [total] * num_ranks):
-        detail = _example("the sum", held, [total] * num_ranks, own)
-        if held[0].shape != SHAPE:
-            hint = "Every rank holds a summand of the full size, not a piece of the result."
-            return Finding(f"the result has the shape {tuple(held[0].shape)}, not that of x", hint, detail)
-        if _all_same(held, own):
-            hint = f"Does the call work in place, or return what you have to keep? {WAIT}"
-            return Finding("the result is this rank's x, not the sum", hint, detail)
-        if _all_same(held, [total / num_ranks] * num_ranks):
-            return Finding("averages instead of summing", _PARTS, detail)
-        if same(held[0], total):
-            hint = f"Some collectives give their result to one rank, others to all. {WAIT}"
-            return Finding("only rank 0 has the sum", hint, detail)
-        return Finding("the result is not the sum over the ranks", f"Print x and the result. {WAIT}", detail)
+    if not same_on_all(held, [total] * num_ranks):
+        problem, hint = _suspect_sum(held, own, total)
+        return Finding(problem, hint, _example("the sum", held, [total] * num_ranks, own))
     gradients, right = [one.gradient for one in seen], [arriving] * num_ranks
-    if _all_same(gradients, right):
+    if same_on_all(gradients, right):
         return _overwritten(seen)
     mistakes = [
         (
             [num_ranks * arriving] * num_ranks,
             "the backward pass sums over the ranks too",
-            f"The same gradient arrives on each of the {num_ranks} ranks. If x on one rank grows by 1, by how much "
-            "does the sum grow?",
+            f"The same gradient arrives on each of the {num_ranks} ranks. If x on one rank grows "
+            "by 1, by how much does the sum grow?",
         ),
-        ([arriving / num_ranks] * num_ranks, "the backward pass divides by the number of ranks", _PARTS),
+        (
+            [arriving / num_ranks] * num_ranks,
+            "the backward pass divides by the number of ranks",
+            _PARTS,
+        ),
     ]
     return _explained(gradients, right, mistakes)
+
+
+def _suspect_sum(
+    held: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    total: torch.Tensor,
+) -> tuple[str, str]:
+    num_ranks = len(own)
+    if held[0].shape != SHAPE:
+        hint = "Every rank holds a summand of the full size, not a piece of the result."
+        return f"the result has the shape {tuple(held[0].shape)}, not that of x", hint
+    mistakes = [
+        (
+            own,
+            "the result is this rank's x, not the sum",
+            f"Does the call work in place, or return what you have to keep? {WAIT}",
+        ),
+        ([total / num_ranks] * num_ranks, "averages instead of summing", _PARTS),
+    ]
+    if found := explanation(held, mistakes, None):
+        return found
+    if same(held[0], total):
+        hint = f"Some collectives give their result to one rank, others to all. {WAIT}"
+        return "only rank 0 has the sum", hint
+    return "the result is not the sum over the ranks", f"Print x and the result. {WAIT}"
 
 
 _PARTS = "The parts of a model that is cut are summands: nothing was computed N times, so nothing is averaged."
@@ -121,22 +157,20 @@ def _wrong_type(seen: Sequence[Passed]) -> Finding | None:
 
 
 def _explained(
-    held: Sequence[torch.Tensor | None],
-    right: Sequence[torch.Tensor],
-    mistakes: Sequence[tuple[Sequence[torch.Tensor], str, str]],
+    held: ByRank,
+    right: ByRank,
+    mistakes: Sequence[tuple[ByRank, str, str]],
     terms: Sequence[torch.Tensor] = (),
 ) -> Finding:
     detail = _example("the gradient of x", held, right, terms)
     if any(gradient is None for gradient in held):
         return Finding("x gets no gradient", GRAPH, detail)
-    for expected, problem, hint in mistakes:
-        if _all_same(held, expected):
-            return Finding(problem, hint, detail)
+    hint = f"Print what arrives in backward and what you return. {WAIT}"
+    otherwise = "the gradient of x is wrong", hint
     if same(held[0], right[0]):
-        return Finding(
-            "only rank 0 has the right gradient", f"Which ranks continue with the backward pass? {WAIT}", detail
-        )
-    return Finding("the gradient of x is wrong", f"Print what arrives in backward and what you return. {WAIT}", detail)
+        hint = f"Which ranks continue with the backward pass? {WAIT}"
+        otherwise = "only rank 0 has the right gradient", hint
+    return Finding(*explanation(held, mistakes, otherwise), detail)
 
 
 def _overwritten(seen: Sequence[Passed]) -> Finding | None:
@@ -145,18 +179,14 @@ def _overwritten(seen: Sequence[Passed]) -> Finding | None:
     return Finding(f"overwrites {wrote[0]}", hint) if wrote else None
 
 
-def _all_same(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
-    return all(map(same, held, expected))
-
-
 def _example(
     what: str,
-    held: Sequence[torch.Tensor | None],
-    right: Sequence[torch.Tensor],
+    held: ByRank,
+    right: ByRank,
     terms: Sequence[torch.Tensor] = (),
 ) -> str:
     """The first element that is wrong, on the first rank that has it wrong."""
-    rank = next(rank for rank, tensor in enumerate(held) if not same(tensor, right[rank]))
+    rank = first_wrong(held, right)
     tensor, expected = held[rank], right[rank]
     if tensor is None or tensor.shape != expected.shape:
         now = "None" if tensor is None else f"of shape {tuple(tensor.shape)}"
@@ -178,6 +208,8 @@ class Fed:
 
 def create_layers(num_ranks: int) -> tuple[torch.Tensor, nn.Linear, nn.Linear, torch.Tensor]:
     """x, the two layers, and the gradient of the output, the same on every rank, in fp64."""
+    # The ranks divide the hidden features, two for each. As many inputs as hidden features, so that
+    # a first weight that is cut along the wrong dimension has the right shape, too.
     hidden, generator = 2 * num_ranks, torch.Generator().manual_seed(0)
     first, second = nn.Linear(hidden, hidden).double(), nn.Linear(hidden, OUT_FEATURES).double()
     x, arriving = torch.empty(ROWS, hidden).double(), torch.empty(ROWS, OUT_FEATURES).double()
@@ -204,123 +236,204 @@ def judge_fed(seen: Sequence[Fed]) -> Finding | None:
     output = second(torch.relu(first(x)))
     output.backward(arriving)
     held, right = [one.output for one in seen], [output.detach()] * len(seen)
-    if not _all_same(held, right):
+    if not same_on_all(held, right):
         with torch.no_grad():
             problem, hint = _suspect_output(held, x, first, second)
         return Finding(problem, hint, _example("the output", held, right))
     return _wrong_gradients(seen, _gradients(x, first, second))
 
 
-def _gradients(x: torch.Tensor, first: nn.Linear, second: nn.Linear) -> dict[str, torch.Tensor | None]:
-    layers = {"first": first, "second": second}
-    named = {f"{layer}.{name}": p for layer, module in layers.items() for name, p in module.named_parameters()}
-    return {name: tensor.grad for name, tensor in {"x": x, **named}.items()}
+def _gradients(
+    x: torch.Tensor,
+    first: nn.Linear,
+    second: nn.Linear,
+) -> dict[str, torch.Tensor | None]:
+    found = {"x": x.grad}
+    for layer, module in (("first", first), ("second", second)):
+        found |= {f"{layer}.{name}": one.grad for name, one in module.named_parameters()}
+    return found
 
 
 def _suspect_output(
-    held: Sequence[torch.Tensor], x: torch.Tensor, first: nn.Linear, second: nn.Linear
+    held: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    first: nn.Linear,
+    second: nn.Linear,
 ) -> tuple[str, str]:
     """The mistake that explains these outputs, and a hint."""
     num_ranks, bias = len(held), second.bias
-    hidden = torch.relu(first(x))
-    pieces = list(zip(hidden.chunk(num_ranks, 1), second.weight.chunk(num_ranks, 1), strict=True))
-    parts = [piece @ weight.T for piece, weight in pieces]
+    parts = [features @ columns.T for features, columns in _pieces(x, first, second, num_ranks)]
     total = torch.stack(parts).sum(0)
-    crossed = sum(piece @ weight.T for (piece, _), (_, weight) in zip(pieces, pieces[::-1], strict=True))
+    mistakes = []
+    for outputs, problem, hint in _on_every_rank(x, first, second, num_ranks):
+        mistakes += [([output] * num_ranks, problem, hint) for output in outputs]
+    problem = "each rank returns only its own part"
+    hint = f"The output is the sum of all ranks' parts. {WAIT}"
+    for by_rank in ([part + bias for part in parts], parts):
+        mistakes += [(by_rank, problem, hint)]
+    if found := explanation(held, mistakes, None):
+        return found
+    if held[0].shape != total.shape:
+        hint = f"It must be {tuple(total.shape)}, on every rank."
+        return f"the output has the shape {tuple(held[0].shape)}", hint
+    if same(held[0], total + bias):
+        hint = f"Every rank continues with the whole output. {WAIT}"
+        return "only rank 0 has the right output", hint
+    hint = f"Try it without biases, or without the activation, first. {WAIT}"
+    return "the output is not that of one process", hint
+
+
+def _pieces(
+    x: torch.Tensor, first: nn.Linear, second: nn.Linear, num_ranks: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By rank: its hidden features, (rows, hidden / ranks), and the columns that read them."""
+    hidden = torch.relu(first(x))
+    columns = second.weight.chunk(num_ranks, 1)
+    return list(zip(hidden.chunk(num_ranks, 1), columns, strict=True))
+
+
+def _on_every_rank(
+    x: torch.Tensor, first: nn.Linear, second: nn.Linear, num_ranks: int
+) -> list[tuple[list[torch.Tensor], str, str]]:
+    """Mistakes that leave the same wrong output on every rank: their outputs, problem and hint."""
+    bias, pieces = second.bias, _pieces(x, first, second, num_ranks)
+    parts = [features @ columns.T for features, columns in pieces]
+    total = torch.stack(parts).sum(0)
+    # Each rank's features with another rank's columns.
+    pairs = zip(pieces, pieces[::-1], strict=True)
+    crossed = sum(features @ columns.T for (features, _), (_, columns) in pairs)
     unbiased = torch.relu(x @ first.weight.T) @ second.weight.T
+    # The first weight cut along its inputs: each rank has a summand of every hidden feature, and
+    # relu of a summand is not a summand of relu.
     halves = zip(x.chunk(num_ranks, 1), first.weight.chunk(num_ranks, 1), strict=True)
     sums = [part @ weight.T for part, weight in halves]
     early = sum(torch.relu(part + first.bias) @ second.weight.T for part in sums)
     early_bias_later = sum(torch.relu(part) @ second.weight.T for part in sums)
-    everywhere = {
-        "adds the second bias on every rank": [total + num_ranks * bias],
-        "forgets the second bias": [total],
-        "averages the parts": [total / num_ranks + bias, total / num_ranks],
-        "forgets the activation": [second(first(x))],
-        "applies the activation to the output": [torch.relu(total + bias), torch.relu(second(first(x)))],
-        "forgets the first bias": [unbiased + bias],
-        "every rank computes rank 0's part": [num_ranks * parts[0] + bias],
-        "the parts of the two layers do not fit together": [crossed + bias],
-        "sums whole outputs": [num_ranks * (total + bias), num_ranks * total + bias],
-        "applies the activation to parts of a sum": [early + bias, early + num_ranks * bias, early_bias_later + bias],
-    }
-    for problem, outputs in everywhere.items():
-        if any(_all_same(held, [output] * num_ranks) for output in outputs):
-            return problem, _OF_OUTPUT[problem]
-    if _all_same(held, [part + bias for part in parts]) or _all_same(held, parts):
-        return "each rank returns only its own part", f"The output is the sum of all ranks' parts. {WAIT}"
-    if held[0].shape != total.shape:
-        return f"the output has the shape {tuple(held[0].shape)}", f"It must be {tuple(total.shape)}, on every rank."
-    if same(held[0], total + bias):
-        return "only rank 0 has the right output", f"Every rank continues with the whole output. {WAIT}"
-    return "the output is not that of one process", f"Try it without biases, or without the activation, first. {WAIT}"
+    # Of some mistakes there are several forms, for example with and without the bias.
+    return [
+        (
+            [total + num_ranks * bias],
+            "adds the second bias on every rank",
+            "What is in the sum is added once per rank. Where must the bias be added?",
+        ),
+        (
+            [total],
+            "forgets the second bias",
+            "Every rank has the whole bias of the second layer. Where in the sum does it belong?",
+        ),
+        ([total / num_ranks + bias, total / num_ranks], "averages the parts", _PARTS),
+        (
+            [second(first(x))],
+            "forgets the activation",
+            "What comes between the two layers?",
+        ),
+        (
+            [torch.relu(total + bias), torch.relu(second(first(x)))],
+            "applies the activation to the output",
+            "relu belongs between the layers, to the hidden features.",
+        ),
+        (
+            [unbiased + bias],
+            "forgets the first bias",
+            "Each hidden feature has a bias of its own; which of them are this rank's?",
+        ),
+        (
+            [num_ranks * parts[0] + bias],
+            "every rank computes rank 0's part",
+            "Which call tells a rank who it is?",
+        ),
+        (
+            [crossed + bias],
+            "the parts of the two layers do not fit together",
+            "Which columns of the second weight read the hidden features that this rank computed?",
+        ),
+        (
+            [num_ranks * (total + bias), num_ranks * total + bias],
+            "sums whole outputs",
+            "Each rank must compute with its own part of both weights, and only then sum.",
+        ),
+        (
+            [early + bias, early + num_ranks * bias, early_bias_later + bias],
+            "applies the activation to parts of a sum",
+            "relu(a) + relu(b) is not relu(a + b). Along which dimension must the first weight be "
+            "cut, so that a rank has whole hidden features?",
+        ),
+    ]
 
 
-_OF_OUTPUT = {
-    "adds the second bias on every rank": "What is in the sum is added once per rank. Where must the bias be added?",
-    "forgets the second bias": "Every rank has the whole bias of the second layer. Where in the sum does it belong?",
-    "averages the parts": _PARTS,
-    "forgets the activation": "What comes between the two layers?",
-    "applies the activation to the output": "relu belongs between the layers, to the hidden features.",
-    "forgets the first bias": "Each hidden feature has a bias of its own; which of them are this rank's?",
-    "every rank computes rank 0's part": "Which call tells a rank who it is?",
-    "the parts of the two layers do not fit together": "Which columns of the second weight read the hidden "
-    "features that this rank computed?",
-    "sums whole outputs": "Each rank must compute with its own part of both weights, and only then sum.",
-    "applies the activation to parts of a sum": "relu(a) + relu(b) is not relu(a + b). Along which dimension must the "
-    "first weight be cut, so that a rank has whole hidden features?",
-}
+# The dimension along which each tensor is cut; x and the second bias are whole on every rank.
+_CUT_ALONG = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
 
 
 def _wrong_gradients(seen: Sequence[Fed], whole: dict[str, torch.Tensor]) -> Finding | None:
     num_ranks = len(seen)
-    by_name = {name: [one.gradients.get(name) for one in seen] for name in whole}
-    right = {
-        name: [_own_part(name, tensor, rank, num_ranks) for rank in range(num_ranks)] for name, tensor in whole.items()
-    }
-    wrong = [name for name in whole if not _all_close(by_name[name], right[name])]
+    held = {name: [one.gradients.get(name) for one in seen] for name in whole}
+    right = {name: _own_parts(name, tensor, num_ranks) for name, tensor in whole.items()}
+    wrong = [name for name in whole if not _all_close(held[name], right[name])]
     if not wrong:
         return None
-    detail = _example(f"the gradient of {wrong[0]}", by_name[wrong[0]], right[wrong[0]])
-    if missing := [name for name in wrong if any(gradient is None for gradient in by_name[name])]:
+    all_of_it = {name: [tensor] * num_ranks for name, tensor in whole.items()}
+    problem, hint = _suspect_gradients(wrong, held, right, all_of_it)
+    detail = _example(f"the gradient of {wrong[0]}", held[wrong[0]], right[wrong[0]])
+    return Finding(problem, hint, detail)
+
+
+def _suspect_gradients(
+    wrong: Sequence[str],
+    held: dict[str, ByRank],
+    right: dict[str, ByRank],
+    all_of_it: dict[str, ByRank],
+) -> tuple[str, str]:
+    """The mistake that explains the ``wrong`` ones of these gradients, and a hint."""
+    num_ranks = len(held["x"])
+    if missing := [name for name in wrong if any(one is None for one in held[name])]:
         hint = "The output is right, but autograd found no path back to it. Was it detached, or copied by hand?"
-        return Finding(f"{missing[0]} gets no gradient", hint, detail)
-    uncut = [name for name in wrong if name in _CUT_ALONG and _all_close(by_name[name], [whole[name]] * num_ranks)]
-    if uncut:
+        return f"{missing[0]} gets no gradient", hint
+    cut = [name for name in wrong if name in _CUT_ALONG]
+    # The gradient is that of the whole tensor, where a rank may use only its part of it.
+    if uncut := [name for name in cut if _all_close(held[name], all_of_it[name])]:
         hint = "The output is right, but each rank must use only its 1/N of this tensor, or it saves no memory."
         name = "both layers" if {"first.weight", "second.weight"} <= set(uncut) else uncut[0]
-        return Finding(f"every rank computes with all of {name}", hint, detail)
+        return f"every rank computes with all of {name}", hint
+    # As without f: the parameters' gradients are right, and x has only this rank's contribution.
     if wrong == ["x"]:
-        problem = "the gradient of x is incomplete"
-        return Finding(
-            problem, "Each rank finds only what its own hidden features contribute. Who adds that up?", detail
-        )
-    for factor, times in (
-        (num_ranks, f"{num_ranks} times too large"),
-        (1 / num_ranks, f"1/{num_ranks} of what it must be"),
-    ):
-        if all(_all_close(by_name[name], [factor * tensor for tensor in right[name]]) for name in wrong):
-            hint = "Which collectives run in the backward pass, and is what they sum the same on all ranks?"
-            return Finding(f"the gradient of {wrong[0]} is {times}", hint, detail)
+        hint = "Each rank finds only what its own hidden features contribute. Who adds that up?"
+        return "the gradient of x is incomplete", hint
+    sums = "Which collectives run in the backward pass, and is what they sum the same on all ranks?"
+    factors = (
+        (num_ranks, f"the gradient of {wrong[0]} is {num_ranks} times too large", sums),
+        (1 / num_ranks, f"the gradient of {wrong[0]} is 1/{num_ranks} of what it must be", sums),
+    )
+
+    def are_scaled(names: Sequence[str], factor: float) -> bool:
+        scaled = {name: [factor * tensor for tensor in right[name]] for name in names}
+        return all(_all_close(held[name], scaled[name]) for name in names)
+
     hint = "The output is right, and the backward pass is not: what must f and g do there, and where do they belong?"
-    return Finding(f"the gradient of {' and '.join(wrong[:2])} is wrong", hint, detail)
+    otherwise = f"the gradient of {' and '.join(wrong[:2])} is wrong", hint
+    return explanation(wrong, factors, otherwise, are_scaled)
 
 
-_CUT_ALONG = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
-
-
-def _own_part(name: str, whole: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """The gradient that a rank may have: zero outside of its part of a tensor that is cut."""
+def _own_parts(name: str, whole: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
+    """The gradients that the ranks may have: zero outside of its part of a tensor that is cut."""
     if name not in _CUT_ALONG:
-        return whole
-    parts = [part if owner == rank else 0 * part for owner, part in enumerate(whole.chunk(num_ranks, _CUT_ALONG[name]))]
-    return torch.cat(parts, _CUT_ALONG[name])
+        return [whole] * num_ranks
+    parts = whole.chunk(num_ranks, _CUT_ALONG[name])
+    return [
+        torch.cat(
+            [part if owner == rank else 0 * part for owner, part in enumerate(parts)],
+            _CUT_ALONG[name],
+        )
+        for rank in range(num_ranks)
+    ]
 
 
-def _all_close(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
-    """As ``same``, but for sums of fp64 that may cancel each other."""
-    pairs = zip(held, expected, strict=True)
-    return all(one is not None and one.shape == other.shape and torch.allclose(one, other) for one, other in pairs)
+def _all_close(held: ByRank, expected: Sequence[torch.Tensor]) -> bool:
+    """As ``same_on_all``, but for sums of fp64 that may cancel each other."""
+    return all(
+        one is not None and one.shape == other.shape and torch.allclose(one, other)
+        for one, other in zip(held, expected, strict=True)
+    )
 
 
 EXERCISES = {
@@ -337,6 +450,9 @@ EXERCISES = {
         judge_summed,
     ),
     "parallel_feed_forward": Exercise(
-        "tensor_parallel", "output and gradients of one process, with 1/N of the weights", observe_fed, judge_fed
+        "tensor_parallel",
+        "output and gradients of one process, with 1/N of the weights",
+        observe_fed,
+        judge_fed,
     ),
 }

@@ -17,15 +17,15 @@ SECONDS = 20.0  # for a call that takes milliseconds
 
 # The most frequent errors (patterns of their messages), and their causes.
 _HINTS = {
-    "NoneType": "A tensor has no gradient, its .grad is None, if it took no part in the loss, or if nothing has set "
-    "its requires_grad: parameters have it, received tensors do not.",
-    "leaf Variable that requires grad": "Autograd records a write into a weight as part of the loss. Change values "
-    "where it does not record: under torch.no_grad(), or in .detach().",
-    "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
-    "operation can write its result into one.",
+    "NoneType": "A tensor has no gradient, its .grad is None, if it took no part in the loss, or "
+    "if nothing has set its requires_grad: parameters have it, received tensors do not.",
+    "leaf Variable that requires grad": "Autograd records a write into a weight as part of the "
+    "loss. Change values where it does not record: under torch.no_grad(), or in .detach().",
+    "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), "
+    "and not every operation can write its result into one.",
     "type torch.Tensor": "A collective takes a tensor and works in place; put a plain number into one first.",
-    "Boolean value of Tensor|must match the size of tensor": "`in` and `==` compare tensors number by number. To find "
-    "one in a list, use `is`, or a set or a dict.",
+    "Boolean value of Tensor|must match the size of tensor": "`in` and `==` compare tensors number "
+    "by number. To find one in a list, use `is`, or a set or a dict.",
     "trying to initialize": "The process group is already initialized when your functions are called.",
 }
 
@@ -38,8 +38,14 @@ class Verdict:
     printed: dict[int, str]
 
 
-def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: float = SECONDS) -> Verdict:
+def check_function(
+    path: Path,
+    name: str,
+    world_sizes: Sequence[int],
+    seconds: float = SECONDS,
+) -> Verdict:
     """Call a learner's function on each number of ranks, until something is wrong."""
+    # More than one number: a function that divides by 2 is right on two ranks.
     for world_size in world_sizes:
         reports = call_on_ranks(world_size, path.resolve(), name, seconds)
         finding = explain(name, reports, seconds)
@@ -51,7 +57,11 @@ def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: f
 
 def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | None:
     """What is wrong, or None. If several ranks failed on their own, the first one is quoted."""
-    failed = {rank: report for rank, report in enumerate(reports) if report.outcome not in ("returned", "waits")}
+    # Causes before consequences: a rank that failed on its own, then ranks that failed together,
+    # then those that wait. Only if all have returned is there a result to judge.
+    by_rank = dict(enumerate(reports))
+    quiet = ("returned", "waits")
+    failed = {rank: report for rank, report in by_rank.items() if report.outcome not in quiet}
     for rank, report in failed.items():
         if not _failed_by_others(report):
             return _failure(name, rank, report)
@@ -73,14 +83,17 @@ def _failed_by_others(report: Report) -> bool:
 
 def _failure(name: str, rank: int, report: Report) -> Finding:
     if report.outcome == "wrong signature":
-        return Finding(report.error, f"Keep the names and the arguments of learn/lessons/{EXERCISES[name].lesson}.py.")
+        lesson = f"learn/lessons/{EXERCISES[name].lesson}.py"
+        return Finding(report.error, f"Keep the names and the arguments of {lesson}.")
     if report.outcome == "gone":
         hint = "The function must return: did it call os._exit, or crash outside of Python?"
-        return Finding(f"the process of rank {rank} ended during the call, with exit code {report.value}", hint)
+        how = f"ended during the call, with exit code {report.value}"
+        return Finding(f"the process of rank {rank} {how}", hint)
     if report.error == "NotImplementedError":
         return NOT_WRITTEN
     hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, report.error))
-    hint = next(hints, "This is the last line of your file that ran. Print what it works on: the output is shown here.")
+    general = "This is the last line of your file that ran. Print what it works on: the output is shown here."
+    hint = next(hints, general)
     return Finding(f"rank {rank} raised {report.error}", hint, report.place)
 
 

@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from learn.checking.finding import WAIT, Exercise, Finding
-from learn.checking.probe import numbers_of, same
+from learn.checking.probe import explanation, first_wrong, numbers_of, same, same_on_all
 
-SHAPES = ((4, 3), (3,), (2, 3), (2,))
+SHAPES = ((4, 3), (3,), (2, 3), (2,))  # whole parameters make no equal shares
 NUM_WEIGHTS = 23  # 2, 3, 4 and 5 ranks all need padding
 LEARNING_RATE = 0.25  # so small that no weight comes near zero, where rounding shows
 # Two show what a step leaves behind: an old gradient, or moments that start from zero again.
 NUM_STEPS = 2
 UNEVEN = "A collective needs shares of one size, but 23 weights cannot be divided evenly. What can you append to them?"
+NO_RETURN = "Does every path end in a return?"
 
 
 def weights() -> torch.Tensor:
@@ -27,7 +28,12 @@ def weights() -> torch.Tensor:
 
 
 def gradients(rank: int, step: int) -> torch.Tensor:
-    return numbers_of(rank, torch.Size([NUM_WEIGHTS]), torch.Generator().manual_seed(10 * step + rank))
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return numbers_of(rank, torch.Size([NUM_WEIGHTS]), generator)
+
+
+def mean_of(own: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(own)).mean(0)
 
 
 def padded(flat: torch.Tensor, num_ranks: int) -> torch.Tensor:
@@ -40,7 +46,8 @@ def shares_of(flat: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
 
 def create_parameters() -> list[nn.Parameter]:
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    return [nn.Parameter(part.view(shape).clone()) for part, shape in zip(weights().split(sizes), SHAPES, strict=True)]
+    parts = zip(weights().split(sizes), SHAPES, strict=True)
+    return [nn.Parameter(part.view(shape).clone()) for part, shape in parts]
 
 
 def set_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
@@ -53,12 +60,10 @@ def flatten(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
-def same_on_all(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
-    return all(map(same, held, expected))
-
-
 def show(tensor: torch.Tensor | None) -> str:
-    return "nothing" if tensor is None else "[" + ", ".join(f"{value:.4g}" for value in tensor.flatten().tolist()) + "]"
+    if tensor is None:
+        return "nothing"
+    return "[" + ", ".join(f"{value:.4g}" for value in tensor.flatten().tolist()) + "]"
 
 
 @dataclass(frozen=True)
@@ -72,65 +77,98 @@ class Created:
     own_settings: list[str] = field(default_factory=list)
 
 
-def observe_created(function: Callable[[Sequence[nn.Parameter], float], torch.optim.Adam]) -> Created:
+def observe_created(
+    function: Callable[[Sequence[nn.Parameter], float], torch.optim.Adam],
+) -> Created:
     optimizer = function(create_parameters(), LEARNING_RATE)
     if type(optimizer) is not torch.optim.Adam:
         return Created(type(optimizer).__name__)
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    # By the memory behind each tensor: a slice of the flat vector keeps all of the vector.
+    storages = [tensor.untyped_storage() for tensor in held]
+    alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
     (settings, *_), usual = optimizer.param_groups, torch.optim.Adam([torch.zeros(1)]).defaults
-    changed = [
-        name for name in ("betas", "eps", "weight_decay", "amsgrad", "maximize") if settings[name] != usual[name]
-    ]
+    watched = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+    changed = [name for name in watched if settings[name] != usual[name]]
     copies = [tensor.detach().clone() for tensor in held]
     return Created("Adam", copies, sum(alive.values()), float(settings["lr"]), changed)
 
 
 def judge_created(seen: Sequence[Created]) -> Finding | None:
-    num_ranks, expected = len(seen), shares_of(weights(), len(seen))
     if others := [one.type_name for one in seen if one.type_name != "Adam"]:
-        return Finding(f"returns {others[0]}, not a torch.optim.Adam", "Does every path end in a return?")
+        return Finding(f"returns {others[0]}, not a torch.optim.Adam", NO_RETURN)
+    # The result is right in both of these, and stays so in training. What is missed is the point:
+    # less memory on each rank.
     if all(sum(tensor.numel() for tensor in one.held) >= NUM_WEIGHTS for one in seen):
         hint = "Adam keeps two moments for whatever it holds. Which weights does this rank have to step?"
         return Finding("the optimizer of each rank holds all weights", hint)
     if several := [len(one.held) for one in seen if len(one.held) != 1]:
         hint = "Whole parameters make uneven shares. Think of them as one flat vector, and cut that."
         return Finding(f"the optimizer holds {several[0]} tensors, not one share", hint)
-    held = [one.held[0] for one in seen]
-    if not same_on_all(held, expected):
-        rank = next(rank for rank, (one, other) in enumerate(zip(held, expected, strict=True)) if not same(one, other))
-        detail = f"the share of rank {rank} is {show(expected[rank])}; its optimizer holds {show(held[rank])}"
-        return Finding(*_suspect_share(held, expected, num_ranks), detail)
+    return _wrong_share([one.held[0] for one in seen]) or _wrong_settings(seen)
+
+
+def _wrong_share(held: Sequence[torch.Tensor]) -> Finding | None:
+    expected = shares_of(weights(), len(held))
+    if same_on_all(held, expected):
+        return None
+    rank = first_wrong(held, expected)
+    shown = f"the share of rank {rank} is {show(expected[rank])}"
+    detail = f"{shown}; its optimizer holds {show(held[rank])}"
+    return Finding(*_suspect_share(held, expected), detail)
+
+
+def _suspect_share(
+    held: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+) -> tuple[str, str]:
+    num_ranks, whole = len(held), weights()
+    strided = [padded(whole, num_ranks)[rank::num_ranks] for rank in range(num_ranks)]
+    mistakes = [
+        (
+            [expected[0]] * num_ranks,
+            "every rank takes rank 0's share",
+            "Which call tells a rank who it is?",
+        ),
+        (expected[::-1], "the shares are assigned in reverse order", "Rank r owns part r."),
+        (
+            strided,
+            f"takes every {num_ranks}th weight",
+            "A share is one piece of the flat vector, without gaps.",
+        ),
+    ]
+    if found := explanation(held, mistakes, None):
+        return found
+    # One after the other, the shares must be the flat vector and then zeros.
+    joined, rest = torch.cat([tensor.flatten() for tensor in held]), NUM_WEIGHTS % num_ranks
+    if same(joined, whole) and len({len(tensor) for tensor in held}) > 1:
+        return "the shares have different sizes", UNEVEN
+    if same(joined, whole[: NUM_WEIGHTS - rest]):
+        return f"the last {rest} of {NUM_WEIGHTS} weights are in no share", UNEVEN
+    if same(joined, F.pad(whole, (len(joined) - NUM_WEIGHTS, 0))):
+        return "pads at the front", "Zeros at the end leave every weight at its place."
+    hint = "Print the flat vector, its length, and what you cut from it."
+    return "an optimizer does not hold its rank's share", hint
+
+
+def _wrong_settings(seen: Sequence[Created]) -> Finding | None:
     if wrong := [one.learning_rate for one in seen if one.learning_rate != LEARNING_RATE]:
-        return Finding(f"the learning rate is {wrong[0]:g}, not {LEARNING_RATE:g}", "It is the second argument.")
+        problem = f"the learning rate is {wrong[0]:g}, not {LEARNING_RATE:g}"
+        return Finding(problem, "It is the second argument.")
     if changed := [name for one in seen for name in one.own_settings]:
-        return Finding(f"Adam's {changed[0]} is not its default", "Plain Adam on one process keeps its defaults.")
-    if seen[0].bytes_alive > held[0].nbytes:
-        detail = f"a share has {held[0].nbytes} bytes; what the optimizer holds keeps {seen[0].bytes_alive} alive"
+        hint = "Plain Adam on one process keeps its defaults."
+        return Finding(f"Adam's {changed[0]} is not its default", hint)
+    size, alive = seen[0].held[0].nbytes, seen[0].bytes_alive
+    if alive > size:
+        detail = f"a share has {size} bytes; what the optimizer holds keeps {alive} alive"
         hint = "A slice is a view: as long as it lives, so does the memory of the whole tensor. What makes it a copy?"
         return Finding("the share is a view of all weights", hint, detail)
     return None
 
 
-def _suspect_share(held: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], num_ranks: int) -> tuple[str, str]:
-    joined, whole = torch.cat([tensor.flatten() for tensor in held]), weights()
-    rest = NUM_WEIGHTS % num_ranks
-    if same_on_all(held, [expected[0]] * num_ranks):
-        return "every rank takes rank 0's share", "Which call tells a rank who it is?"
-    if same_on_all(held, expected[::-1]):
-        return "the shares are assigned in reverse order", "Rank r owns part r."
-    if same(joined, whole) and len({len(tensor) for tensor in held}) > 1:
-        return "the shares have different sizes", UNEVEN
-    if same(joined, whole[: NUM_WEIGHTS - rest]):
-        return f"the last {rest} of {NUM_WEIGHTS} weights are in no share", UNEVEN
-    if same_on_all(held, [padded(whole, num_ranks)[rank::num_ranks] for rank in range(num_ranks)]):
-        return f"takes every {num_ranks}th weight", "A share is one piece of the flat vector, without gaps."
-    if same(joined, F.pad(whole, (len(joined) - NUM_WEIGHTS, 0))):
-        return "pads at the front", "Zeros at the end leave every weight at its place."
-    return "an optimizer does not hold its rank's share", "Print the flat vector, its length, and what you cut from it."
-
-
-def observe_reduced(function: Callable[[Sequence[nn.Parameter]], torch.Tensor]) -> torch.Tensor | str:
+def observe_reduced(
+    function: Callable[[Sequence[nn.Parameter]], torch.Tensor],
+) -> torch.Tensor | str:
     parameters = create_parameters()
     set_gradients(parameters, gradients(dist.get_rank(), 0))
     result = function(parameters)
@@ -141,64 +179,73 @@ def observe_reduced(function: Callable[[Sequence[nn.Parameter]], torch.Tensor]) 
 
 def judge_reduced(seen: Sequence[torch.Tensor | str]) -> Finding | None:
     if names := [one for one in seen if isinstance(one, str)]:
-        return Finding(f"returns {names[0]}, not a tensor", "Does every path end in a return?")
+        return Finding(f"returns {names[0]}, not a tensor", NO_RETURN)
     own = [gradients(rank, 0) for rank in range(len(seen))]
-    if same_on_all(seen, shares_of(torch.stack(own).mean(0), len(own))):
+    if same_on_all(seen, shares_of(mean_of(own), len(own))):
         return None
     return Finding(*suspect_gradient(seen, own), _example_of_gradient(seen, own))
 
 
-def suspect_gradient(held: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[str, str]:
+def suspect_gradient(
+    held: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+) -> tuple[str, str]:
     """The mistake that explains these shares of the gradients, and a hint."""
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
     mean, sums = shares_of(total / num_ranks, num_ranks), shares_of(total, num_ranks)
+    # Each rank's own share of its own gradients, which no other rank has added to.
     local = [shares_of(gradient, num_ranks)[rank] for rank, gradient in enumerate(own)]
     no_sum = f"A share is this rank's, but its gradient comes from the rows of all ranks. {WAIT}"
+    whole = "A rank steps only its share. Which part of the vector is that?"
     mistakes = [
         (
             sums,
             "sums the gradients instead of averaging them",
-            "Adam hides it, because it divides by the gradient's size; clipping and weight decay would not. "
-            "What makes a sum a mean?",
+            "Adam hides it, because it divides by the gradient's size; clipping and weight decay "
+            "would not. What makes a sum a mean?",
         ),
-        ([part / num_ranks for part in mean], "divides twice", "Does each rank divide before the sum, too?"),
+        (
+            [part / num_ranks for part in mean],
+            "divides twice",
+            "Does each rank divide before the sum, too?",
+        ),
         (local, "takes only its own gradients", no_sum),
-        ([part / num_ranks for part in local], "divides, but does not sum over the ranks", no_sum),
-        ([mean[0]] * num_ranks, "every rank takes the gradient of rank 0's share", "Which part is this rank's?"),
+        (
+            [part / num_ranks for part in local],
+            "divides, but does not sum over the ranks",
+            no_sum,
+        ),
+        (
+            [mean[0]] * num_ranks,
+            "every rank takes the gradient of rank 0's share",
+            "Which part is this rank's?",
+        ),
         (mean[::-1], "takes the gradient of another rank's share", "Rank r owns part r."),
-        (
-            [torch.cat(mean)] * num_ranks,
-            "returns the whole gradient",
-            "A rank steps only its share. Which part of the vector is that?",
-        ),
-        (
-            [torch.cat(mean)[:NUM_WEIGHTS]] * num_ranks,
-            "returns the whole gradient",
-            "A rank steps only its share. Which part of the vector is that?",
-        ),
+        ([torch.cat(mean)] * num_ranks, "returns the whole gradient", whole),
+        ([torch.cat(mean)[:NUM_WEIGHTS]] * num_ranks, "returns the whole gradient", whole),
         ([part[: NUM_WEIGHTS // num_ranks] for part in mean], "the padding is missing", UNEVEN),
         (list((total / num_ranks).chunk(num_ranks)), "the padding is missing", UNEVEN),
     ]
-    for expected, problem, hint in mistakes:
-        if same_on_all(held, expected):
-            return problem, hint
+    if found := explanation(held, mistakes, None):
+        return found
     if same(held[0], mean[0]):
-        return "only rank 0 has the right gradient", f"Each rank needs its own part of the mean. {WAIT}"
+        hint = f"Each rank needs its own part of the mean. {WAIT}"
+        return "only rank 0 has the right gradient", hint
     if held[0].shape != mean[0].shape:
         return "the gradient has the wrong shape", "It is as long as the share, and flat."
-    return "the gradient is not the mean over the ranks", f"Print the flat vector before and after the call. {WAIT}"
+    hint = f"Print the flat vector before and after the call. {WAIT}"
+    return "the gradient is not the mean over the ranks", hint
 
 
 def _example_of_gradient(held: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> str:
     """The first element of the share, on the first rank that has it wrong."""
-    mean = shares_of(torch.stack(list(own)).mean(0), len(own))
-    rank = next(rank for rank, tensor in enumerate(held) if not same(tensor, mean[rank]))
+    mean = shares_of(mean_of(own), len(own))
+    rank = first_wrong(held, mean)
     first = rank * len(mean[0])
     terms = " + ".join(f"{gradient[first]:g}" for gradient in own)
-    return (
-        f"rank {rank}'s share begins with ({terms}) / {len(own)} = {mean[rank][0]:.4g} and has {len(mean[rank])} "
-        f"elements; it is {show(held[rank])}"
-    )
+    begins = f"({terms}) / {len(own)} = {mean[rank][0]:.4g}"
+    has = f"has {len(mean[rank])} elements; it is {show(held[rank])}"
+    return f"rank {rank}'s share begins with {begins} and {has}"
 
 
 @dataclass(frozen=True)
@@ -218,12 +265,19 @@ class Stepped:
     num_moments: int
 
 
-def observe_stepped(function: Callable[[Sequence[nn.Parameter], torch.optim.Adam], None]) -> Stepped:
+def observe_stepped(
+    function: Callable[[Sequence[nn.Parameter], torch.optim.Adam], None],
+) -> Stepped:
     rank, parameters = dist.get_rank(), create_parameters()
     share = nn.Parameter(shares_of(weights(), dist.get_world_size())[rank].clone())
     optimizer = torch.optim.Adam([share], lr=LEARNING_RATE)
     used: list[torch.Tensor | None] = []
-    optimizer.register_step_pre_hook(lambda *_: used.append(None if share.grad is None else share.grad.clone()))
+
+    # Noted when the optimizer steps: afterwards a solution may have freed the gradient.
+    def note(*_: object) -> None:
+        used.append(None if share.grad is None else share.grad.clone())
+
+    optimizer.register_step_pre_hook(note)
     num_calls, after = [], []
     for step in range(NUM_STEPS):
         set_gradients(parameters, gradients(rank, step))
@@ -232,35 +286,42 @@ def observe_stepped(function: Callable[[Sequence[nn.Parameter], torch.optim.Adam
         num_calls.append(len(used) - before)
         after.append(flatten(parameters))
     states = optimizer.state.values()
-    return Stepped(num_calls, used, after, sum(state["exp_avg"].numel() for state in states if "exp_avg" in state))
+    num_moments = sum(state["exp_avg"].numel() for state in states if "exp_avg" in state)
+    return Stepped(num_calls, used, after, num_moments)
 
 
 def judge_stepped(seen: Sequence[Stepped]) -> Finding | None:
+    # In the order of a step: was it stepped, with a gradient, with the right one, and is the
+    # result where the next forward pass reads it? What comes first explains what comes later.
     if wrong := [calls for one in seen for calls in one.num_calls if calls != 1]:
         hint = "Plain Adam steps once, with the share's gradient in share.grad: optimizer.step() does it."
         return Finding(f"the given optimizer stepped {wrong[0]} times, not once", hint)
     if any(gradient is None for one in seen for gradient in one.used):
-        return Finding("the share has no gradient", "optimizer.step() skips a tensor whose .grad is None.")
+        hint = "optimizer.step() skips a tensor whose .grad is None."
+        return Finding("the share has no gradient", hint)
     own = [[gradients(rank, step) for rank in range(len(seen))] for step in range(NUM_STEPS)]
+    means = [mean_of(of_step) for of_step in own]
     for step in range(NUM_STEPS):
         held = [one.used[step] for one in seen]
-        mean = torch.stack(own[step]).mean(0)
-        if same_on_all(held, shares_of(mean, len(seen))):
+        if same_on_all(held, shares_of(means[step], len(seen))):
             continue
-        so_far = shares_of(torch.stack([torch.stack(of_step).mean(0) for of_step in own[: step + 1]]).sum(0), len(seen))
+        so_far = shares_of(torch.stack(means[: step + 1]).sum(0), len(seen))
         if step > 0 and same_on_all(held, so_far):
             hint = "The share's .grad still holds the last step's gradient. Do you set it, or add to it?"
             return Finding("adds the new gradient to the old one", hint)
         problem, hint = suspect_gradient(held, own[step])
-        return Finding(f"the share's gradient is wrong: {problem}", hint, _example_of_gradient(held, own[step]))
+        example = _example_of_gradient(held, own[step])
+        return Finding(f"the share's gradient is wrong: {problem}", hint, example)
     size = len(shares_of(weights(), len(seen))[0])
     if too_many := [one.num_moments for one in seen if one.num_moments > size]:
         hint = "Something added more than the share to the optimizer: the memory that ZeRO-1 saves is gone."
-        return Finding(f"the optimizer keeps moments of {too_many[0]} weights, not of {size}", hint)
-    return _wrong_weights(seen, [torch.stack(of_step).mean(0) for of_step in own])
+        problem = f"the optimizer keeps moments of {too_many[0]} weights, not of {size}"
+        return Finding(problem, hint)
+    return _wrong_weights(seen, means)
 
 
 def _wrong_weights(seen: Sequence[Stepped], means: Sequence[torch.Tensor]) -> Finding | None:
+    # The truth: plain Adam on one process, with the mean gradient of all ranks.
     trained = nn.Parameter(weights())
     plain, adam = [weights()], torch.optim.Adam([trained], lr=LEARNING_RATE)
     for mean in means:
@@ -268,54 +329,87 @@ def _wrong_weights(seen: Sequence[Stepped], means: Sequence[torch.Tensor]) -> Fi
         adam.step()
         plain.append(trained.detach().clone())
     for step in range(1, NUM_STEPS + 1):
-        held = [one.weights[step - 1] for one in seen]
-        if not same_on_all(held, [plain[step]] * len(seen)):
-            rank = next(rank for rank, tensor in enumerate(held) if not same(tensor, plain[step]))
-            at = (~torch.isclose(held[rank], plain[step], rtol=1e-4)).nonzero()[0].item()
-            detail = (
-                f"after step {step}, weight {at} of {NUM_WEIGHTS} was {plain[step - 1][at]:.4g} and is "
-                f"{plain[step][at]:.4g} with plain Adam; rank {rank} has {held[rank][at]:.4g}"
-            )
+        held, right = [one.weights[step - 1] for one in seen], [plain[step]] * len(seen)
+        if not same_on_all(held, right):
+            rank = first_wrong(held, right)
+            close = torch.isclose(held[rank], plain[step], rtol=1e-4)
+            at = (~close).nonzero()[0].item()
+            was = f"weight {at} of {NUM_WEIGHTS} was {plain[step - 1][at]:.4g}"
+            found = f"rank {rank} has {held[rank][at]:.4g}"
+            detail = f"after step {step}, {was} and is {plain[step][at]:.4g} with plain Adam; {found}"
             return Finding(*_suspect_weights(seen, held, plain), detail)
     return None
 
 
 def _suspect_weights(
-    seen: Sequence[Stepped], held: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
+    seen: Sequence[Stepped],
+    held: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
 ) -> tuple[str, str]:
     num_ranks, (old, new, *_) = len(seen), plain
     news, olds = shares_of(new, num_ranks), shares_of(old, num_ranks)
-    own_only = [
-        torch.cat([(news if owner == rank else olds)[owner] for owner in range(num_ranks)])[:NUM_WEIGHTS]
-        for rank in range(num_ranks)
-    ]
+    ranks = range(num_ranks)
+
+    # What rank r has if it puts these shares together, without the padding.
+    def joined(shares: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(shares))[:NUM_WEIGHTS]
+
+    # Of rank r, only its own share is new.
+    own_only = [joined([*olds[:rank], news[rank], *olds[rank + 1 :]]) for rank in ranks]
     if same_on_all([one.weights[1] for one in seen], [new] * num_ranks):
-        return "the weights are one step behind", "Do you collect the shares before or after the optimizer's step?"
-    if same_on_all(held, [old] * num_ranks):
-        hint = "The share is a copy. The model computes with its parameters: how do the new values get into them?"
-        return "the parameters keep their old weights", f"{hint} {WAIT}"
-    if same_on_all(held, own_only):
-        return (
+        hint = "Do you collect the shares before or after the optimizer's step?"
+        return "the weights are one step behind", hint
+    mistakes = [
+        (
+            [old] * num_ranks,
+            "the parameters keep their old weights",
+            f"The share is a copy. The model computes with its parameters: how do the new values get into them? {WAIT}",
+        ),
+        (
+            own_only,
             "each rank has new weights for its own share only",
             f"How do the other ranks' weights get here? {WAIT}",
-        )
-    if same_on_all(held, [torch.cat([news[rank]] * num_ranks)[:NUM_WEIGHTS] for rank in range(num_ranks)]):
-        return "each rank writes its own share everywhere", "Which rank's result belongs to which part?"
-    if same_on_all(held, [torch.cat(news[::-1])[:NUM_WEIGHTS]] * num_ranks):
-        return "the shares are put together in reverse order", "Part r comes from rank r."
+        ),
+        (
+            [joined([news[rank]] * num_ranks) for rank in ranks],
+            "each rank writes its own share everywhere",
+            "Which rank's result belongs to which part?",
+        ),
+        (
+            [joined(news[::-1])] * num_ranks,
+            "the shares are put together in reverse order",
+            "Part r comes from rank r.",
+        ),
+    ]
+    if found := explanation(held, mistakes, None):
+        return found
     if same(held[0], new):
-        return "only rank 0 has the new weights", f"Every rank computes the next gradients with them. {WAIT}"
-    if all(torch.allclose(tensor.sort().values, new.sort().values, rtol=1e-4) for tensor in held):
-        return "the new weights are in the wrong places", "Flatten and unflatten in the same order of parameters."
-    return "the weights are not those of plain Adam", f"Print the flat vector that you collect, and its length. {WAIT}"
+        hint = f"Every rank computes the next gradients with them. {WAIT}"
+        return "only rank 0 has the new weights", hint
+    if all(torch.allclose(one.sort().values, new.sort().values, rtol=1e-4) for one in held):
+        hint = "Flatten and unflatten in the same order of parameters."
+        return "the new weights are in the wrong places", hint
+    hint = f"Print the flat vector that you collect, and its length. {WAIT}"
+    return "the weights are not those of plain Adam", hint
 
 
 EXERCISES = {
     "create_sharded_adam": Exercise(
-        "zero1", "each rank's Adam keeps the moments of its own share only", observe_created, judge_created
+        "zero1",
+        "each rank's Adam keeps the moments of its own share only",
+        observe_created,
+        judge_created,
     ),
     "reduce_scatter_gradients": Exercise(
-        "zero1", "each rank has the mean gradient of its own share", observe_reduced, judge_reduced
+        "zero1",
+        "each rank has the mean gradient of its own share",
+        observe_reduced,
+        judge_reduced,
     ),
-    "zero1_step": Exercise("zero1", "every rank has the weights of plain Adam", observe_stepped, judge_stepped),
+    "zero1_step": Exercise(
+        "zero1",
+        "every rank has the weights of plain Adam",
+        observe_stepped,
+        judge_stepped,
+    ),
 }
