@@ -30,7 +30,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SyncedBatchNorm(nn.BatchNorm1d):
-    """BatchNorm over all ranks' rows; ``nn.SyncBatchNorm`` is for GPUs, and takes no CPU tensors."""
+    """BatchNorm over all ranks' rows; ``nn.SyncBatchNorm`` takes GPU tensors only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (rows, features)
         if not self.training:
