@@ -13,7 +13,7 @@ INLINE v128_t to_half_4(v128_t x) {
     return wasm_v128_or(half, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_splat(0x8000)));
 }
 
-/* Turns int8 (rows, width) into float16 in place: the bytes lie in the second half of `words`, so each is read before
+/* Turns int8 (rows, width) into float16 in place: the bytes are in the second half of `words`, so each is read before
  * its place is written. `scale` has one float for each row; width is a multiple of 16. */
 void widen_words(uint16_t *words, const float *scale, int32_t rows, int32_t width) {
     const int8_t *byte = (const int8_t *)words + (size_t)rows * width;

@@ -1,37 +1,38 @@
 /* The encoder of a text classifier in int8: whole texts in, logits out. Every instruction set compiles this file over
- * primitives of its own (avx2.c, neon.c ...); it is the one place where the algorithm stands.
+ * its own primitives (avx2.c, neon.c ...), so the algorithm itself is only here.
  *
- * Texts lie end to end and are never padded: every linear layer works on the rows (tokens) of all texts at once, only
- * attention knows where a text begins and ends. Weights are int8 with one scale an output channel; activations are
- * quantised to uint8 while they pass, with a scale and an offset of their own for each row, so that no calibration is
- * needed. Attention, softmax, GELU, LayerNorm and residuals stay in float32. Where the classifier reads only the first
- * token of a text, the last block carries on nothing else.
+ * Texts are stored one after the other, without padding. The linear layers work on the rows (tokens) of all texts at
+ * once; only attention needs to know where a text begins and ends. Weights are int8, with one scale per output channel.
+ * Activations are quantised to uint8 just before each linear layer, with one scale and one offset per row, so no
+ * calibration data is needed. Attention, softmax, GELU, LayerNorm and residuals stay in float32. If the classifier reads
+ * only the first token of a text, the last block computes nothing else.
  *
- * The same bits on every processor: sums of int8 products are exact; sums of floats have one order (16 partial sums,
- * then halves are added to halves, see v_sum); multiply_add rounds once everywhere, and nothing else is fused, for which
- * the files are compiled with -ffp-contract=off.
+ * The result has the same bits on every processor, for three reasons: sums of int8 products are exact; floats are always
+ * added in the same order (16 partial sums, then one half of them is added to the other half, see v_sum); and v_fma
+ * rounds once, while nothing else is fused, because the files are compiled with -ffp-contract=off. (The exception is
+ * WebAssembly without relaxed SIMD, see wasm.c.)
  *
- * A file of an instruction set defines, before it includes this one:
+ * The file of an instruction set includes this one, after it has defined:
  *   vec             16 floats                v_load, v_store, v_splat, v_add, v_sub, v_mul, v_div, v_sqrt, v_round
  *   v_fma(a, b, c)  a b + c, rounded once    v_fnma(a, b, c)  c - a b, rounded once
- *   v_max(a, b)     a > b ? a : b            v_min(a, b)      a < b ? a : b: the second where either is NaN
+ *   v_max(a, b)     a > b ? a : b            v_min(a, b)      a < b ? a : b: the second if either is NaN
  *   v_scale(x, n)   x 2^n, for whole n of -126 to 127
- *   v_select(from, to, a, b)  lanes from <= i < to of a, the others of b
- *   v_sum, v_largest, v_smallest  of the lanes: 8 + 8, then 4 + 4, 2 + 2, 1 + 1
+ *   v_select(from, to, a, b)  the lanes from <= i < to from a, the others from b
+ *   v_sum, v_largest, v_smallest  over the lanes: 8 + 8, then 4 + 4, 2 + 2, 1 + 1
  *   v_load_half     16 float16               v_store_bytes    16 floats, rounded to even, as uint8
  *   ints            16 int32 sums            i_to_float
- *   i_start         what sums begin with, of the layer's 16 weight sums
- *   activations, weights, four_inputs, four_weights, i_dot  four products more in each sum; or all of inner_loop
- *   transpose       of BLOCK rows of BLOCK floats into columns of out, out_stride apart; rows from `rows` on are 0
- *   INT_ROWS x INT_VECTORS, FLOAT_ROWS x FLOAT_VECTORS  sums that fit into the registers, rows x 16 outputs
- *   RUN_SHARE       the name of what this file makes
+ *   i_start         the initial value of the sums, computed from the layer's 16 weight sums
+ *   activations, weights, four_inputs, four_weights, i_dot  to add four more products to each sum; or all of inner_loop
+ *   transpose       BLOCK rows of BLOCK floats become columns of out, out_stride apart; rows from `rows` on are read as 0
+ *   INT_ROWS x INT_VECTORS, FLOAT_ROWS x FLOAT_VECTORS  how many sums fit into the registers: rows x vectors of 16 outputs
+ *   RUN_SHARE       the name of the function that this file defines
  */
 #include "model.h"
 
 /* ---------------------------------------------------------------- arithmetic */
 
-/* Every limit is the first operand of v_max or v_min, so that NaN passes through to the answer, where it is noticed,
- * instead of becoming the limit. */
+/* A limit is always the first operand of v_max or v_min. So NaN stays NaN up to the logits, where it is noticed; as the
+ * second operand the limit would replace it. */
 
 /* exp(x) for x <= 88; relative error below 2e-7. */
 INLINE vec exp_vec(vec x) {
@@ -76,7 +77,7 @@ INLINE vec activated(enum Activation activation, vec x) {
 
 /* ---------------------------------------------------------------- rows */
 
-/* A byte has no NaN and no infinity: a row with either gets NaN as its scale, and so has NaN in all that follows. */
+/* A byte cannot be NaN or infinite, so a row that has either gets NaN as its scale, and everything after it is NaN. */
 INLINE RowScale quantise_row(const float *x, uint8_t *q, int width) {
     vec low = v_load(x), high = low, spoilt = v_mul(low, v_splat(0.f)); /* 0, or NaN */
     for (int i = LANES; i < width; i += LANES) {
@@ -95,7 +96,7 @@ INLINE RowScale quantise_row(const float *x, uint8_t *q, int width) {
     return scale;
 }
 
-/* LayerNorm of a row, to `out`, which may be the row itself. */
+/* LayerNorm of a row, written to `out`, which may be the row itself. */
 INLINE void normalise_row(const float *x, Norm norm, int width, float epsilon, float *out) {
     vec sum = v_splat(0.f), squares = sum;
     for (int i = 0; i < width; i += LANES) sum = v_add(sum, v_load(x + i));
@@ -149,7 +150,7 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
 }
 #endif
 
-/* A tile's height is a constant where its sums are to stay in registers. */
+/* A tile's height must be a constant if its sums are to stay in registers. */
 #ifdef ANY_HEIGHT
 #define UNROLL_ROWS
 #else
@@ -188,7 +189,7 @@ INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue e
     }
 }
 
-/* The rows of 16 `vectors` outputs, in tiles of equal height, since a lone last row would cost a whole tile. */
+/* All rows for 16 x `vectors` outputs, in tiles of equal height: one last row on its own would cost a whole tile. */
 INLINE void linear_strip(const int vectors, const enum Epilogue epilogue, const Linear *layer, int column,
                          const uint8_t *q, const RowScale *scales, int rows, float *out, int out_stride) {
     for (int tile = 0, tiles = (rows + INT_ROWS - 1) / INT_ROWS; tile < tiles; tile++) {
@@ -255,7 +256,7 @@ NOINLINE void float_product(const float *a, int a_stride, const float *b, int b_
     int column = 0;
     for (; column + FLOAT_VECTORS * LANES <= columns; column += FLOAT_VECTORS * LANES)
         float_strip(FLOAT_VECTORS, a, a_stride, b + column, b_stride, rows, inner, out + column, out_stride);
-    for (; FLOAT_VECTORS > 2 && column + 2 * LANES <= columns; column += 2 * LANES) /* heads 32 wide, as MiniLM's */
+    for (; FLOAT_VECTORS > 2 && column + 2 * LANES <= columns; column += 2 * LANES) /* heads of width 32, as in MiniLM */
         float_strip(2, a, a_stride, b + column, b_stride, rows, inner, out + column, out_stride);
     for (; column < columns; column += LANES)
         float_strip(1, a, a_stride, b + column, b_stride, rows, inner, out + column, out_stride);
@@ -263,7 +264,7 @@ NOINLINE void float_product(const float *a, int a_stride, const float *b, int b_
 
 /* ---------------------------------------------------------------- attention */
 
-/* The lanes of x, at `column`, that lie in the columns [from, to), and `other` in the rest. */
+/* The lanes of x, which begin at `column`: those in the columns [from, to) as they are, the others are `other`. */
 INLINE vec inside(vec x, int column, int from, int to, vec other) {
     if (from <= column && column + LANES <= to) return x;
     return v_select(from - column, to - column, x, other);
@@ -294,13 +295,13 @@ INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int
 INLINE int at_least(int limit, int x) { return x > limit ? x : limit; }
 INLINE int at_most(int limit, int x) { return x < limit ? x : limit; }
 
-/* Turns the queries of the tokens [from, to) of one text of `length` tokens into their context; `query` is that of the
- * token `from`, and carries the 1/sqrt(head width); `key_value` is that of the text's first token. */
+/* Replaces the queries of the tokens [from, to) of a text of `length` tokens by their context. `query` is the query of
+ * the token `from`, already divided by sqrt(head width); `key_value` belongs to the text's first token. */
 static void attend(const Model *m, const Block *block, float *query, int from, int to, const float *key_value,
                    int length, Scratch *scratch) {
     const int width = m->width, head_width = width / m->heads;
     const int window = block->window > 0 && block->window < length ? block->window : length;
-    /* What these queries see begins at a multiple of 16, so that a token's partial sum does not depend on who asks. */
+    /* The columns that these queries see begin at a multiple of 16, so each token is in the same partial sum for all. */
     const int seen = at_least(0, from - window) / LANES * LANES, end = at_most(length, to + window);
     const int padded = (end - seen + LANES - 1) / LANES * LANES;
     for (int head = 0; head < m->heads; head++) {
@@ -344,7 +345,7 @@ static void attend(const Model *m, const Block *block, float *query, int from, i
 static void embed(const Session *s, const Batch *batch, Scratch *scratch, int from, int to) {
     const Model *m = s->model;
     const int width = m->embedding_width, is_projected = m->projection.weight != NULL;
-    int waiting = 0; /* rows in the scratch that have yet to be projected, the last of them before `row` */
+    int waiting = 0; /* rows in the scratch that still have to be projected; the last of them is just before `row` */
     for (int text = 0; text < batch->texts; text++) {
         const int start = batch->starts[text], end = at_most(to, batch->starts[text + 1]);
         int paddings = 0; /* before the row */
@@ -357,7 +358,7 @@ static void embed(const Session *s, const Batch *batch, Scratch *scratch, int fr
             const uint16_t *word = m->words + (size_t)id * width;
             for (int i = 0; i < width; i += LANES) v_store(x + i, v_load_half(word + i));
             if (m->positions) {
-                /* With a padding id the table's first row is for it alone, and the others count without it. */
+                /* If there is a padding id, the table's first row is only for it, and positions are counted without it. */
                 int place = is_padding ? 0 : row - start - paddings + (m->padding_id >= 0);
                 if (batch->ids[row] & SECOND_TEXT) place += m->num_positions + (m->padding_id >= 0);
                 const float *position = m->positions + (size_t)place * width;
@@ -377,8 +378,8 @@ static void embed(const Session *s, const Batch *batch, Scratch *scratch, int fr
         s->scales[row] = quantise_row(s->hidden + (size_t)row * m->width, s->quantised + (size_t)row * m->width, m->width);
 }
 
-/* Rows as the next linear layer gets them: normalised, and quantised. The hidden row becomes the normalised one, but in
- * a model that normalises first only if no block follows. */
+/* Prepares rows for the next linear layer: normalised and quantised. The hidden row is replaced by the normalised one;
+ * in a model that normalises first, only if no block follows. */
 INLINE void normalise_rows(const Model *m, Norm norm, int keeps_hidden, int rows, float *hidden, float *spare,
                            uint8_t *quantised, RowScale *scales) {
     const int width = m->width;
@@ -389,7 +390,7 @@ INLINE void normalise_rows(const Model *m, Norm norm, int keeps_hidden, int rows
     }
 }
 
-/* All of a block that follows attention, for up to MOST_ROWS rows; hidden is updated. */
+/* The part of a block after attention, for up to MOST_ROWS rows; updates hidden. */
 static void after_attention(const Model *m, const Block *block, Scratch *scratch, int rows, const float *context,
                             float *hidden, uint8_t *quantised, RowScale *scales) {
     const int width = m->width, wide = m->wide, is_last = block == m->block + m->blocks - 1;
@@ -430,7 +431,7 @@ static void project(Session *s, const Batch *batch, const Block *block, float *k
     }
 }
 
-/* A block for the rows [from, to), once the keys and values of all rows are there. */
+/* A block for the rows [from, to), after the keys and values of all rows have been computed. */
 static void block_rows(Session *s, const Batch *batch, const Block *block, const float *key_value, int from, int to,
                        Scratch *scratch) {
     const size_t width = s->model->width;
@@ -449,7 +450,7 @@ static void block_rows(Session *s, const Batch *batch, const Block *block, const
     }
 }
 
-/* The last block for the first tokens of the texts [from, to): the others are read by nobody. */
+/* The last block for the first tokens of the texts [from, to); the other tokens are not read any more. */
 static void first_tokens(Session *s, const Batch *batch, const Block *block, const float *key_value, int from, int to,
                          Scratch *scratch) {
     const Model *m = s->model;

@@ -112,7 +112,7 @@ static RunShare *run_share_of(const char *name) {
 
 /* ---------------------------------------------------------------- rotary positions */
 
-/* Cosine and sine of 0 <= x < 10^6 in double precision, by arithmetic alone: those of libraries differ in the last bit. */
+/* Cosine and sine of 0 <= x < 10^6 in double precision, from arithmetic only: libraries differ in the last bit. */
 static void cosine_sine(double x, double *cosine, double *sine) {
     const double quarters = (double)(int64_t)(x * 0.63661977236758134 + 0.5);
     /* x minus so many quarters of a circle; the first part of pi / 2 has 33 bits, so that its product is exact. */
@@ -167,7 +167,7 @@ typedef struct Pool {
     Helper helper[];
 } Pool;
 
-/* Leaves the core's units to whom it shares them with. */
+/* Leaves the core's units to the other hardware thread of the core. */
 INLINE void pause_spinning(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -287,8 +287,8 @@ static void start_helpers(Helper *team, Session *s, const Batch *batch, int thre
     }
 }
 
-/* By the caller, after the last meeting of its call: whoever calls next finds them idle, also one that has yet to lie
- * down to sleep. Such a one sees by the number of its calls that it is wanted again. */
+/* For the caller, after the last meeting of its call. The next call finds these helpers idle, even one that has not gone
+ * to sleep yet: the number of its calls tells that helper that it is needed again. */
 static void return_helpers(Pool *pool, Helper *team) {
     if (!team) return;
     Helper *last = team;
@@ -299,8 +299,8 @@ static void return_helpers(Pool *pool, Helper *team) {
     pthread_mutex_unlock(&pool->mutex);
 }
 
-/* Stop the helpers; no call may be under way, and none may follow. Sessions are closed after their pool, since a helper
- * may still be leaving the last meeting of a call, and are the caller's to close. */
+/* Stops the helpers; no call may be in progress, and none may follow. The caller closes the sessions, after their pool,
+ * because a helper may still be leaving the last meeting of a call. */
 EXPORT void close_pool(Pool *pool) {
     for (int i = 0; i < pool->helpers; i++) {
         Helper *h = &pool->helper[i];

@@ -9,8 +9,8 @@
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* A tile's height must be a constant, for its sums to stay in registers. None is higher than MOST: what would be is left
- * to it, so that it is not compiled several times. */
+/* A tile's height must be a constant, or its sums would not stay in registers. No tile is higher than MOST: the
+ * cases from MOST on fall through to the default, so that this tile is compiled only once. */
 #define HEIGHT_CASE(HEIGHT, MOST, TILE, ...) \
     case HEIGHT:                             \
         if (HEIGHT < MOST) {                 \
@@ -28,7 +28,7 @@
     default: TILE(MOST, __VA_ARGS__);           \
     }
 
-/* What stands between TARGET_BEGIN and TARGET_END is compiled for a processor that has these features. */
+/* The code between TARGET_BEGIN and TARGET_END is compiled for a processor that has these features. */
 #define PRAGMA(X) _Pragma(#X)
 #ifdef __clang__
 #define TARGET_BEGIN(FEATURES) PRAGMA(clang attribute push(__attribute__((target(FEATURES))), apply_to = function))
@@ -38,16 +38,16 @@
 #define TARGET_END PRAGMA(GCC pop_options)
 #endif
 
-/* Floats that one step of the computation takes, whatever the width of the registers: sums over a row are kept in 16
- * partial sums on every processor, and so come out equal to the last bit. */
+/* How many floats one step of the computation processes, on registers of any width. A sum over a row is kept as 16 partial
+ * sums on every processor, so it is equal to the last bit. */
 enum { LANES = 16 };
-/* Rows that go through a whole block together: their widest activation (rows x 3072 floats) stays in the L2 cache. Up to
- * half as many more, so that a text of 50 tokens does not read all weights a second time for its last two. */
+/* How many rows go through a whole block together: their widest activation (rows x 3072 floats) stays in the L2 cache. Up
+ * to half more are allowed, so that a text of 50 tokens does not read all weights again for its last two. */
 enum { ROW_BLOCK = 48, MOST_ROWS = ROW_BLOCK * 3 / 2 };
 
 /* Activations are quantised to 0 to 182 and weights to -45 to 45, so that four products fit into 16 bits: a processor
- * without VNNI then needs one widening to 32 bits for eight inputs. As exact as 0 to 255 and -63 to 63, of which only two
- * fit: rows have outliers and need more levels than an output's weights do. */
+ * without VNNI then widens to 32 bits once per eight inputs. This is as exact as 0 to 255 and -63 to 63, of which only
+ * two products fit: rows have outliers, so they need more levels than the weights of an output. */
 enum { ACTIVATION_MAX = 182, WEIGHT_MAX = 45 };
 _Static_assert(4 * ACTIVATION_MAX * WEIGHT_MAX <= INT16_MAX, "four products must fit into int16");
 

@@ -107,7 +107,7 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
             x[p] = vcombine_u8(vld1_u8(row), 2 * p + 1 < rows ? vld1_u8(row + inputs) : vdup_n_u8(0));
         }
         UNROLL for (int i = 0; i < 4; i++) {
-            /* Four outputs' first four weights and their next four, woven to eight of each. */
+            /* The first four weights of four outputs and their next four, interleaved to eight per output. */
             int32x4_t first = vreinterpretq_s32_s8(vld1q_s8(weight + k * LANES + 16 * i));
             int32x4_t next = vreinterpretq_s32_s8(vld1q_s8(weight + k * LANES + 64 + 16 * i));
             int8x16_t low = vreinterpretq_s8_s32(vzip1q_s32(first, next)), high = vreinterpretq_s8_s32(vzip2q_s32(first, next));

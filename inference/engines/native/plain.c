@@ -4,7 +4,7 @@
 #include "model.h"
 
 #define RUN_SHARE run_share_plain
-/* Calls instead of copies: this is to be right, and quickly compiled. */
+/* Function calls instead of inlining: this file has to be right and to compile quickly, not to be fast. */
 #undef INLINE
 #define INLINE static
 

@@ -199,7 +199,7 @@ NOINLINE void inner_loop(int rows, int vectors, const int8_t *weight, const uint
 #else
 EACH(ints, i_start, (const int32_t *weight_sum), ((void)weight_sum, wasm_i32x4_splat(0)))
 
-/* One instruction multiplies pairs of neighbouring inputs, of four outputs: so they should lie together. */
+/* One instruction multiplies pairs of neighbouring inputs for four outputs, so these weights should be adjacent. */
 INLINE v128_t paired(v128_t w) { return wasm_i8x16_shuffle(w, w, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }
 #ifdef FOR_BROWSERS
 /* Once, instead of in every pass. */
