@@ -22,23 +22,29 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m learn.cards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a pipeline on real ranks")
-    run.add_argument("--report", type=Path, metavar="FILE.html", help="write the run as a page, in a single file")
+    page = "write the run as a page, in a single file"
+    run.add_argument("--report", type=Path, metavar="FILE.html", help=page)
     show = commands.add_parser("show", help="draw the wiring of a pipeline")
     show.add_argument("--mermaid", action="store_true", help="as a Mermaid flow chart")
     serve = commands.add_parser("serve", help="step through a pipeline on a page")
-    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="on this machine; 0: any (default: %(default)s)")
+    port = "on this machine; 0: any (default: %(default)s)"
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
     for command in (run, serve):
+        add = command.add_argument
         kept = "folder for what the ranks held; a run replaces the one before it (default: %(default)s)"
-        command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
+        add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
         on_ray = "run the ranks on the machines of a Ray cluster; auto: this machine's, local: one for this command"
-        command.add_argument("--cluster", metavar="ADDRESS", help=on_ray)
+        add("--cluster", metavar="ADDRESS", help=on_ray)
+    # Each of these sets a field of one card (SETTINGS in pipeline.py); without it the file decides.
     for command in (run, show, serve):
-        command.add_argument("pipeline", type=Path, nargs="?", metavar="PIPELINE.yaml", help="default: iris")
-        command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
-        command.add_argument("--epochs", type=positive, metavar="N", help="of training (default: as the pipeline says)")
-        command.add_argument(
-            "--strategy", metavar="{ddp,fsdp,deepspeed}", help="how the model is distributed over the ranks"
-        )
+        add = command.add_argument
+        add("pipeline", type=Path, nargs="?", metavar="PIPELINE.yaml", help="default: iris")
+        ranks = "ranks (default: what the pipeline says)"
+        add("--workers", type=positive, metavar="N", help=ranks)
+        training = "of training (default: as the pipeline says)"
+        add("--epochs", type=positive, metavar="N", help=training)
+        how = "how the model is distributed over the ranks"
+        add("--strategy", metavar="{ddp,fsdp,deepspeed}", help=how)
     return parser
 
 
@@ -61,6 +67,7 @@ def run(flags: argparse.Namespace) -> None:
     from learn.cards.runner import Event, Runner
 
     pipeline = configured(flags)
+    # Before the run, not after all its minutes.
     if flags.report:
         check_report(flags.report)
     history = History(pipeline)
@@ -92,7 +99,8 @@ def show(flags: argparse.Namespace) -> None:
     if flags.mermaid:
         print(as_mermaid(pipeline))
     else:
-        Console(highlight=False, markup=False).print(as_table(pipeline, num_workers(pipeline), num_epochs(pipeline)))
+        table = as_table(pipeline, num_workers(pipeline), num_epochs(pipeline))
+        Console(highlight=False, markup=False).print(table)
 
 
 def serve(flags: argparse.Namespace) -> None:
@@ -112,6 +120,7 @@ def main() -> None:
         raise UserError(
             f"--output {flags.output}: cannot be written ({error.strerror})", code="not-writable"
         ) from error
+    # One program per folder: a second run would delete what the first one's page is showing.
     with lock_run_folder(flags.output, "--output"):
         {"run": run, "serve": serve}[flags.command](flags)
 

@@ -15,13 +15,22 @@ from learn.cards.storage import Storage
 # By name; each value has the type that its card's schema names, and can be written as JSON: tensors
 # are in the storage, and the value says under which key.
 Values = Mapping[str, Any]
+Outputs = dict[str, Any]
 
 # How a preview is drawn: its facts above its table; the same, with the sum of the column
 # "parameters" below the table; or its facts as large figures.
 ViewType = Literal["table", "model_summary", "metrics"]
 
 
-Category = Literal["data", "sharding", "distributed", "checkpointing", "aggregation", "evaluation", "own"]
+Category = Literal[
+    "data",
+    "sharding",
+    "distributed",
+    "checkpointing",
+    "aggregation",
+    "evaluation",
+    "own",
+]
 
 # What of the model the page draws for a card, and at which moments, with their titles: "before" and
 # "after" the card.
@@ -32,8 +41,14 @@ Held = tuple[Literal["parameters", "gradients"], dict[str, str]]
 class CardConfig(BaseModel):
     """A card's settings, none by default; the JSON schema is the form on the page."""
 
-    # YAML reads a column called 4 as a number, and .inf as one too.
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    # YAML reads a column called 4 as a number, and .inf as one too. Frozen, because all ranks and
+    # the page share one configuration.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )
 
 
 Config = TypeVar("Config", bound=CardConfig)
@@ -71,6 +86,7 @@ class BaseCard(ABC, Generic[Config]):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        # A card that derives from another one has its own name, not that of its parent.
         cls.display_name = cls.__dict__.get("display_name", cls.__name__)
 
     @abstractmethod
@@ -84,13 +100,14 @@ class BaseCard(ABC, Generic[Config]):
     def run(self, config: Config, inputs: Values, storage: Storage) -> dict[str, Any]:
         """Execute the card, and check that it returned what it promises."""
         outputs = self.execute(config, inputs, storage)
-        if not isinstance(outputs, dict) or outputs.keys() != self.output_schema.keys():
-            found = ", ".join(map(str, outputs)) if isinstance(outputs, dict) else type(outputs).__name__
+        # Of the twelve this is certain. Of a card of the user's own it is not, and the error would
+        # otherwise come from another card, which misses an input.
+        is_dict = isinstance(outputs, dict)
+        if not is_dict or outputs.keys() != self.output_schema.keys():
+            found = ", ".join(map(str, outputs)) if is_dict else type(outputs).__name__
             promised = ", ".join(self.output_schema) or "nothing"
-            raise UserError(
-                f"card {self.card_type}: execute must return a dictionary of its outputs ({promised}), got: {found}",
-                code="own-code",
-            )
+            must = f"execute must return a dictionary of its outputs ({promised})"
+            raise UserError(f"card {self.card_type}: {must}, got: {found}", code="own-code")
         return outputs
 
     @abstractmethod

@@ -15,14 +15,16 @@ from training.monitoring.records import format_time
 
 def as_table(pipeline: Pipeline, num_workers: int, epochs: int) -> Table:
     """The cards in the order in which they run, with a bracket beside the training loop."""
-    title = f"{printable(pipeline.name)}: {len(pipeline.nodes)} cards, {num_workers} ranks, {epochs} epochs"
+    size = f"{len(pipeline.nodes)} cards, {num_workers} ranks, {epochs} epochs"
+    title = f"{printable(pipeline.name)}: {size}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("", "node", "card", "runs on", "takes"):
         table.add_column(heading, no_wrap=True)
     for node in pipeline.nodes:
         runs = f"{num_workers} ranks" if node.card.execution_mode == "distributed" else "here"
         takes = "\n".join(printable(source) for source in node.inputs.values())
-        table.add_row(_bracket(pipeline.loop, node), printable(node.id), node.card.display_name, runs, takes)
+        bracket, name = _bracket(pipeline.loop, node), printable(node.id)
+        table.add_row(bracket, name, node.card.display_name, runs, takes)
     return table
 
 
@@ -41,7 +43,8 @@ def as_mermaid(pipeline: Pipeline) -> str:
     # Numbers, since a node may be called what Mermaid calls something else, such as end.
     names = {node.id: f"card{number}" for number, node in enumerate(pipeline.nodes, start=1)}
     boxes = {node.id: f'{names[node.id]}["{node.card.display_name}"]' for node in pipeline.nodes}
-    lines = ["flowchart TD", *(f"    {boxes[node.id]}" for node in pipeline.nodes if not node.in_loop)]
+    alone = [f"    {boxes[node.id]}" for node in pipeline.nodes if not node.in_loop]
+    lines = ["flowchart TD", *alone]
     if loop := pipeline.loop:
         lines += ['    subgraph loop["for every global batch of every epoch"]']
         lines += [f"        {boxes[node.id]}" for node in loop]
@@ -61,7 +64,9 @@ class Progress:
         self.pipeline = pipeline
         self.history = history
         self.console = Console(highlight=False, markup=False)
-        self._live = Live(console=self.console, get_renderable=self._table) if self.console.is_terminal else None
+        # A table that is redrawn needs a terminal; a log gets lines.
+        live = Live(console=self.console, get_renderable=self._table)
+        self._live = live if self.console.is_terminal else None
 
     def show(self, event: Event) -> None:
         if self._live is None and event.state == "done":
@@ -73,8 +78,10 @@ class Progress:
         epochs = self.history.epochs
         is_end_of_epoch = event.is_last_batch and (event.epoch % max(1, epochs // EPOCH_LINES) == 0)
         if event.metrics and is_end_of_epoch:
-            self.console.print(f"  epoch {event.epoch} of {epochs}: {self._metrics(node)} on its last batch")
-        if node.in_loop and node == self.pipeline.loop[-1] and event.is_last_batch and event.epoch == epochs:
+            last = f"{self._metrics(node)} on its last batch"
+            self.console.print(f"  epoch {event.epoch} of {epochs}: {last}")
+        is_end = event.is_last_batch and event.epoch == epochs
+        if is_end and node.in_loop and node == self.pipeline.loop[-1]:
             for member in self.pipeline.loop:
                 self.console.print(self._line(member))
         if not node.in_loop:
@@ -86,21 +93,23 @@ class Progress:
 
     def _metrics(self, node: Node) -> str:
         return ", ".join(
-            f"{printable(name)} {value:.2%}" if name == "accuracy" else f"{printable(name)} {value:.4f}"
+            f"{printable(name)} " + (f"{value:.2%}" if name == "accuracy" else f"{value:.4f}")
             for name, value in self.history.metrics.get(node.id, {}).items()
         )
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         for heading in ("", "card", "", "time", ""):
-            table.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
+            justify = "right" if heading == "time" else "left"
+            table.add_column(heading, justify=justify, no_wrap=True)
         for node in self.pipeline.nodes:
             event = self.history.latest.get(node.id)
             state = event.state if event else "waiting"
             mark, style = _MARKS[state]
             epoch = f"epoch {event.epoch}/{self.history.epochs}" if event and event.epoch else ""
             seconds = format_time(event.seconds) if event and event.seconds else ""
-            table.add_row(mark, node.card.display_name, epoch, seconds, self._metrics(node), style=style)
+            name, metrics = node.card.display_name, self._metrics(node)
+            table.add_row(mark, name, epoch, seconds, metrics, style=style)
         return table
 
     def __enter__(self) -> Progress:
@@ -113,4 +122,9 @@ class Progress:
             self._live.stop()
 
 
-_MARKS = {"waiting": ("·", "dim"), "running": ("▶", "bold"), "done": ("✓", "green"), "failed": ("✗", "red")}
+_MARKS = {
+    "waiting": ("·", "dim"),
+    "running": ("▶", "bold"),
+    "done": ("✓", "green"),
+    "failed": ("✗", "red"),
+}

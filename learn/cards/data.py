@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
 from common.errors import UserError
-from learn.cards.base import BaseCard, CardConfig, Preview, Values
+from learn.cards.base import BaseCard, CardConfig, Outputs, Preview, Values
 from learn.cards.storage import Storage
 from learn.cards.tables import Table, is_number, read_table
 
@@ -23,7 +23,10 @@ class LoadDatasetConfig(CardConfig):
         min_length=1,
         description="iris, a CSV file, or, in a pipeline's file, the http(s) or file address of one",
     )
-    target_column: str = Field("species", description="the column to predict, by its name or its number from 0")
+    target_column: str = Field(
+        "species",
+        description="the column to predict, by its name or its number from 0",
+    )
 
 
 class LoadDataset(BaseCard[LoadDatasetConfig]):
@@ -40,14 +43,16 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
     input_schema: ClassVar = {}
     output_schema: ClassVar = {"dataset": "dataset"}
 
-    def execute(self, config: LoadDatasetConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        # Saved tensors: features (rows, features) in fp32, labels (rows,) as class numbers.
+    def execute(self, config: LoadDatasetConfig, inputs: Values, storage: Storage) -> Outputs:
         table = read_table(config.source_url)
         target = _column(config.target_column, table)
         features, classes, labels = split_target(table, target)
-        key = storage.save_tensors("dataset", {"features": torch.tensor(features), "labels": torch.tensor(labels)})
+        # Features (rows, features) in fp32, labels (rows,) as class numbers.
+        tensors = {"features": torch.tensor(features), "labels": torch.tensor(labels)}
+        key = storage.save_tensors("dataset", tensors)
         names = [name for number, name in enumerate(table.columns) if number != target]
-        return {"dataset": {"tensors": key, "rows": len(labels), "features": names, "classes": classes}}
+        facts = {"tensors": key, "rows": len(labels), "features": names, "classes": classes}
+        return {"dataset": facts}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         dataset = outputs["dataset"]
@@ -55,25 +60,23 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
         classes = [dataset["classes"][label] for label in tensors["labels"][:PREVIEW_ROWS].tolist()]
         features = tensors["features"][:PREVIEW_ROWS].double().round(decimals=4).tolist()
         rows = [[*row, name] for row, name in zip(features, classes, strict=True)]
-        return self.preview(
-            [*dataset["features"], "class"], rows, rows=dataset["rows"], classes=", ".join(dataset["classes"])
-        )
+        columns, classes = [*dataset["features"], "class"], ", ".join(dataset["classes"])
+        return self.preview(columns, rows, rows=dataset["rows"], classes=classes)
 
 
 def _column(target: str, table: Table) -> int:
     if len(table.columns) < 2:
         raise UserError(
-            f"{table.name}: has only one column; there must be one to predict and one to predict it from, separated by "
-            "commas",
+            f"{table.name}: has only one column; there must be one to predict and one to predict "
+            "it from, separated by commas",
             code="table-unusable",
         )
     if target in table.columns:
         return table.columns.index(target)
     if target.isdecimal() and int(target) < len(table.columns):
         return int(target)
-    raise UserError(
-        f"target_column {target!r}: {table.name} has the columns {', '.join(table.columns)}", code="data-columns"
-    )
+    columns = ", ".join(table.columns)
+    raise UserError(f"target_column {target!r}: {table.name} has the columns {columns}", code="data-columns")
 
 
 def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str], list[int]]:
@@ -84,32 +87,48 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
             classes.
     """
     names = [row.cells[target].strip() for row in table.rows]
+    column = table.columns[target]
     for row, name in zip(table.rows, names, strict=True):
         if not name:
-            raise UserError(
-                f"{table.name} line {row.line}: column {table.columns[target]} is empty", code="table-unusable"
-            )
+            problem = f"column {column} is empty"
+            raise UserError(f"{table.name} line {row.line}: {problem}", code="table-unusable")
     classes = _ordered(set(names))
+    # A column of measurements has a different value in almost every row: it is no class.
     if not 2 <= len(classes) <= MAX_CLASSES:
+        found = f"{len(classes)} different values in {len(names)} rows of {table.name}"
         raise UserError(
-            f"target_column {table.columns[target]}: {len(classes)} different values in {len(names)} rows of "
-            f"{table.name}; a column of 2 to {MAX_CLASSES} classes is needed",
+            f"target_column {column}: {found}; a column of 2 to {MAX_CLASSES} classes is needed",
             code="table-unusable",
         )
     numbers = {name: number for number, name in enumerate(classes)}
-    return [table.features(row, target) for row in table.rows], classes, [numbers[name] for name in names]
+    features = [table.features(row, target) for row in table.rows]
+    return features, classes, [numbers[name] for name in names]
 
 
 def _ordered(names: set[str]) -> list[str]:
     """Classes in numeric order if all of them are numbers, otherwise in alphabetical order."""
-    return sorted(names, key=lambda name: (float(name), name)) if all(map(is_number, names)) else sorted(names)
+    if all(map(is_number, names)):
+        return sorted(names, key=lambda name: (float(name), name))
+    return sorted(names)
 
 
 class PrepareDataConfig(CardConfig):
     test_ratio: float = Field(0.2, gt=0, lt=1, description="share of each class that is kept for testing")
-    normalize: bool = Field(True, description="scale every feature to mean 0 and standard deviation 1")
-    batch_size: int = Field(16, ge=1, description="rows per global batch, that is, over all ranks together")
-    seed: int = Field(42, ge=0, le=2**32, description="of the split and of the order of the training rows")
+    normalize: bool = Field(
+        True,
+        description="scale every feature to mean 0 and standard deviation 1",
+    )
+    batch_size: int = Field(
+        16,
+        ge=1,
+        description="rows per global batch, that is, over all ranks together",
+    )
+    seed: int = Field(
+        42,
+        ge=0,
+        le=2**32,
+        description="of the split and of the order of the training rows",
+    )
 
 
 class PrepareData(BaseCard[PrepareDataConfig]):
@@ -126,18 +145,22 @@ class PrepareData(BaseCard[PrepareDataConfig]):
     input_schema: ClassVar = {"dataset": "dataset"}
     output_schema: ClassVar = {"prepared_data": "prepared_data"}
 
-    def execute(self, config: PrepareDataConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: PrepareDataConfig, inputs: Values, storage: Storage) -> Outputs:
         dataset = inputs["dataset"]
         tensors = storage.tensors(dataset["tensors"])
         features, labels = tensors["features"], tensors["labels"]
         train, test = stratified_split(labels, dataset["classes"], config.test_ratio, config.seed)
         mean, deviation = torch.zeros(features.shape[1]), torch.ones(features.shape[1])
         if config.normalize:
+            # Of the training rows only, but used for all: with the test rows in the mean, the
+            # model would know something of them before it is tested.
             mean, deviation = mean_and_deviation(features[train])
             features = (features - mean) / deviation
-        prepared = {"train_rows": train, "train_features": features[train], "train_labels": labels[train]}
-        prepared |= {"test_rows": test, "test_features": features[test], "test_labels": labels[test]}
-        key = storage.save_tensors("prepared", prepared | {"mean": mean, "deviation": deviation})
+        prepared = {"mean": mean, "deviation": deviation}
+        for name, rows in (("train", train), ("test", test)):
+            prepared |= {f"{name}_rows": rows, f"{name}_features": features[rows]}
+            prepared |= {f"{name}_labels": labels[rows]}
+        key = storage.save_tensors("prepared", prepared)
         facts = {"tensors": key, "train_rows": len(train), "test_rows": len(test)}
         facts |= {"batch_size": config.batch_size, "seed": config.seed}
         return {"prepared_data": facts | {name: dataset[name] for name in ("features", "classes")}}
@@ -157,15 +180,21 @@ class PrepareData(BaseCard[PrepareDataConfig]):
 
 
 def stratified_split(
-    labels: torch.Tensor, classes: list[str], test_ratio: float, seed: int
+    labels: torch.Tensor,
+    classes: list[str],
+    test_ratio: float,
+    seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Training and test rows, in ascending order, with the same share of every class."""
     generator = torch.Generator().manual_seed(seed)
     test = []
+    # Class by class, so that a small class cannot end up in one of the two by chance.
     for number, name in enumerate(classes):
         rows = (labels == number).nonzero().flatten()
         if len(rows) < 2:
-            raise UserError(f"class {name}: has only one row; training and test need one each", code="table-unusable")
+            problem = "has only one row; training and test need one each"
+            raise UserError(f"class {name}: {problem}", code="table-unusable")
+        # At least one row of each class for the test, and at least one for training.
         count = min(max(1, round(test_ratio * len(rows))), len(rows) - 1)
         test.append(rows[torch.randperm(len(rows), generator=generator)[:count]])
     is_test = torch.zeros(len(labels), dtype=torch.bool)
@@ -176,11 +205,17 @@ def stratified_split(
 def mean_and_deviation(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each column, (features,) both; a column that never changes has the deviation 1."""
     deviation = features.std(0, unbiased=False)
+    # Not 0, which the features are divided by.
     return features.mean(0), torch.where(deviation > 0, deviation, 1.0)
 
 
 class ShardDataConfig(CardConfig):
-    num_workers: int = Field(4, ge=1, le=MAX_RANKS, description="ranks, each a process with its own shard of the rows")
+    num_workers: int = Field(
+        4,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks, each a process with its own shard of the rows",
+    )
 
 
 class ShardData(BaseCard[ShardDataConfig]):
@@ -197,23 +232,26 @@ class ShardData(BaseCard[ShardDataConfig]):
     input_schema: ClassVar = {"prepared_data": "prepared_data"}
     output_schema: ClassVar = {"sharded_data": "sharded_data"}
 
-    def execute(self, config: ShardDataConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        prepared = inputs["prepared_data"]
-        rows, batch_size = prepared["train_rows"], prepared["batch_size"]
-        if config.num_workers > min(batch_size, rows):
+    def execute(self, config: ShardDataConfig, inputs: Values, storage: Storage) -> Outputs:
+        prepared, num_workers = inputs["prepared_data"], config.num_workers
+        most = min(prepared["batch_size"], prepared["train_rows"])
+        # A rank without rows in a full batch would compute nothing and wait for the others.
+        if num_workers > most:
             raise UserError(
-                f"num_workers {config.num_workers}: more ranks than rows in a global batch ({min(batch_size, rows)}); "
+                f"num_workers {num_workers}: more ranks than rows in a global batch ({most}); "
                 "use fewer workers or a larger batch_size",
                 code="rows-too-few",
             )
+        # The shards of the first epoch are saved to be looked at. For training, each rank computes
+        # its own rows in every epoch, from the same seed and without communication.
         data, batches = storage.tensors(prepared["tensors"]), global_batches(prepared, epoch=0)
         shards = {}
-        for rank in range(config.num_workers):
-            own = torch.cat([rows_of(batch, rank, config.num_workers) for batch in batches])
+        for rank in range(num_workers):
+            own = torch.cat([rows_of(batch, rank, num_workers) for batch in batches])
             shards[f"rank_{rank}"] = data["train_rows"][own]
         storage.save_tensors("shards", shards)
-        sharded = {"prepared": prepared, "num_workers": config.num_workers, "batches_per_epoch": len(batches)}
-        return {"sharded_data": sharded}
+        facts = {"num_workers": num_workers, "batches_per_epoch": len(batches)}
+        return {"sharded_data": {"prepared": prepared} | facts}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         sharded = outputs["sharded_data"]
@@ -236,6 +274,7 @@ def global_batches(prepared: Values, epoch: int) -> tuple[torch.Tensor, ...]:
     Their order follows from seed and epoch alone: on any number of ranks the same rows make up the
     same batches.
     """
+    # Epoch and seed in one number, as in DistributedSampler: every epoch has its own order.
     generator = torch.Generator().manual_seed(prepared["seed"] + epoch)
     return torch.randperm(prepared["train_rows"], generator=generator).split(prepared["batch_size"])
 

@@ -1,5 +1,4 @@
-"""Cards 4 and 5: choose how the model is distributed over the ranks, and form the process group
-that trains it.
+"""Cards 4 and 5: choose how the model is distributed, and form the process group that trains it.
 
 Sources: ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277.
 """
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from common.errors import UserError, first_line
 from learn.by_hand.data_parallel import broadcast_parameters
-from learn.cards.base import LAID_OUT, BaseCard, CardConfig, Preview, Values
+from learn.cards.base import LAID_OUT, BaseCard, CardConfig, Outputs, Preview, Values
 from learn.cards.model import build_mlp, num_parameters, read_architecture, record_held
 from learn.cards.storage import Storage
 
@@ -34,11 +33,25 @@ STRATEGIES = {  # a new one is named in the help of --strategy too
 
 
 class InitStrategyConfig(CardConfig):
-    strategy: Literal["ddp", "fsdp", "deepspeed"] = Field("ddp", description="how ranks share the model")
-    model_arch: str = Field("4,16,8,3", description="sizes of the layers: features, hidden ones, classes")
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = Field(
+        "ddp",
+        description="how ranks share the model",
+    )
+    model_arch: str = Field(
+        "4,16,8,3",
+        description="sizes of the layers: features, hidden ones, classes",
+    )
     learning_rate: float = Field(0.01, gt=0, description="of the optimizer")
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="Adam, or plain stochastic gradient descent")
-    seed: int = Field(0, ge=0, le=2**32, description="of rank 0's weights; every other rank adds its rank")
+    optimizer: Literal["adam", "sgd"] = Field(
+        "adam",
+        description="Adam, or plain stochastic gradient descent",
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        le=2**32,
+        description="of rank 0's weights; every other rank adds its rank",
+    )
 
 
 class InitStrategy(BaseCard[InitStrategyConfig]):
@@ -55,9 +68,11 @@ class InitStrategy(BaseCard[InitStrategyConfig]):
     input_schema: ClassVar = {"prepared_data": "prepared_data"}
     output_schema: ClassVar = {"strategy_config": "strategy_config"}
 
-    def execute(self, config: InitStrategyConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: InitStrategyConfig, inputs: Values, storage: Storage) -> Outputs:
         prepared = inputs["prepared_data"]
-        layers = read_architecture(config.model_arch, len(prepared["features"]), len(prepared["classes"]))
+        num_features, num_classes = len(prepared["features"]), len(prepared["classes"])
+        # Checked here, once and with a message, and not by a matrix product on every rank.
+        layers = read_architecture(config.model_arch, num_features, num_classes)
         return {"strategy_config": config.model_dump(exclude={"model_arch"}) | {"layers": layers}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
@@ -108,13 +123,15 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
     input_schema: ClassVar = {"strategy_config": "strategy_config", "sharded_data": "sharded_data"}
     output_schema: ClassVar = {"process_group": "process_group"}
 
-    def execute(self, config: SetupProcessGroupConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: SetupProcessGroupConfig, inputs: Values, storage: Storage) -> Outputs:
         rank, world_size = storage.rank, inputs["sharded_data"]["num_workers"]
         backend = choose_backend(config.backend, world_size)
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         join_group(backend, config.init_method, rank, world_size, device)
 
         strategy = inputs["strategy_config"]
+        # Another seed on each rank, so that there is something to see: the broadcast makes the
+        # models equal, not the seed.
         model = build_mlp(strategy["layers"], seed=strategy["seed"] + rank).to(device)
         storage.live["model"] = model
         record_held("before", storage)
@@ -122,14 +139,16 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
         record_held("broadcast", storage)
         # From here on the rank keeps model and optimizer from card to card.
         storage.live |= DISTRIBUTE[strategy["strategy"]](model, strategy, device)
-        return {"process_group": {"rank": rank, "world_size": world_size, "backend": backend, "device": str(device)}}
+        facts = {"rank": rank, "world_size": world_size}
+        return {"process_group": facts | {"backend": backend, "device": str(device)}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         moments = (storage.of_ranks(moment) for moment in ("before", "broadcast", "after"))
         rows = []
         for rank, (before, broadcast, after) in enumerate(zip(*moments, strict=True)):
             kept = sum(math.prod(held["shape"]) for held in after.values())
-            rows.append([rank, *(next(iter(held.values()))["checksum"] for held in (before, broadcast)), kept])
+            checksums = [next(iter(held.values()))["checksum"] for held in (before, broadcast)]
+            rows.append([rank, *checksums, kept])
         group = outputs["process_group"]
         return self.preview(
             ["rank", "first weights before", "after the broadcast", "numbers kept"],
@@ -152,8 +171,15 @@ def choose_backend(asked: str, world_size: int) -> str:
     return asked
 
 
-def join_group(backend: str, init_method: str, rank: int, world_size: int, device: torch.device) -> None:
+def join_group(
+    backend: str,
+    init_method: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> None:
     """Form the process group; returns when all ranks have joined."""
+    # NCCL must know each rank's GPU: without it all ranks of a machine would use the first one.
     bound = device if backend == "nccl" else None
     if bound:
         torch.cuda.set_device(bound)
@@ -162,7 +188,12 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
         dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=bound
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+            device_id=bound,
         )
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
@@ -182,8 +213,7 @@ def copy_to_all(model: nn.Sequential, strategy: Mapping[str, Any], device: torch
 
 
 def shard(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.device) -> Live:
-    """Fully sharded: every rank keeps a shard of each tensor's first dimension, and an optimizer
-    for its shards.
+    """Fully sharded: every rank keeps, and optimizes, a shard of each tensor's first dimension.
 
     PyTorch's own ``fully_shard``, with the life of a parameter taken apart so that each part can be
     looked at: a layer is gathered for its forward pass, freed, and gathered again for its backward
@@ -191,16 +221,23 @@ def shard(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.devic
     here they stay whole until the all-reduce card does that.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Layer by layer, so that only one layer at a time has to be whole.
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    # No reduce-scatter in the backward pass, and no freeing after it.
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
+    # Created last, so that it holds the shards: its moments are sharded with them.
     return {"model": model, "optimizer": build_optimizer(model, strategy)}
 
 
-def hand_to_deepspeed(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.device) -> Live:
+def hand_to_deepspeed(
+    model: nn.Sequential,
+    strategy: Mapping[str, Any],
+    device: torch.device,
+) -> Live:
     """DeepSpeed's engine at ZeRO stage 0, where every rank keeps all of model and optimizer."""
     # Imported here because it imports the whole trainer.
     from training.parallelism.deepspeed import import_deepspeed
@@ -211,9 +248,15 @@ def hand_to_deepspeed(model: nn.Sequential, strategy: Mapping[str, Any], device:
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     # The engine requires a batch size, but uses it for nothing here; the number of rows may differ
     # from rank to rank. Without the setting it would clip gradients whose norm is above 1.
-    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 0}}
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    settings |= {"zero_optimization": {"stage": 0}}
     optimizer = build_optimizer(model, strategy)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=settings,
+        dist_init_required=False,
+    )
     # Otherwise its backward pass would already reduce the gradients, which is what the all-reduce
     # card does.
     engine.enable_backward_allreduce = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from learn.cards.base import BaseCard, CardConfig, Preview, Values
+from learn.cards.base import BaseCard, CardConfig, Outputs, Preview, Values
 from learn.cards.model import build_mlp, describe, layer_sizes, own_part
 from learn.cards.storage import Storage
 
 
 class SaveCheckpointConfig(CardConfig):
-    epoch: int = Field(30, ge=1, le=10_000, description="the epoch that is saved, which is where training ends")
-    save_all_ranks: bool = Field(True, description="every rank saves its part; otherwise rank 0 saves the whole model")
+    epoch: int = Field(
+        30,
+        ge=1,
+        le=10_000,
+        description="the epoch that is saved, which is where training ends",
+    )
+    save_all_ranks: bool = Field(
+        True,
+        description="every rank saves its part; otherwise rank 0 saves the whole model",
+    )
 
 
 class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
@@ -37,9 +45,10 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
     input_schema: ClassVar = {"updated_model": "updated_model"}
     output_schema: ClassVar = {"checkpoint": "checkpoint"}
 
-    def execute(self, config: SaveCheckpointConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: SaveCheckpointConfig, inputs: Values, storage: Storage) -> Outputs:
         model = storage.live["model"]
         sharded = isinstance(model, FSDPModule) and config.save_all_ranks
+        # On every rank, even if only rank 0 saves: gathering shards is a collective.
         weights = own_weights(model) if config.save_all_ranks else whole_weights(model)
         facts = {
             "layers": layer_sizes(model),
@@ -50,19 +59,22 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
         if config.save_all_ranks or storage.rank == 0:
             storage.save_tensors("model", weights)
             storage.save("model", facts)
-        return {"checkpoint": {"model": storage.key("model", None if config.save_all_ranks else 0)} | facts}
+        key = storage.key("model", None if config.save_all_ranks else 0)
+        return {"checkpoint": {"model": key} | facts}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         checkpoint = outputs["checkpoint"]
         # As on the other cards; a file has the names sorted.
         first = next(iter(checkpoint["shapes"]))
         rows = []
-        for key in dict.fromkeys(found["checkpoint"]["model"] for found in storage.of_ranks("outputs")):
+        ranks = storage.of_ranks("outputs")
+        for key in dict.fromkeys(found["checkpoint"]["model"] for found in ranks):
             weights = storage.tensors(key)
             count = sum(tensor.numel() for tensor in weights.values())
             rows.append([f"{key}.safetensors", count, describe(weights[first])["checksum"]])
-        layers = ",".join(map(str, checkpoint["layers"]))
-        return self.preview(["file", "numbers", "first weights"], rows, epoch=checkpoint["epoch"], layers=layers)
+        layers, columns = checkpoint["layers"], ["file", "numbers", "first weights"]
+        shown = ",".join(map(str, layers))
+        return self.preview(columns, rows, epoch=checkpoint["epoch"], layers=shown)
 
 
 def own_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,16 +112,18 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
     input_schema: ClassVar = {"checkpoint": "checkpoint"}
     output_schema: ClassVar = {"aggregated_model": "aggregated_model"}
 
-    def execute(self, config: AggregateModelConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: AggregateModelConfig, inputs: Values, storage: Storage) -> Outputs:
         checkpoint = inputs["checkpoint"]
         device = next(storage.live["model"].parameters()).device
+        # From the file, so that what is saved is what is tested, not what is still in memory.
         saved = storage.tensors(checkpoint["model"])
         own = {name: saved[name].to(device) for name in checkpoint["shapes"]}
         storage.save("own", {name: describe(tensor)["checksum"] for name, tensor in own.items()})
         if checkpoint["sharded"]:
             whole = gather(own, checkpoint["shapes"], device)
         else:
-            whole = average(own, checkpoint["rows"] if config.method == "weighted" else 1, device)
+            weight = checkpoint["rows"] if config.method == "weighted" else 1
+            whole = average(own, weight, device)
         method = "gather" if checkpoint["sharded"] else config.method
         facts = {"layers": checkpoint["layers"], "method": method}
         if storage.rank == 0:
@@ -126,16 +140,22 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
             own = compare([checksums[name] for checksums in ranks], model["method"] == "gather")
             rows.append([name, shape, tensor.numel(), own, describe(tensor)["checksum"]])
         columns = ["tensor", "shape", "parameters", "on the ranks", "aggregated"]
-        return self.preview(columns, rows, method=model["method"], layers=",".join(map(str, model["layers"])))
+        layers = ",".join(map(str, model["layers"]))
+        return self.preview(columns, rows, method=model["method"], layers=layers)
 
 
 def compare(checksums: list[str], is_sliced: bool) -> str:
     different = list(dict.fromkeys(checksums))
-    verdict = "equal" if len(different) == 1 else "slices" if is_sliced else f"{len(different)} different"
+    verdict = "slices" if is_sliced else f"{len(different)} different"
+    if len(different) == 1:
+        verdict = "equal"
     return f"{verdict}: {', '.join(different)}"
 
 
-def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -> dict[str, torch.Tensor]:
+Tensors = dict[str, torch.Tensor]  # by name
+
+
+def average(own: Tensors, weight: float, device: torch.device) -> Tensors:
     """The mean of the ranks' models, each counted ``weight`` times.
 
     By rows it is federated averaging (McMahan et al., arXiv 1602.05629), here of models that should
@@ -144,19 +164,23 @@ def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -
     total = torch.tensor(float(weight), device=device)
     dist.all_reduce(total)
     for tensor in own.values():
+        # Weighted before the sum, so that the sum is the mean. The names are sorted, so all ranks
+        # send the same tensor at the same time.
         tensor.mul_(weight / total)
         dist.all_reduce(tensor)
     return own
 
 
-def gather(own: dict[str, torch.Tensor], shapes: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+def gather(own: Tensors, shapes: dict[str, list[int]], device: torch.device) -> Tensors:
     """Whole tensors from the ranks' shards of their first dimension: one all-gather per tensor."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = {}
     for name, tensor in own.items():
         shape = torch.Size(shapes[name])
+        # The ranks' shards may have different sizes, so the whole shape has to be given.
         stride = torch.empty(shape, device="meta").stride()
-        whole[name] = DTensor.from_local(tensor, mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
+        shard = DTensor.from_local(tensor, mesh, [Shard(0)], shape=shape, stride=stride)
+        whole[name] = shard.full_tensor()
     return whole
 
 
@@ -171,10 +195,13 @@ class Evaluate(BaseCard[CardConfig]):
     execution_mode = "distributed"
     output_view_type = "metrics"
     config_schema = CardConfig
-    input_schema: ClassVar = {"aggregated_model": "aggregated_model", "prepared_data": "prepared_data"}
+    input_schema: ClassVar = {
+        "aggregated_model": "aggregated_model",
+        "prepared_data": "prepared_data",
+    }
     output_schema: ClassVar = {"eval_metrics": "eval_metrics"}
 
-    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> Outputs:
         prepared, key = inputs["prepared_data"], inputs["aggregated_model"]["model"]
         device = next(storage.live["model"].parameters()).device
         model = build_mlp(storage.load(key)["layers"])
@@ -182,10 +209,12 @@ class Evaluate(BaseCard[CardConfig]):
         model.to(device).eval()
 
         data = storage.tensors(prepared["tensors"])
+        # Every N-th row, without padding: each row is on exactly one rank, and counts once.
         own = slice(dist.get_rank(), None, dist.get_world_size())
         labels = data["test_labels"][own].to(device)
         with torch.no_grad():
-            logits = model(data["test_features"][own].to(device))
+            logits = model(data["test_features"][own].to(device))  # (own rows, classes)
+        # Sums and counts, not means: the ranks may have different numbers of rows.
         loss = F.cross_entropy(logits, labels, reduction="sum").double()
         counts = confusion(labels, logits.argmax(1), len(prepared["classes"]))
         own_counts = {"rows": len(labels), "correct": int(counts.trace())}
@@ -199,9 +228,10 @@ class Evaluate(BaseCard[CardConfig]):
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         metrics = outputs["eval_metrics"]
+        classes = zip(metrics["classes"], metrics["confusion"], strict=True)
         rows = [
             [name, *counts, f"{counts[number] / max(1, sum(counts)):.1%}"]
-            for number, (name, counts) in enumerate(zip(metrics["classes"], metrics["confusion"], strict=True))
+            for number, (name, counts) in enumerate(classes)
         ]
         return self.preview(
             ["class", *(f"predicted {name}" for name in metrics["classes"]), "correct"],
@@ -217,5 +247,6 @@ class Evaluate(BaseCard[CardConfig]):
 
 def confusion(labels: torch.Tensor, predictions: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Rows by true class and predicted class, (classes, classes)."""
+    # One number for each pair of classes, which is then its place in the table.
     pairs = labels * num_classes + predictions
     return pairs.bincount(minlength=num_classes**2).reshape(num_classes, num_classes)
