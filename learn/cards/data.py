@@ -76,7 +76,8 @@ def _column(target: str, table: Table) -> int:
     if target.isdecimal() and int(target) < len(table.columns):
         return int(target)
     columns = ", ".join(table.columns)
-    raise UserError(f"target_column {target!r}: {table.name} has the columns {columns}", code="data-columns")
+    problem = f"{table.name} has the columns {columns}"
+    raise UserError(f"target_column {target!r}: {problem}", code="data-columns")
 
 
 def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str], list[int]]:
@@ -113,7 +114,12 @@ def _ordered(names: set[str]) -> list[str]:
 
 
 class PrepareDataConfig(CardConfig):
-    test_ratio: float = Field(0.2, gt=0, lt=1, description="share of each class that is kept for testing")
+    test_ratio: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="share of each class that is kept for testing",
+    )
     normalize: bool = Field(
         True,
         description="scale every feature to mean 0 and standard deviation 1",

@@ -27,10 +27,12 @@ class History:
             self.failure = event.message
         if event.metrics:
             self.metrics[event.node] = event.metrics
+        # One loss per pass, from the card that has it; outside the loop, a loss is a test's.
         if event.epoch and "loss" in event.metrics:
             self.losses.append(event.metrics["loss"])
 
     def has_run(self, node_id: str) -> bool:
+        # In the loop a card runs many times: it has run if it is done, or in a later pass.
         event = self.latest.get(node_id)
         return event is not None and (event.state == "done" or (event.epoch, event.batch) > (1, 1))
 
@@ -38,7 +40,8 @@ class History:
         cards = {}
         for node_id in self._nodes:
             event = self.latest.get(node_id)
-            latest = asdict(event) if event else {"node": node_id, "state": "waiting", "seconds": 0.0}
+            waiting = {"node": node_id, "state": "waiting", "seconds": 0.0}
+            latest = asdict(event) if event else waiting
             cards[node_id] = latest | {"metrics": self.metrics.get(node_id, {})}
         return writable(
             {

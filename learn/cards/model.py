@@ -20,11 +20,12 @@ MAX_PARAMETERS = 1_000_000
 
 def build_mlp(layers: Sequence[int], seed: int = 0) -> nn.Sequential:
     """Linear layers with ReLU between them; ``layers``: features, hidden ones, classes."""
+    # The cards' seed decides, not what has been drawn before in this process.
     torch.manual_seed(seed)
     modules: list[nn.Module] = []
     for inputs, outputs in pairwise(layers):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*modules[:-1])
+    return nn.Sequential(*modules[:-1])  # no ReLU on the logits, which may be negative
 
 
 def layer_sizes(model: nn.Sequential) -> list[int]:
@@ -46,13 +47,11 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
         )
     layers = [int(part) for part in parts]
     if layers[0] != num_features:
-        raise UserError(
-            f"model_arch {text}: begins with {layers[0]}, but the data has {num_features} features", code="card-network"
-        )
+        problem = f"begins with {layers[0]}, but the data has {num_features} features"
+        raise UserError(f"model_arch {text}: {problem}", code="card-network")
     if layers[-1] != num_classes:
-        raise UserError(
-            f"model_arch {text}: ends with {layers[-1]}, but the data has {num_classes} classes", code="card-network"
-        )
+        problem = f"ends with {layers[-1]}, but the data has {num_classes} classes"
+        raise UserError(f"model_arch {text}: {problem}", code="card-network")
     if (count := num_parameters(layers)) > MAX_PARAMETERS:
         raise UserError(
             f"model_arch {text}: {count:,} parameters; at most {MAX_PARAMETERS:,} can be shown",
@@ -62,6 +61,7 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
 
 
 def num_parameters(layers: Sequence[int]) -> int:
+    # The + 1 is the bias of each output.
     return sum((inputs + 1) * outputs for inputs, outputs in pairwise(layers))
 
 
@@ -91,6 +91,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:
     """A tensor's shape, and a checksum of its bytes, which is equal if every bit is."""
+    # Of the bytes, because "equal except for rounding" would hide replicas that drift apart.
     data = tensor.detach().cpu().contiguous().numpy().tobytes()
     return {"shape": list(tensor.shape), "checksum": hashlib.sha256(data).hexdigest()[:12]}
 
@@ -101,6 +102,7 @@ def gradient_norm(model: nn.Module) -> float:
     If they are sharded this is a collective, which all ranks must call.
     """
     gradients = [parameter.grad for parameter in model.parameters()]
+    # Squares add up over tensors and over shards, norms do not: the root comes last.
     squares = torch.stack([own_part(gradient).square().sum() for gradient in gradients]).sum()
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         dist.all_reduce(squares)

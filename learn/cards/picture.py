@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,8 @@ from learn.cards.training_step import MAX_ROWS
 MAX_SHARDED_ROWS = 1000
 MAX_CELLS = 32  # of a tensor, along each of its dimensions
 
+Picture = dict[str, Any]  # can be written as JSON
+
 
 def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
     """The wiring, and what every card says of itself and how it is set."""
@@ -36,7 +39,7 @@ def _node_picture(node: Node) -> dict[str, Any]:
     return {
         "id": node.id,
         **card_facts(node.card),
-        "inputs": {name: {"node": source.node, "output": source.output} for name, source in node.inputs.items()},
+        "inputs": {name: asdict(source) for name, source in node.inputs.items()},
         "config": node.config.model_dump(mode="json"),
     }
 
@@ -69,9 +72,18 @@ def card_picture(runner: Runner, node: Node) -> list[dict[str, Any]]:
     return [_pass_picture(node, storage.first_pass(), runner.pipeline, 1, 1), latest]
 
 
-def _pass_picture(node: Node, storage: Storage, pipeline: Pipeline, epoch: int, batch: int) -> dict[str, Any]:
-    outputs = storage.load(storage.key("outputs", 0 if node.card.execution_mode == "distributed" else None))
-    picture = {"pass": f"epoch {epoch}, batch {batch}" if epoch else "", "preview": _preview(node, outputs, storage)}
+def _pass_picture(
+    node: Node,
+    storage: Storage,
+    pipeline: Pipeline,
+    epoch: int,
+    batch: int,
+) -> Picture:
+    # Of a distributed card rank 0's outputs stand for all: what differs by rank is drawn below.
+    rank = 0 if node.card.execution_mode == "distributed" else None
+    outputs = storage.load(storage.key("outputs", rank))
+    title = f"epoch {epoch}, batch {batch}" if epoch else ""
+    picture = {"pass": title, "preview": _preview(node, outputs, storage)}
     return writable(picture | _drawings(node, outputs, storage, pipeline))
 
 
@@ -80,15 +92,17 @@ _PREVIEW = TypeAdapter(Preview)
 
 def _preview(node: Node, outputs: dict[str, Any], storage: Storage) -> Preview:
     """The card's preview; one of the user's own that fails is shown as what it says."""
+    # The twelve are tested. A user's card may do anything, and the page must still be drawn.
     if node.card.card_type in CARDS:
         return node.card.get_output_preview(outputs, storage)
     try:
         return _PREVIEW.validate_python(node.card.get_output_preview(outputs, storage))
     except Exception as error:
-        return node.card.preview([], [], get_output_preview_failed=f"{type(error).__name__}: {first_line(error)}")
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        return node.card.preview([], [], get_output_preview_failed=problem)
 
 
-def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+def _drawings(node: Node, outputs: Picture, storage: Storage, pipeline: Pipeline) -> Picture:
     """What the page draws of this card beside its preview."""
     card_type = node.card.card_type
     if card_type == "dist_shard_data":
@@ -110,6 +124,7 @@ def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
     train, test = tensors["train_rows"], tensors["test_rows"]
     batches, owners = [], []
     for batch in global_batches(sharded["prepared"], epoch=0):
+        # Dealt out as the rows are: the owner's number is written where the owner's rows are.
         owner = torch.empty_like(batch)
         for rank in range(sharded["num_workers"]):
             rows_of(owner, rank, sharded["num_workers"]).fill_(rank)
@@ -123,7 +138,9 @@ def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
 
 def _held(kind: str, titles: dict[str, str], storage: Storage, group: Storage) -> dict[str, Any]:
     """What every rank held of parameters or gradients at each moment."""
-    whole = {name.partition("/")[2]: facts["shape"] for name, facts in group.of_ranks("before")[0].items()}
+    # Before the broadcast no rank has sharded anything yet, so rank 0 knows all whole shapes.
+    before = group.of_ranks("before")[0]
+    whole = {name.partition("/")[2]: facts["shape"] for name, facts in before.items()}
     moments: list[dict[str, Any]] = []
     for moment, title in titles.items():
         ranks = [_held_by(rank, moment, kind, storage) for rank in storage.ranks()]
@@ -131,7 +148,8 @@ def _held(kind: str, titles: dict[str, str], storage: Storage, group: Storage) -
         if title != LAID_OUT or ranks != moments[-1]["ranks"]:
             moments.append({"title": title, "ranks": ranks})
     # A card of the user's own may free gradients, or run before there are any.
-    moments = [moment for moment in moments if all(held.keys() == whole.keys() for held in moment["ranks"])]
+    equal = [all(held.keys() == whole.keys() for held in moment["ranks"]) for moment in moments]
+    moments = [moment for moment, is_equal in zip(moments, equal, strict=True) if is_equal]
     for moment in moments:
         for name, shape in whole.items():
             _place([held[name] for held in moment["ranks"]], shape)
@@ -150,6 +168,7 @@ def _held_by(rank: int, moment: str, kind: str, storage: Storage) -> dict[str, d
 
 def _place(slices: list[dict[str, Any]], whole: list[int]) -> None:
     """Say of what each rank holds of a tensor with which row of the whole it begins."""
+    # Shards are consecutive rows, in the order of ranks: each begins where the one before ends.
     is_sliced = any(held["shape"][0] != whole[0] for held in slices)
     starts = accumulate((held["shape"][0] for held in slices[:-1]), initial=0)
     for held, start in zip(slices, starts, strict=True):
@@ -159,4 +178,5 @@ def _place(slices: list[dict[str, Any]], whole: list[int]) -> None:
 def _values(tensor: torch.Tensor) -> list[list[float]]:
     """Its upper left corner, to the seven digits of an fp32 number; a vector is a column."""
     matrix = tensor if tensor.dim() == 2 else tensor.unsqueeze(1)
-    return [[float(f"{value:.7g}") for value in row] for row in matrix[:MAX_CELLS, :MAX_CELLS].tolist()]
+    corner = matrix[:MAX_CELLS, :MAX_CELLS]
+    return [[float(f"{value:.7g}") for value in row] for row in corner.tolist()]

@@ -92,12 +92,16 @@ class Pipeline:
         card_type, field = SETTINGS[name]
         node = self.of_type(card_type)
         if node is None:
-            raise UserError(f"{where}: there is no {card_type} card in {self.path}", code="pipeline-invalid")
+            problem = f"there is no {card_type} card in {self.path}"
+            raise UserError(f"{where}: {problem}", code="pipeline-invalid")
         return self._changed(node, {field: value}, where)
 
     def _changed(self, node: Node, changes: Mapping[str, Any], where: str) -> Pipeline:
-        changed = replace(node, config=read_config(node.card, node.config.model_dump() | changes, where))
-        return replace(self, nodes=tuple(changed if other == node else other for other in self.nodes))
+        # All fields are read again, so that they are checked as if they were in the file.
+        config = read_config(node.card, node.config.model_dump() | changes, where)
+        changed = replace(node, config=config)
+        nodes = (changed if other == node else other for other in self.nodes)
+        return replace(self, nodes=tuple(nodes))
 
 
 class WiringError(UserError):
@@ -149,7 +153,8 @@ def read_pipeline(path: Path) -> Pipeline:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise WiringError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise WiringError(path, f"cannot be read ({why})") from error
     except yaml.YAMLError as error:
         raise WiringError(path, f"not valid YAML ({' '.join(str(error).split())})") from error
     return build_pipeline(document, path, CARDS | _own_cards(document, path))
@@ -157,8 +162,10 @@ def read_pipeline(path: Path) -> Pipeline:
 
 def _own_cards(document: Any, path: Path) -> dict[str, BaseCard]:
     nodes = document.get("nodes") if isinstance(document, dict) else None
-    entries = [entry for entry in nodes if isinstance(entry, dict)] if isinstance(nodes, list) else []
-    names = [entry["card"] for entry in entries if isinstance(entry.get("card"), str) and ":" in entry["card"]]
+    # Not checked yet: whatever has the wrong form here is reported by check_document.
+    listed = nodes if isinstance(nodes, list) else []
+    found = [entry.get("card") for entry in listed if isinstance(entry, dict)]
+    names = [name for name in found if isinstance(name, str) and ":" in name]
     return {name: load_card(name, f"{path}: card {name}", path.parent.absolute()) for name in names}
 
 
@@ -182,7 +189,8 @@ def check_document(
     Mistakes that others would cause are left out: connections are checked once every node can be
     connected.
     """
-    if not isinstance(document, dict) or set(document) != {"nodes"} or not isinstance(document["nodes"], list):
+    is_wrong = not isinstance(document, dict) or set(document) != {"nodes"}
+    if is_wrong or not isinstance(document["nodes"], list):
         detail = "must hold one list, nodes, of cards with an id, a card, a config and inputs"
         return None, [WiringError(path, detail)]
     nodes: dict[str, Node] = {}
@@ -196,6 +204,8 @@ def check_document(
             nodes[node.id] = node
     if not document["nodes"]:
         mistakes.append(WiringError(path, "nodes is empty; connect at least one card"))
+    # Connections only if every node could be read: otherwise a node that is merely misspelled
+    # would be reported as missing wherever it is connected.
     if not mistakes or len(nodes) == len(document["nodes"]):
         mistakes += [*_one_of_each(nodes, path), *_wrong_sources(nodes, path)]
         if not any(mistake.place.startswith("inputs.") for mistake in mistakes):
@@ -239,20 +249,20 @@ def _read_node(
         if source and dot and output:
             sources[name] = Source(source, output)
         else:
-            detail = f"input {name}: {text!r} must be a node and one of its outputs, such as load.dataset"
+            example = "such as load.dataset"
+            detail = f"input {name}: {text!r} must be a node and one of its outputs, {example}"
             mistakes.append(WiringError(path, detail, node_id, f"inputs.{name}"))
     return Node(node_id, card, config, sources), mistakes
 
 
 def _one_of_each(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringError]:
-    """One model is trained, in one group of processes: which card a flag or the loop means is never
-    in doubt.
-    """
+    """One model is trained by one group, so a flag or the loop always means one card."""
     counts = Counter(node.card.card_type for node in nodes.values())
     for card_type, count in counts.items():
         if count > 1:
-            ids = " and ".join(node.id for node in nodes.values() if node.card.card_type == card_type)
-            yield WiringError(path, f"nodes {ids} are both {card_type}; a pipeline has each card once")
+            twins = [node.id for node in nodes.values() if node.card.card_type == card_type]
+            detail = f"nodes {' and '.join(twins)} are both {card_type}"
+            yield WiringError(path, f"{detail}; a pipeline has each card once")
 
 
 def _wrong_sources(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringError]:
@@ -272,12 +282,17 @@ def _wrong_sources(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringErro
             yield WiringError(path, f"input {name}: {detail}", node.id, f"inputs.{name}")
 
 
-def _wrong_inputs(nodes: Mapping[str, Node], path: Path, cards: Mapping[str, BaseCard]) -> Iterator[WiringError]:
+def _wrong_inputs(
+    nodes: Mapping[str, Node],
+    path: Path,
+    cards: Mapping[str, BaseCard],
+) -> Iterator[WiringError]:
     """Inputs without a connection, or with one to a value of another type."""
     for node in nodes.values():
         for name, kind in node.card.input_schema.items():
             if name not in node.inputs:
-                makers = [card.card_type for card in cards.values() if kind in card.output_schema.values()]
+                able = [card for card in cards.values() if kind in card.output_schema.values()]
+                makers = [card.card_type for card in able]
                 makes = f"which {' or '.join(makers)} makes" if makers else "which no card makes"
                 detail = f"input {name} is not connected; it needs a {kind}, {makes}"
             else:
@@ -295,11 +310,13 @@ def _order(nodes: Mapping[str, Node], path: Path) -> tuple[list[Node], list[Wiri
 
     Returns the mistakes that leave no such order, too.
     """
-    sorter = TopologicalSorter({node.id: [source.node for source in node.inputs.values()] for node in nodes.values()})
+    feeders = {node.id: [source.node for source in node.inputs.values()] for node in nodes.values()}
+    sorter = TopologicalSorter(feeders)
     try:
         order = [nodes[node_id] for node_id in sorter.static_order()]
     except CycleError as error:
-        return [], [WiringError(path, f"nodes feed each other in a circle: {' -> '.join(error.args[1])}")]
+        circle = " -> ".join(error.args[1])
+        return [], [WiringError(path, f"nodes feed each other in a circle: {circle}")]
     part: dict[str, int] = {}  # 0 before the training loop, 1 in it, 2 after it
     mistakes = []
     for node in order:

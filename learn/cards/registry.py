@@ -45,19 +45,23 @@ def load_card(name: str, where: str, *folders: Path) -> BaseCard:
     """
     card_class = import_by_path(name, where, "my_cards:ClipGradients", folders)
     if not (isinstance(card_class, type) and issubclass(card_class, BaseCard)):
-        raise UserError(f"{where}: must be a class that derives from learn.cards.base.BaseCard", code="own-code")
+        problem = "must be a class that derives from learn.cards.base.BaseCard"
+        raise UserError(f"{where}: {problem}", code="own-code")
     if missing := sorted(card_class.__abstractmethods__):
         raise UserError(f"{where}: the class lacks {' and '.join(missing)}", code="own-code")
     if getattr(card_class, "execution_mode", None) not in ("local", "distributed"):
-        raise UserError(f"{where}: the class must set execution_mode to 'local' or 'distributed'", code="own-code")
+        problem = "the class must set execution_mode to 'local' or 'distributed'"
+        raise UserError(f"{where}: {problem}", code="own-code")
     if card_class.in_training_loop and card_class.execution_mode == "local":
-        raise UserError(f"{where}: a card of the training loop must be 'distributed'", code="own-code")
+        problem = "a card of the training loop must be 'distributed'"
+        raise UserError(f"{where}: {problem}", code="own-code")
     try:
         card = card_class()
         card.config_schema.model_json_schema()
     except Exception as error:
         what = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{where}: the class or its config_schema cannot be used ({what})", code="own-code") from error
+        problem = f"the class or its config_schema cannot be used ({what})"
+        raise UserError(f"{where}: {problem}", code="own-code") from error
     card.card_type = name
     return card
 

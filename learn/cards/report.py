@@ -50,7 +50,7 @@ def check_report(path: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise UserError(f"--report {path}: cannot be written ({error.strerror})", code="not-writable") from error
+        raise _not_writable(path, error) from error
 
 
 def write_report(path: Path, runner: Runner, history: History) -> None:
@@ -60,7 +60,11 @@ def write_report(path: Path, runner: Runner, history: History) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page.encode())
     except OSError as error:
-        raise UserError(f"--report {path}: cannot be written ({error.strerror})", code="not-writable") from error
+        raise _not_writable(path, error) from error
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--report {path}: cannot be written ({error.strerror})", code="not-writable")
 
 
 def _address(script: Path) -> str:

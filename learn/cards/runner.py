@@ -96,6 +96,8 @@ class Runner:
         if node is None:
             return False
         place = self._place(node)
+        # A card outside the loop runs only once. In the loop there are many passes, of which a few
+        # are enough to look at.
         recording = recording or not node.in_loop
         self.on_event(Event(node.id, "running", *place, self.seconds.get(node.id, 0.0)))
         start = time.monotonic()
@@ -112,6 +114,7 @@ class Runner:
 
     def _run_card(self, node: Node, *, recording: bool) -> dict[str, float]:
         try:
+            # Only now: a run that is never started must not delete the one before it.
             if not self.outputs:
                 self.storage.begin_run()
             self.outputs[node.id] = self._execute(node, recording=recording)
@@ -122,7 +125,8 @@ class Runner:
             raise
         except Exception as error:
             # From a local card or this program; those of ranks arrive as foreseen errors.
-            message = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
+            what = f"{type(error).__name__}: {first_line(error)}"
+            message = f"{what}{keep_traceback(self.storage.at(node.id))}"
             raise TrainingFailure(
                 f"card {node.card.card_type} (node {node.id}): {message}", code="card-failed"
             ) from error
@@ -143,6 +147,7 @@ class Runner:
         if not loop or node != loop[-1]:
             return
         self.passes_done += 1
+        # What the first pass left would be overwritten by the next one, and the page compares both.
         if self.passes_done == 1:
             for member in loop:
                 self.storage.at(member.id).keep_first_pass()
@@ -155,18 +160,17 @@ class Runner:
             outputs = node.card.run(node.config, self._inputs(node, 0), storage)
             storage.save("outputs", outputs)
             return [outputs]
+        # Started with the first distributed card, and kept: the model and the optimizer are in
+        # their memory from card to card.
         if self._workers is None:
             self._workers = (
                 LocalWorkers(self._num_workers, self.storage.folder)
                 if self._cluster is None
                 else RayWorkers(self._num_workers, self.storage.folder, self._cluster)
             )
-        return self._workers.run(
-            [
-                Job(node.card.card_type, node.id, node.config.model_dump(), self._inputs(node, rank), recording)
-                for rank in range(self._num_workers)
-            ]
-        )
+        card = (node.card.card_type, node.id, node.config.model_dump())
+        inputs = [self._inputs(node, rank) for rank in range(self._num_workers)]
+        return self._workers.run([Job(*card, values, recording) for values in inputs])
 
     def _inputs(self, node: Node, rank: int) -> dict[str, Any]:
         # A rank takes its own output of a distributed card, or the only one of a local card.

@@ -53,7 +53,8 @@ class PageReach:
 
     def __init__(self, pipeline: Pipeline, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
-        self._given = {setting for node in pipeline.nodes for setting in _outward(node.config).items()}
+        outward = [_outward(node.config) for node in pipeline.nodes]
+        self._given = {setting for settings in outward for setting in settings.items()}
 
     def refusals(self, config: CardConfig) -> dict[str, str]:
         """The fields that name something out of reach, each with a line."""
@@ -70,7 +71,9 @@ class PageReach:
 
     def _is_inside(self, source: str) -> bool:
         try:
-            return not is_address(source) and Path(os.path.realpath(source)).is_relative_to(self.folder)
+            # Resolved, so that a link or .. in the folder does not lead out of it.
+            path = Path(os.path.realpath(source))
+            return not is_address(source) and path.is_relative_to(self.folder)
         except ValueError:  # no path has a null character
             return False
 
@@ -108,7 +111,8 @@ MAX_NODES = 50
 # Of a file: the time to read brackets within brackets grows with their number squared.
 MAX_BRACKETS = 500
 Name = Annotated[str, Field(max_length=200)]
-Setting = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=1000)] | None
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Setting = bool | int | Number | Annotated[str, Field(max_length=1000)] | None
 
 
 class EditedNode(BaseModel):
@@ -133,7 +137,12 @@ class Upload(BaseModel):
 
 
 class Reset(BaseModel):
-    workers: int | None = Field(None, ge=1, le=MAX_RANKS, description="ranks; by default as many as before")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks; by default as many as before",
+    )
 
 
 @router.get("/")
@@ -159,7 +168,12 @@ def show_node(node: ThisNode, session: InSession) -> list[dict[str, Any]]:
 
 
 @router.put("/api/nodes/{node_id}/config")
-def configure(node: ThisNode, values: dict[str, Any], session: InSession, reach: Reach) -> JSONResponse:
+def configure(
+    node: ThisNode,
+    values: dict[str, Any],
+    session: InSession,
+    reach: Reach,
+) -> JSONResponse:
     """Set a card and start over; each field that it does not take is answered with a line."""
     try:
         config = node.card.config_schema.model_validate(node.config.model_dump() | values)
@@ -202,7 +216,8 @@ def write_yaml(wiring: Wiring, session: InSession, reach: Reach) -> dict[str, st
     pipeline, _ = _checked(wiring, session, reach)
     for entry in document["nodes"]:
         if pipeline:  # numbers as numbers; a form has only text
-            entry["config"] = pipeline.node(entry["id"]).config.model_dump(mode="json", exclude_defaults=True)
+            config = pipeline.node(entry["id"]).config
+            entry["config"] = config.model_dump(mode="json", exclude_defaults=True)
         for part in ("config", "inputs"):
             if not entry[part]:
                 del entry[part]
@@ -225,14 +240,19 @@ def read_yaml(upload: Upload) -> JSONResponse:
         return JSONResponse({"detail": f"not valid YAML: {first_line(error)}"}, 422)
 
 
-def _checked(wiring: Wiring, session: Session, reach: PageReach) -> tuple[Pipeline | None, list[dict[str, str]]]:
+def _checked(
+    wiring: Wiring,
+    session: Session,
+    reach: PageReach,
+) -> tuple[Pipeline | None, list[dict[str, str]]]:
     now = session.pipeline
     # With the cards of the file that the command line names: a page cannot have another one
     # imported.
     pipeline, mistakes = check_document(wiring.model_dump(), now.path, now.cards)
     for node in pipeline.nodes if pipeline else ():
         for field, line in reach.refusals(node.config).items():
-            mistakes.append(WiringError(now.path, f"config {field}: {line}", node.id, f"config.{field}"))
+            place, detail = f"config.{field}", f"config {field}: {line}"
+            mistakes.append(WiringError(now.path, detail, node.id, place))
     answers = [{"node": one.node, "place": one.place, "message": one.detail} for one in mistakes]
     return None if mistakes else pipeline, answers
 
@@ -322,7 +342,8 @@ class BoundedBody:
         # The HTTP server holds a client to the length that it announces.
         headers = dict(scope.get("headers", []))
         if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
-            await JSONResponse({"detail": f"more than {MAX_BODY_BYTES} bytes"}, 413)(scope, receive, send)
+            too_large = {"detail": f"more than {MAX_BODY_BYTES} bytes"}
+            await JSONResponse(too_large, 413)(scope, receive, send)
         elif b"transfer-encoding" in headers:
             await JSONResponse({"detail": "give a Content-Length"}, 411)(scope, receive, send)
         else:
@@ -350,7 +371,8 @@ class _Server(uvicorn.Server):
     """Ends the event streams on shutdown instead of waiting for them."""
 
     def __init__(self, session: Session, token: str) -> None:
-        super().__init__(uvicorn.Config(create_app(session, token, Path.cwd()), log_level="warning"))
+        app = create_app(session, token, Path.cwd())
+        super().__init__(uvicorn.Config(app, log_level="warning"))
         self.session = session
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -364,7 +386,8 @@ def serve_page(pipeline: Pipeline, folder: Path, port: int, cluster: str | None 
         listener = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) else "a port is 0 to 65535"
-        raise UserError(f"--port {port}: cannot listen there ({reason}); choose another", code="port-in-use") from error
+        problem = f"cannot listen there ({reason})"
+        raise UserError(f"--port {port}: {problem}; choose another", code="port-in-use") from error
     with listener, Session(pipeline, folder, cluster) as session:
         token = secrets.token_urlsafe()
         address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"

@@ -102,7 +102,7 @@ class Session:
 
     def state(self, run: int = 0, losses_from: int = 0) -> dict[str, Any]:
         """Progress as JSON; if ``run`` is still the current one, without the first losses."""
-        now = self._now
+        now = self._now  # read once: a reset in another thread replaces it
         following = now.runner.next_node
         state = {"run": now.number, "busy": self.busy, "next": following and following.id}
         return state | now.history.state(losses_from if run == now.number else 0)
@@ -112,6 +112,7 @@ class Session:
         """An event of the running loop that is set when the state changes."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
+        # Called from the run's thread, and an asyncio event may only be set in its own loop.
         def notify() -> None:
             loop.call_soon_threadsafe(changed.set)
 
@@ -134,7 +135,10 @@ class Session:
             if self.runner.next_node is None:
                 raise Refused("all cards have run; reset to start over")
             self.busy = True
-            self._thread = threading.Thread(target=self._work, args=(work, self.runner), daemon=True)
+            # A thread, so that the page is answered while ranks work; daemon, so that it does not
+            # keep the program alive.
+            work_on = (work, self.runner)
+            self._thread = threading.Thread(target=self._work, args=work_on, daemon=True)
             self._thread.start()
 
     def _work(self, work: Callable[[Runner], Any], runner: Runner) -> None:
@@ -147,6 +151,8 @@ class Session:
             self._notify()
 
     def _on_event(self, event: Event) -> None:
+        # Called in the run's own thread, before and after each card: there it can be stopped without
+        # leaving a card half done.
         if self._stopping:
             raise _Stopped
         self.history.record(event)

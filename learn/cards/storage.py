@@ -54,6 +54,7 @@ class Storage:
 
     def begin_run(self) -> None:
         """Make an empty folder, deleting what an earlier run left in it."""
+        # Never delete what is not ours: a mistyped --output would cost someone their files.
         if self.folder.exists() and not (self.folder / MARK).exists():
             raise UserError(
                 f"{self.folder}: already exists and is not a run of cards; choose another --output",
@@ -65,7 +66,8 @@ class Storage:
             self.folder.mkdir(parents=True)
             (self.folder / MARK).touch()
         except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror})", code="not-writable") from error
+            problem = f"cannot be written ({error.strerror})"
+            raise UserError(f"{self.folder}: {problem}", code="not-writable") from error
 
     def at(self, node: str) -> Storage:
         return Storage(self.folder, node)
@@ -85,6 +87,7 @@ class Storage:
         """Write tensors as safetensors, atomically; returns their key."""
         key = self.key(name)
         if self.recording:
+            # safetensors writes a tensor's memory as it is, so it must be contiguous.
             plain = {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
             self._write(f"{key}.safetensors", save(plain))
         return key
@@ -93,11 +96,9 @@ class Storage:
         return json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors under any card's key, sorted by name.
-
-        Sorted because a file may return empty tensors in any order, and ranks that run a collective
-        per tensor must go through them in the same order.
-        """
+        """The tensors under any card's key, sorted by name."""
+        # Sorted because a file may return empty tensors in any order, and ranks that run a
+        # collective per tensor must go through them in the same order.
         return dict(sorted(load_file(self.folder / f"{key}.safetensors").items()))
 
     def of_ranks(self, name: str) -> list[Any]:
@@ -115,15 +116,13 @@ class Storage:
         """Copy what the ranks saved, before a later pass overwrites it."""
         for rank in self.ranks():
             source = self.folder / self.node / f"rank_{rank}"
-            shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
+            copy = self.folder / self.node / "first" / source.name
+            shutil.copytree(source, copy, dirs_exist_ok=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Write a file and rename it into place, so a reader sees either the old one or the new
-        one.
-
-        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and a
-        run is not resumed after a power cut.
-        """
+        """Write a file and rename it into place: readers see the old one or the new one."""
+        # Unlike `write_whole` it does not wait for the disk: a pass writes hundreds of files, and a
+        # run is not resumed after a power cut.
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")

@@ -67,7 +67,9 @@ def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_
     Raises:
         UserError: it cannot be read, or is not a table (with the line).
     """
-    rows = _read_csv(source, _fetch(str(IRIS) if source == "iris" else source, seconds, max_bytes))
+    where = str(IRIS) if source == "iris" else source
+    rows = _read_csv(source, _fetch(where, seconds, max_bytes))
+    # A header has names. One number among them may be a name, too, and one name may be a class.
     header, width = rows[0].cells, len(rows[0].cells)
     if sum(is_number(cell) for cell in header) >= max(1, width - 1):
         header = [f"column {number}" for number in range(width)]
@@ -95,6 +97,7 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
     def read() -> None:
         try:
             with urlopen(source, timeout=seconds) if is_address(source) else Path(source).open("rb") as file:
+                # One byte more than allowed is enough to know that it is too large.
                 reading.set_result(file.read(max_bytes + 1))
         except Exception as error:
             reading.set_exception(error)
@@ -106,11 +109,11 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
     try:
         data = reading.result(seconds)
     except TimeoutError as error:
-        raise UserError(
-            f"source_url {source}: cannot be read (not complete within {seconds:g} s)", code="data-unreadable"
-        ) from error
+        problem = f"cannot be read (not complete within {seconds:g} s)"
+        raise UserError(f"source_url {source}: {problem}", code="data-unreadable") from error
     except (OSError, HTTPException, ValueError) as error:
-        raise UserError(f"source_url {source}: cannot be read ({first_line(error)})", code="data-unreadable") from error
+        problem = f"cannot be read ({first_line(error)})"
+        raise UserError(f"source_url {source}: {problem}", code="data-unreadable") from error
     if len(data) > max_bytes:
         raise UserError(
             f"source_url {source}: has more than {max_bytes // 10**6} MB; use only some of its rows",
@@ -127,6 +130,7 @@ def _read_csv(source: str, data: bytes) -> list[Row]:
             check_utf8("".join(cells))
         except ValueError as error:
             raise UserError(f"{source} line {line}: {error}", code="table-unusable") from error
+        # Blank lines at the end of a file are no rows.
         if any(cell.strip() for cell in cells):
             rows.append(Row(line, cells))
     if not rows:
@@ -136,6 +140,7 @@ def _read_csv(source: str, data: bytes) -> list[Row]:
 
 def is_number(cell: str) -> bool:
     """Whether it is a finite number in fp32."""
+    # In fp32, because that is what the model computes in: 1e39 would become infinite there.
     try:
         return abs(float(cell)) <= torch.finfo(torch.float32).max
     except ValueError:

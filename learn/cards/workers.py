@@ -27,7 +27,12 @@ from common.ray_cluster import check_room, connect
 from learn.cards.model import record_held
 from learn.cards.registry import named_card
 from learn.cards.storage import Storage
-from training.parallelism.distributed import interface_to, is_lost_rank, loopback_store, use_loopback
+from training.parallelism.distributed import (
+    interface_to,
+    is_lost_rank,
+    loopback_store,
+    use_loopback,
+)
 
 # When a rank reports that it lost another, the other one's own error, which is the cause, may take
 # this long to come.
@@ -85,13 +90,14 @@ class Workers(ABC):
         bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
         if not bad:
             return [dict(answers[rank].outputs) for rank in range(self.count)]
+        # One rank failed, so the group is broken: a rank that waits in a collective cannot be told.
         self.close()
+        # A rank that lost another one is a consequence: the cause is reported if there is one.
         rank, answer = min(bad, key=lambda one: (one[1].kind == "lost a rank", one[0]))
         if answer.kind == "user error":
             raise UserError(answer.message, code=answer.code)
-        raise TrainingFailure(
-            f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}", code="card-failed"
-        )
+        where = f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node})"
+        raise TrainingFailure(f"{where}: {answer.message}", code="card-failed")
 
     def _answers(self) -> dict[int, Answer]:
         """Every rank's answer; fewer once one has failed, as the others may wait for it forever."""
@@ -99,7 +105,8 @@ class Workers(ABC):
         deadline = None
         while len(answers) < self.count:
             waiting = [rank for rank in range(self.count) if rank not in answers]
-            found = self._answered(waiting, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            found = self._answered(waiting, left)
             answers |= found
             kinds = {answer.kind for answer in answers.values()}
             if kinds & {"user error", "failed"} or (deadline and not found):
@@ -125,8 +132,10 @@ class LocalWorkers(Workers):
         for rank in range(count):
             own_end, child_end = context.Pipe()
             place = (child_end, folder, rank, count, self._store.port)
-            process = context.Process(target=_run_rank, args=place, name=f"rank {rank}", daemon=True)
+            name = f"rank {rank}"
+            process = context.Process(target=_run_rank, args=place, name=name, daemon=True)
             process.start()
+            # Only the rank may hold its end: otherwise its death would not close the pipe.
             child_end.close()
             self._processes.append(process)
             self._pipes.append(own_end)
@@ -144,6 +153,7 @@ class LocalWorkers(Workers):
         try:
             return pipe.recv()
         except (EOFError, ConnectionError):
+            # Its end of the pipe is closed: it has ended, and its exit code tells how.
             process = self._processes[rank]
             process.join()
             code = process.exitcode or 0
@@ -190,17 +200,23 @@ class RayWorkers(Workers):
             )
         on_bundle = [PlacementGroupSchedulingStrategy(self._group, index) for index in range(count)]
         actor = ray.remote(num_cpus=1, max_restarts=0)(_RankOnRay)
-        self._actors = [actor.options(scheduling_strategy=place).remote(str(Path.cwd())) for place in on_bundle]
+        # Each rank is an actor on a bundle of its own, so Ray spreads them over the machines.
+        cwd = str(Path.cwd())
+        self._actors = [actor.options(scheduling_strategy=one).remote(cwd) for one in on_bundle]
+        # Rank 0's machine and a free port there: the address at which all ranks meet.
         places = ray.get([one.place.remote() for one in self._actors])
         master, port = places[0]
         for rank, (host, _) in enumerate(places):
             here = [other for other, (name, _) in enumerate(places) if name == host]
-            among = {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here), "RANK": rank, "WORLD_SIZE": count}
+            # As torchrun numbers them: over all machines, and within the machine.
+            among = {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
+            among |= {"RANK": rank, "WORLD_SIZE": count}
             ray.get(self._actors[rank].join.remote(folder.absolute(), among, master, port))
         self._answer_refs: list[Any] = []
 
     def _send(self, jobs: Sequence[Job]) -> None:
-        self._answer_refs = [actor.run.remote(job) for actor, job in zip(self._actors, jobs, strict=True)]
+        pairs = zip(self._actors, jobs, strict=True)
+        self._answer_refs = [actor.run.remote(job) for actor, job in pairs]
 
     def _answered(self, waiting: Sequence[int], seconds: float | None) -> dict[int, Answer]:
         ranks = {self._answer_refs[rank]: rank for rank in waiting}
@@ -210,7 +226,8 @@ class RayWorkers(Workers):
             try:
                 answers[ranks[reference]] = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:  # the process is gone
-                answers[ranks[reference]] = Answer("failed", {}, f"the process ended ({first_line(error)})")
+                how = f"the process ended ({first_line(error)})"
+                answers[ranks[reference]] = Answer("failed", {}, how)
         return answers
 
     def close(self) -> None:
@@ -247,7 +264,8 @@ class _RankOnRay:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def run(self, job: Job) -> Answer:
-        return _answer_of(job, Storage(self._folder, job.node, self._rank, live=self._live, recording=job.recording))
+        place = (self._folder, job.node, self._rank)
+        return _answer_of(job, Storage(*place, live=self._live, recording=job.recording))
 
 
 def _start_fork_server() -> None:
@@ -284,7 +302,8 @@ def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) 
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             job = pipe.recv()
-            pipe.send(_answer_of(job, Storage(folder, job.node, rank, live=live, recording=job.recording)))
+            storage = Storage(folder, job.node, rank, live=live, recording=job.recording)
+            pipe.send(_answer_of(job, storage))
 
 
 def _answer_of(job: Job, storage: Storage) -> Answer:

@@ -336,7 +336,8 @@ def _wrong_weights(seen: Sequence[Stepped], means: Sequence[torch.Tensor]) -> Fi
             at = (~close).nonzero()[0].item()
             was = f"weight {at} of {NUM_WEIGHTS} was {plain[step - 1][at]:.4g}"
             found = f"rank {rank} has {held[rank][at]:.4g}"
-            detail = f"after step {step}, {was} and is {plain[step][at]:.4g} with plain Adam; {found}"
+            value = f"{plain[step][at]:.4g} with plain Adam"
+            detail = f"after step {step}, {was} and is {value}; {found}"
             return Finding(*_suspect_weights(seen, held, plain), detail)
     return None
 

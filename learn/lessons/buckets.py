@@ -36,7 +36,10 @@ def average_in_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Cal
     raise NotImplementedError
 
 
-def accumulate(replica: DistributedDataParallel, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def accumulate(
+    replica: DistributedDataParallel,
+    micro_batches: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
     """Compute the gradient of a large batch from several small ones, and send gradients only once.
 
     Afterwards every ``.grad`` must be the gradient of the mean squared error over the rows of all

@@ -17,7 +17,11 @@ import torch.distributed as dist  # noqa: F401
 from torch import nn
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[str, int]]:
+def one_forward_one_backward(
+    stage: int,
+    num_stages: int,
+    num_micro_batches: int,
+) -> list[tuple[str, int]]:
     """The actions of a stage in the order 1F1B, for any number of micro-batches, even fewer than
     there are stages.
 
@@ -29,7 +33,10 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int
 
 
 def run_stage(
-    module: nn.Module, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], order: Sequence[tuple[str, int]]
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    order: Sequence[tuple[str, int]],
 ) -> None:
     """Run this rank's actions in the given order, with real sends and receives.
 

@@ -9,7 +9,14 @@ generators of ``torch``, ``numpy`` and ``random`` as they are: dropout draws fro
 """
 
 
-def training_rows(epoch: int, rank: int, world_size: int, num_rows: int, batch_size: int, seed: int) -> list[list[int]]:
+def training_rows(
+    epoch: int,
+    rank: int,
+    world_size: int,
+    num_rows: int,
+    batch_size: int,
+    seed: int,
+) -> list[list[int]]:
     """The rows that a rank trains on, as one list per step of an epoch.
 
     In each epoch every row from 0 to ``num_rows - 1`` is trained on exactly once, in an order that

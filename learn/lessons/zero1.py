@@ -17,7 +17,10 @@ import torch.distributed as dist  # noqa: F401
 from torch import nn
 
 
-def create_sharded_adam(parameters: Sequence[nn.Parameter], learning_rate: float) -> torch.optim.Adam:
+def create_sharded_adam(
+    parameters: Sequence[nn.Parameter],
+    learning_rate: float,
+) -> torch.optim.Adam:
     """An Adam that steps this rank's share of the weights, and so keeps the two moments of that
     share only.
 
