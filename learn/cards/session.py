@@ -151,7 +151,7 @@ class Session:
             self._notify()
 
     def _on_event(self, event: Event) -> None:
-        # Called in the run's own thread, before and after each card: there it can be stopped without
+        # Called in the run's own thread, before and after a card: there it can be stopped without
         # leaving a card half done.
         if self._stopping:
             raise _Stopped
