@@ -17,8 +17,10 @@ from common.errors import UserError
 from tests.processes import save_blank
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, load_news
+from training.data.unlabelled import in_sentences
 from training.evaluation.evaluator import evaluate_saved
 from training.parallelism.distributed import Ranks
+from training.run.head_start import _mean_of_each
 from training.run.start import train
 
 pytest_plugins = ("tests.training.small_teacher",)
@@ -127,6 +129,28 @@ def test_the_names_of_labels_may_stand_in_a_file(teacher: Path, run: Train, tmp_
     names = tmp_path / "names.txt"
     names.write_text("storm, heavy\nsun\n")
     assert run(tmp_path / "model", labels=str(names), model=teacher)["test"]["labels"] == ["storm, heavy", "sun"]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("billing_question", ["This is about billing question."]),
+        ("Sci/Tech", ["This is about Sci.", "This is about Tech."]),
+        ("delivery w/o refund", ["This is about delivery w o refund."]),
+        ("Zahlung/Überweisung", ["This is about Zahlung.", "Überweisung"]),
+    ],
+)
+def test_a_name_is_read_in_a_sentence_and_one_with_a_slash_as_two_names(name: str, texts: list[str]) -> None:
+    assert in_sentences(name) == texts
+
+
+def test_each_name_has_the_mean_of_what_its_sentences_say() -> None:
+    read = {"head": np.array([[1, 3], [2, 0], [4, 2], [5, 5]], dtype=np.float32)}
+
+    means = _mean_of_each(np.array([0, 1, 1, 2]), read)
+
+    assert means["head"].tolist() == [[1, 3], [3, 1], [5, 5]]
+    assert means["head"].dtype == np.float32
 
 
 def test_texts_without_labels_help_few_rows(

@@ -21,6 +21,10 @@ from training.data.dataset import NewsData, Rows, texts_on_disk
 from training.data.duplicates import Repeats
 from training.data.stored_texts import ChosenTexts, JoinedTexts
 
+# A name is words if it has three letters in a row.
+WORD = re.compile(r"[^\W\d_]{3}")
+BETWEEN_WORDS = re.compile(rf"(?<={WORD.pattern})\s*/\s*(?={WORD.pattern})")
+
 
 def names_of_labels(labels: str) -> list[str]:
     """What ``--labels`` names.
@@ -39,10 +43,12 @@ def names_of_labels(labels: str) -> list[str]:
     return names
 
 
-def in_a_sentence(name: str) -> str:
-    """A label's name as a text of that label: closer to its texts than the bare words."""
-    words = re.sub(r"[\W_]+", " ", name).strip()
-    return f"This is about {words}." if words.isascii() else words
+def in_sentences(name: str) -> list[str]:
+    """A label's name as texts of that label, which are closer to its texts than the bare words: one for each of the
+    names that slashes separate, since "Sci/Tech" reads like neither science nor technology.
+    """
+    found = [re.sub(r"[\W_]+", " ", part).strip() for part in BETWEEN_WORDS.split(name)]
+    return [f"This is about {words}." if words.isascii() else words for words in found]
 
 
 def rows_of_names(names: Sequence[str]) -> NewsData:
@@ -57,7 +63,7 @@ def rows_of_names(names: Sequence[str]) -> NewsData:
             "--dataset",
             code="labels-too-few",
         )
-    texts, labels = [in_a_sentence(name) for name in names], np.arange(len(names))
+    texts, labels = [in_sentences(name)[0] for name in names], np.arange(len(names))
     return NewsData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,7 +13,7 @@ from common.text import counted
 from training.config import TrainConfig, model_place
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
-from training.data.unlabelled import in_a_sentence
+from training.data.unlabelled import WORD, in_sentences
 from training.model.classifier import NewsClassifier, widen
 from training.model.head import can_be_fitted, fit_head, read_on_all_ranks
 from training.model.pooling import FIRST, MEAN, POOLING_KEY, trained_pooling
@@ -24,8 +23,6 @@ from training.run.extend import earlier_head
 
 # Rows to fit a head to that is only a start: reading them takes a third of an epoch at most.
 ROWS_TO_START, ROWS_PER_LABEL = 4_096, 32
-# A name is words if it has three letters in a row.
-WORD = re.compile(r"[^\W\d_]{3}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def start_from_head(
     names = None
     if not config.from_model:  # whose rows say more
         names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
-    of_names = nothing if names is None else read(names, np.arange(len(names)))
+    of_names = nothing if names is None else _mean_of_each(names.labels, read(names, np.arange(len(names))))
     of_texts = read(news.tokens.train, texts) if len(texts) else nothing
     head = None
     if ranks.is_first:
@@ -114,6 +111,13 @@ def start_from_head(
     return model, Start(**known, num_texts=len(texts))
 
 
+def _mean_of_each(labels: np.ndarray, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """From what was read of the sentences of all names, (sentences, hidden), to one vector per name."""
+    starts = np.flatnonzero(np.diff(labels, prepend=-1))
+    counts = np.diff(starts, append=len(labels))[:, None].astype(np.float32)
+    return {name: np.add.reduceat(states, starts) / counts for name, states in read.items()}
+
+
 def _finite(read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.nan_to_num(states) for name, states in read.items()}
 
@@ -135,13 +139,12 @@ def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
 
 
 def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
-    """The names of the labels as rows; None if they are no words, or rows are pairs."""
+    """Sentences about the labels as rows, with the numbers of these; None if a name is no word, or rows are pairs."""
     if config.dataset and (config.columns.pair or not all(WORD.search(name) for name in labels)):
         return None
     assert news.tokenizer is not None
-    found = [
-        news.tokenizer(in_a_sentence(name), truncation=True, max_length=config.max_length)["input_ids"]
-        for name in labels
-    ]
+    texts = [(text, label) for label, name in enumerate(labels) for text in in_sentences(name)]
+    found = [news.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"] for text, _ in texts]
     offsets = np.cumsum([0, *map(len, found)])
-    return TokenizedRows(np.concatenate(found).astype(np.int32), offsets, np.zeros(len(found), np.int64), num_cut=0)
+    owners = np.array([label for _, label in texts])
+    return TokenizedRows(np.concatenate(found).astype(np.int32), offsets, owners, num_cut=0)
