@@ -79,7 +79,7 @@ class Diary:
         launched = f"all-reduce of bucket {bucket.index()} launched: {size}"
         self.lines.append(f"      {launched}; {left} still to be computed")
         buffer /= dist.get_world_size()
-        # Not waited for here: the hook returns at once, and the backward pass goes on while the
+        # Not waited for here: the hook returns at once, and the backward pass continues while the
         # bucket is on its way. DDP waits for all buckets at the end of backward().
         reduced = dist.all_reduce(buffer, async_op=True).get_future()
         return reduced.then(lambda sent: sent.value()[0])

@@ -161,7 +161,7 @@ def play(orders: Sequence[Order]) -> tuple[list[float], list[str]]:
             free[stage] = begins + (1 if kind == "F" else BACKWARD_TIME)
             done[stage, kind, index] = free[stage]
             position[stage] += 1
-        # Nobody can go on: all have finished, or the others wait for each other.
+        # No rank can continue: all have finished, or the others wait for each other.
         if not able:
             waits = []
             for stage in unfinished:

@@ -27,7 +27,7 @@ def average_in_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Cal
     same bucket unless its gradient would make the bucket larger than ``bucket_bytes``. A gradient
     that is larger by itself gets a bucket of its own. As soon as all gradients of a bucket are
     computed, launch one all-reduce for them together. The hook must not wait for it, so that the
-    backward pass can go on.
+    backward pass can continue.
 
     Args:
         parameters: all of one type, in the order in which the backward pass computes their

@@ -23,6 +23,7 @@ from training.data.stored_texts import ChosenTexts, JoinedTexts
 
 # A name is words if it has three letters in a row.
 WORD = re.compile(r"[^\W\d_]{3}")
+# Sci/Tech is two names; w/o and and/or are one.
 BETWEEN_WORDS = re.compile(rf"(?<={WORD.pattern})\s*/\s*(?={WORD.pattern})")
 
 
@@ -63,6 +64,7 @@ def rows_of_names(names: Sequence[str]) -> NewsData:
             "--dataset",
             code="labels-too-few",
         )
+    # A row has one text. It only stands for its label: the head reads all sentences, see run/head_start.py.
     texts, labels = [in_sentences(name)[0] for name in names], np.arange(len(names))
     return NewsData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
 

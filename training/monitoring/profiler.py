@@ -112,6 +112,8 @@ class Profiler(Subscriber):
                 asked = self._config.profile
                 first = min(step + 1 + FIRST_STEPS, max(step + 1, total_steps - asked + 1))
                 self.steps = range(first, min(first + asked - 1, total_steps) + 1)
+                if not self.steps:
+                    self._say(f"--profile {asked}: no step is left to record")
 
     def close(self) -> None:
         """Drop a recording that the run's end has cut short."""
