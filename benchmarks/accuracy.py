@@ -51,7 +51,9 @@ class Entry:
 
 
 def _interval(entry: Entry) -> str:
-    return " to ".join(map(format_percent, wilson_interval(entry.test["accuracy"], entry.test["rows"])))
+    return " to ".join(
+        map(format_percent, wilson_interval(entry.test["accuracy"], entry.test["rows"]))
+    )
 
 
 COLUMNS: dict[str, Callable[[Entry], str]] = {
@@ -61,7 +63,9 @@ COLUMNS: dict[str, Callable[[Entry], str]] = {
     "macro-F1": lambda entry: f"{entry.test['macro_f1']:.4f}",
     "test rows": lambda entry: f"{entry.test['rows']:,}",
     "training rows": lambda entry: f"{entry.train_rows:,}",
-    "wall time": lambda entry: harness.NONE if entry.seconds is None else format_time(entry.seconds),
+    "wall time": lambda entry: (
+        harness.NONE if entry.seconds is None else format_time(entry.seconds)
+    ),
 }
 
 
@@ -69,10 +73,18 @@ def main() -> None:
     defaults = TrainConfig()
     fraction = defaults.validation_fraction
     parser = harness.Parser(MODULE, __doc__, page="accuracy.md")
-    parser.add_argument("--dataset", default=SAMPLE, help="as for training (default: the built-in sample)")
-    parser.add_argument("--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders")
-    parser.add_argument("--validation_fraction", type=float, default=fraction, help="as for training (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
+    parser.add_argument(
+        "--dataset", default=SAMPLE, help="as for training (default: the built-in sample)"
+    )
+    parser.add_argument(
+        "--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders"
+    )
+    parser.add_argument(
+        "--validation_fraction", type=float, default=fraction, help="as for training (default: 0.1)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, help="as for training (default: 42)"
+    )
     options = parser.parse_args()
     entries = [read_model(folder) for folder in options.models]
     data = load_news(options.dataset, options.seed)
@@ -83,10 +95,18 @@ def main() -> None:
     entries = [fit_baseline(data, options), *entries]
     facts = harness.measurement_facts(MODULE, (*harness.PACKAGES, "scikit-learn"))
     facts |= {"Data": harness.rows_of(Path(data.name).name, len(data.train), len(data.test))}
-    facts |= {f"Encoder {name}": f"`{command}`" for name, command in (entry.encoder for entry in entries) if command}
-    facts |= {f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command}
+    facts |= {
+        f"Encoder {name}": f"`{command}`"
+        for name, command in (entry.encoder for entry in entries)
+        if command
+    }
+    facts |= {
+        f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command
+    }
     text = harness.introduction(MODULE, "Accuracy", INTRODUCTION)
-    page = f"{text}{harness.fact_list(facts)}\n{harness.table(COLUMNS, entries)}{means(entries[1:])}"
+    page = (
+        f"{text}{harness.fact_list(facts)}\n{harness.table(COLUMNS, entries)}{means(entries[1:])}"
+    )
     harness.write_page(options.output, page)
 
 
@@ -129,12 +149,16 @@ def read_model(folder: Path) -> Entry:
         test, train_rows = metrics["test"], metrics["train_rows"]
         name = f"{folder.name}: {Path(metrics['base_model']).name}, epoch {metrics['best_epoch']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--models {folder}: {path} cannot be read ({error})", code="data-unreadable") from error
+        raise UserError(
+            f"--models {folder}: {path} cannot be read ({error})", code="data-unreadable"
+        ) from error
     run_dir = folder.with_name(f"{folder.name}.run")
     seconds = [record["seconds"] for record in read_metrics(run_dir) if record["kind"] == "step"]
     base = Path(metrics["base_model"])
     encoder = (base.name, training_command(base.with_name(f"{base.name}.run")))
-    return Entry(name, test, train_rows, max(seconds, default=None), training_command(run_dir), encoder)
+    return Entry(
+        name, test, train_rows, max(seconds, default=None), training_command(run_dir), encoder
+    )
 
 
 def training_command(run_dir: Path) -> str:

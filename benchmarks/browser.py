@@ -70,10 +70,21 @@ CASES = {
 
 def main() -> None:
     parser = harness.Parser(MODULE, __doc__, page="browser.md", rounds=15)
-    parser.add_argument("--model", type=Path, default=Path("checkpoints/minilm_agnews"), help="with native/ and onnx/")
-    parser.add_argument("--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is")
-    parser.add_argument("--passes", type=positive, default=20, help="of a case per round (default: 20)")
-    parser.add_argument("--starts", type=positive, default=7, help="first answers of an engine (default: 7)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("checkpoints/minilm_agnews"),
+        help="with native/ and onnx/",
+    )
+    parser.add_argument(
+        "--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is"
+    )
+    parser.add_argument(
+        "--passes", type=positive, default=20, help="of a case per round (default: 20)"
+    )
+    parser.add_argument(
+        "--starts", type=positive, default=7, help="first answers of an engine (default: 7)"
+    )
     options = parser.parse_args()
     ids = token_ids(options.model)
     with tempfile.TemporaryDirectory() as temporary:
@@ -87,9 +98,15 @@ def main() -> None:
             passes, chosen = measure_passes(browser, address, ids, options.rounds, options.passes)
             facts["Chosen"] = f"`{chosen}`"
             starts = measure_starts(browser, address, sent, ids, options.starts)
-    text = harness.introduction(MODULE, "A model in the browser", INTRODUCTION) + harness.fact_list(facts)
+    text = harness.introduction(MODULE, "A model in the browser", INTRODUCTION) + harness.fact_list(
+        facts
+    )
     text += f"\n## One pass\n\n{pass_table(passes)}\n## The first answer\n\n{start_table(starts)}"
-    harness.write_page(options.output, text, {"passes": {name: {"rounds": found} for name, found in passes.items()}})
+    harness.write_page(
+        options.output,
+        text,
+        {"passes": {name: {"rounds": found} for name, found in passes.items()}},
+    )
 
 
 def token_ids(model: Path) -> list[int]:
@@ -112,7 +129,9 @@ def write_site(site: Path, model: Path, node_modules: Path) -> str:
         raise UserError(what, code="benchmark-input")
     shutil.copytree(harness.ROOT / "inference" / "web", site, dirs_exist_ok=True)
     shutil.copy(harness.HERE / "browser_worker.js", site)
-    (site / "bench.html").write_text("<!doctype html><link rel=icon href='data:,'><title>Benchmark</title>")
+    (site / "bench.html").write_text(
+        "<!doctype html><link rel=icon href='data:,'><title>Benchmark</title>"
+    )
     (site / "ort").mkdir()
     for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"):
         shutil.copy(package / "dist" / name, site / "ort")
@@ -159,9 +178,13 @@ def chromium() -> Iterator[Any]:
         what = "this benchmark needs the package playwright: pip install playwright"
         raise UserError(what, code="benchmark-input") from error
     if program is None:
-        raise UserError("this benchmark needs Chromium: apt-get install chromium", code="benchmark-input")
+        raise UserError(
+            "this benchmark needs Chromium: apt-get install chromium", code="benchmark-input"
+        )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -180,7 +203,9 @@ def ask(page: Any, worker: str, message: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return page.evaluate(ASK, [worker, message])
     except Error as error:
-        raise TrainingFailure(f"{worker}: {error.message.splitlines()[0]}", code="benchmark-failed") from error
+        raise TrainingFailure(
+            f"{worker}: {error.message.splitlines()[0]}", code="benchmark-failed"
+        ) from error
 
 
 def opening(case: Case, address: str, ids: Sequence[int]) -> dict[str, Any]:
@@ -203,20 +228,26 @@ def measure_passes(
     for name, case in CASES.items():
         opened = ask(page, name, opening(case, address, ids))
         if case.engine == "ours" and opened["facts"]["threads"] != case.threads:
-            raise TrainingFailure(f"{name}: the browser started no threads", code="benchmark-failed")
+            raise TrainingFailure(
+                f"{name}: the browser started no threads", code="benchmark-failed"
+            )
         logits[name] = opened["logits"]
         chosen = opened["facts"]["kernels"] if name == OURS else chosen
         ask(page, name, {"passes": 3 * passes})  # until the browser has optimised the code
     best = {name: max(range(len(found)), key=found.__getitem__) for name, found in logits.items()}
     if len(set(best.values())) > 1:
-        raise TrainingFailure(f"the engines disagree on the text: {logits}", code="benchmark-failed")
+        raise TrainingFailure(
+            f"the engines disagree on the text: {logits}", code="benchmark-failed"
+        )
 
     def measure(name: str, number: int) -> float:
         return min(ask(page, name, {"passes": passes})["times"])
 
     found: dict[str, list[float]] = {name: [] for name in CASES}
     names = {name: name for name in CASES}
-    for one in harness.run_rounds(names, rounds, measure, lambda milliseconds: f"{milliseconds:.1f} ms"):
+    for one in harness.run_rounds(
+        names, rounds, measure, lambda milliseconds: f"{milliseconds:.1f} ms"
+    ):
         for name, milliseconds in one.items():
             found[name].append(milliseconds)
     context.close()
@@ -237,13 +268,17 @@ def measure_starts(
         ask(page, "first", opening(case, address, ids))
         seconds = (page.evaluate("performance.now()") - began) / 1e3
         context.close()
-        files = {path: size for path, size in sent.items() if not path.endswith("browser_worker.js")}
+        files = {
+            path: size for path, size in sent.items() if not path.endswith("browser_worker.js")
+        }
         model = sum(size for path, size in files.items() if path.startswith("/model/"))
         return {"seconds": seconds, "model": model, "code": sum(files.values()) - model}
 
     found: dict[str, list[dict[str, float]]] = {OURS: [], ORT: []}
     cases = {name: CASES[name] for name in found}
-    for one in harness.run_rounds(cases, starts, measure, lambda start: f"{start['seconds']:.2f} s"):
+    for one in harness.run_rounds(
+        cases, starts, measure, lambda start: f"{start['seconds']:.2f} s"
+    ):
         for name, start in one.items():
             found[name].append(start)
     return found
@@ -272,7 +307,9 @@ def start_table(found: Mapping[str, list[dict[str, float]]]) -> str:
 
     columns: dict[str, Callable[[str], str]] = {
         "engine": str,
-        "seconds": lambda name: harness.median_and_spread([start["seconds"] for start in found[name]], 2),
+        "seconds": lambda name: harness.median_and_spread(
+            [start["seconds"] for start in found[name]], 2
+        ),
         "code, kB": middle("code", 1e3, 0),
         "model, MB": middle("model", 1e6, 1),
     }

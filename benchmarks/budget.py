@@ -39,14 +39,31 @@ def variants(options: Namespace) -> dict[str, Flags]:
     for group in options.run:
         model, budget, *others = group.split(" ; ")
         for flags in ("", *others):
-            found[f"{model} ; {budget} ; {flags}"] = ("--model", model, "--budget", budget, *flags.split())
+            found[f"{model} ; {budget} ; {flags}"] = (
+                "--model",
+                model,
+                "--budget",
+                budget,
+                *flags.split(),
+            )
     return found
 
 
 @cache
 def prepare_tokens(dataset: str, model: str) -> None:
     """Fill the cache of tokens, as it is on every run but the first of somebody's data."""
-    flags = ("--dataset", dataset, "--model", model, "--budget", "10h", "--epochs", "1", "--max_train_rows", "64")
+    flags = (
+        "--dataset",
+        dataset,
+        "--model",
+        model,
+        "--budget",
+        "10h",
+        "--epochs",
+        "1",
+        "--max_train_rows",
+        "64",
+    )
     with tempfile.TemporaryDirectory(prefix="budget-") as folder:
         train_as_a_user((*flags, "--seed", "0"), Path(folder) / "model")
 
@@ -73,7 +90,9 @@ def measure(trial: Trial) -> Figures:
 
 def chosen(row: Row) -> str:
     found = {flag: row.values(flag)[-1] for flag in CHOSEN if flag not in row.name}
-    parts = [f"{flag} {'as in the model' if value == 'null' else value}" for flag, value in found.items()]
+    parts = [
+        f"{flag} {'as in the model' if value == 'null' else value}" for flag, value in found.items()
+    ]
     return ", ".join([*parts, f"{row.values('epochs')[-1]:g} epochs"])
 
 
@@ -81,7 +100,10 @@ def expected(row: Row) -> str:
     ranges = row.values("expected")
     if ranges[0] is None:
         return harness.NONE
-    held = [low <= accuracy <= high for (low, high), accuracy in zip(ranges, row.values("accuracy"), strict=True)]
+    held = [
+        low <= accuracy <= high
+        for (low, high), accuracy in zip(ranges, row.values("accuracy"), strict=True)
+    ]
     low, high = ranges[-1]
     return f"{100 * low:.1f} to {100 * high:.1f}: {sum(held)} of {len(held)}"
 

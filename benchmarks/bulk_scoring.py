@@ -60,7 +60,11 @@ def main() -> None:
         }
         harness.write_page(options.output, render(run), run)
         return
-    run["speed"] = {"facts": harness.measurement_facts(MODULE, PACKAGES), "threads": usable_cpus(), "cases": []}
+    run["speed"] = {
+        "facts": harness.measurement_facts(MODULE, PACKAGES),
+        "threads": usable_cpus(),
+        "cases": [],
+    }
     for path, rows in zip(options.models, options.rows, strict=True):
         measure_model(path, rows, options, run)
 
@@ -69,7 +73,12 @@ def measure_model(path: Path, num_rows: int, options: Namespace, run: dict[str, 
     model = ModelLoader(path)
     found = read_labelled_rows(options.data, model.labels).texts
     texts = [found[i % len(found)] for i in range(num_rows)]
-    case: dict[str, Any] = {"model": path.name, "engine": model.info["engine"], "rows": num_rows, "rounds": []}
+    case: dict[str, Any] = {
+        "model": path.name,
+        "engine": model.info["engine"],
+        "rows": num_rows,
+        "rounds": [],
+    }
     run["speed"]["cases"].append(case)
     with tempfile.TemporaryDirectory(prefix="bulk-scoring-") as folder:
         source = Path(folder) / "in.parquet"
@@ -84,13 +93,19 @@ def measure_model(path: Path, num_rows: int, options: Namespace, run: dict[str, 
 
         cases = {
             "engine": lambda: run_engine(model, token_ids),
-            "scoring": lambda: run_scoring(model, source, Path(folder) / f"{time.monotonic_ns()}.parquet"),
+            "scoring": lambda: run_scoring(
+                model, source, Path(folder) / f"{time.monotonic_ns()}.parquet"
+            ),
         }
         for number, round_ in enumerate(
-            harness.run_rounds(cases, options.rounds, timed, lambda one: f"{one['rows_per_second']:.1f} rows/s")
+            harness.run_rounds(
+                cases, options.rounds, timed, lambda one: f"{one['rows_per_second']:.1f} rows/s"
+            )
         ):
             case["rounds"].append(round_)
-            harness.report(f"{path.name}, round {number + 1}: ratio {_ratio(round_, 'rows_per_second'):.3f}")
+            harness.report(
+                f"{path.name}, round {number + 1}: ratio {_ratio(round_, 'rows_per_second'):.3f}"
+            )
             harness.write_page(options.output, render(run), run)
 
 
@@ -134,9 +149,20 @@ def measure_memory(options: Namespace) -> list[dict[str, float]]:
     """The peak of a new process for a hundredth, a tenth and all of the rows."""
     cases = []
     with tempfile.TemporaryDirectory(prefix="bulk-scoring-", dir=options.folder) as folder:
-        for num_rows in (options.memory_rows // 100, options.memory_rows // 10, options.memory_rows):
-            arguments = {"model": str(options.models[0]), "data": str(options.data), "folder": folder, "rows": num_rows}
-            [figures] = run_ranks(score_in_this_process, Layout(1, usable_cpus()), pin=False, **arguments)
+        for num_rows in (
+            options.memory_rows // 100,
+            options.memory_rows // 10,
+            options.memory_rows,
+        ):
+            arguments = {
+                "model": str(options.models[0]),
+                "data": str(options.data),
+                "folder": folder,
+                "rows": num_rows,
+            }
+            [figures] = run_ranks(
+                score_in_this_process, Layout(1, usable_cpus()), pin=False, **arguments
+            )
             cases.append({"rows": num_rows, **figures})
             harness.report(f"{num_rows:,} rows: {figures}")
     return cases
@@ -153,7 +179,11 @@ def score_in_this_process(model: str, data: str, folder: str, rows: int) -> dict
     with pyarrow.parquet.ParquetWriter(source, schema) as writer:
         for start in range(0, rows, group):
             ids = range(start, min(rows, start + group))
-            writer.write_table(pyarrow.table({"id": ids, "text": [texts[i % len(texts)] for i in ids]}, schema=schema))
+            writer.write_table(
+                pyarrow.table(
+                    {"id": ids, "text": [texts[i % len(texts)] for i in ids]}, schema=schema
+                )
+            )
     loaded.engine = InstantEngine(len(loaded.labels))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.perf_counter()
@@ -165,7 +195,12 @@ def score_in_this_process(model: str, data: str, folder: str, rows: int) -> dict
         raise UserError(f"{found:,} rows were written instead of {rows:,}", code="benchmark-failed")
     size = source.stat().st_size
     source.unlink()
-    return {"before_mb": before * 1024 / MB, "peak_mb": peak * 1024 / MB, "seconds": seconds, "input_mb": size / MB}
+    return {
+        "before_mb": before * 1024 / MB,
+        "peak_mb": peak * 1024 / MB,
+        "seconds": seconds,
+        "input_mb": size / MB,
+    }
 
 
 def _ratio(round_: dict[str, dict[str, float]], figure: str) -> float:
@@ -181,7 +216,10 @@ def render(run: dict[str, Any]) -> str:
         columns: dict[str, Callable[[dict[str, Any]], str]] = {
             "model": lambda case: f"{case['model']}, {case['engine']}",
             "rows": lambda case: f"{case['rows']:,}",
-            **{name: lambda case, name=name: f"{_median(case, name):,.0f}" for name in ("engine", "scoring")},
+            **{
+                name: lambda case, name=name: f"{_median(case, name):,.0f}"
+                for name in ("engine", "scoring")
+            },
             "ratio": lambda case: _ratios(case, "rows_per_second"),
             "CPU ratio": lambda case: _ratios(case, "rows_per_cpu_second"),
         }
@@ -222,12 +260,21 @@ def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="bulk_scoring.md", rounds=5)
     models = [harness.ROOT / "checkpoints" / name for name in ("minilm_agnews", "minilm_widened")]
     parser.add_argument("--models", type=_folder, nargs="+", default=models, help="model folders")
-    parser.add_argument("--rows", type=positive, nargs="+", default=[8_192, 3_072], help="rows for each model")
     parser.add_argument(
-        "--data", type=_folder, default=harness.ROOT / "data" / "ag_news" / "test.csv", help="the texts"
+        "--rows", type=positive, nargs="+", default=[8_192, 3_072], help="rows for each model"
     )
-    parser.add_argument("--memory_rows", type=positive, default=0, help="measure memory with so many rows instead")
-    parser.add_argument("--folder", type=_folder, default=None, help="where rows of the memory are written")
+    parser.add_argument(
+        "--data",
+        type=_folder,
+        default=harness.ROOT / "data" / "ag_news" / "test.csv",
+        help="the texts",
+    )
+    parser.add_argument(
+        "--memory_rows", type=positive, default=0, help="measure memory with so many rows instead"
+    )
+    parser.add_argument(
+        "--folder", type=_folder, default=None, help="where rows of the memory are written"
+    )
     options = parser.parse_args()
     if len(options.rows) != len(options.models):
         raise UserError("--rows: give one number for each of --models", code="benchmark-input")

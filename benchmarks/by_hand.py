@@ -44,7 +44,9 @@ from training.parallelism.distributed import Ranks, join_ranks
 
 MODULE = "benchmarks.by_hand"
 SCRIPT = "learn/by_hand/train_cifar10.py"
-EPOCH = re.compile(r"epoch (?P<epoch>\d+)/\d+  loss (?P<loss>\S+)  test accuracy (?P<accuracy>\S+)%")
+EPOCH = re.compile(
+    r"epoch (?P<epoch>\d+)/\d+  loss (?P<loss>\S+)  test accuracy (?P<accuracy>\S+)%"
+)
 SILENT, BY_HAND, ONE_CALL = "no communication", "by hand", "by hand, in one call"
 ONE_BUCKET, DDP = "DDP, one bucket", "DDP"
 CLEAR = 0.8  # of the rounds
@@ -84,8 +86,12 @@ class Case:
 
 def deep_network(width: int = 256, depth: int = 24) -> nn.Sequential:
     """Many layers of one size, whose gradients fill bucket after bucket."""
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(depth)]
-    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(3 * 8 * 8, width), *blocks, nn.Linear(width, 10))
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(depth)
+    ]
+    return nn.Sequential(
+        nn.AvgPool2d(4), nn.Flatten(), nn.Linear(3 * 8 * 8, width), *blocks, nn.Linear(width, 10)
+    )
 
 
 CASES = {
@@ -101,11 +107,18 @@ def main() -> None:
         "Runs": f"2 processes of one thread, on whichever core is free; {options.rounds} rounds, a variant takes "
         f"{options.steps} timed and {PROFILED_STEPS} profiled steps in each"
     }
-    text = harness.introduction(MODULE, "Data parallelism by hand", INTRODUCTION) + harness.fact_list(facts)
+    text = harness.introduction(
+        MODULE, "Data parallelism by hand", INTRODUCTION
+    ) + harness.fact_list(facts)
     for name in options.cases:
         # Not pinned: a rank's gloo threads would have to share its one core, and nothing could overlap.
         results = run_ranks(
-            variants_rank, Layout(2, 1), pin=False, case=name, rounds=options.rounds, steps=options.steps
+            variants_rank,
+            Layout(2, 1),
+            pin=False,
+            case=name,
+            rounds=options.rounds,
+            steps=options.steps,
         )
         section = case_section(name, results)
         harness.report(section)
@@ -122,7 +135,10 @@ class Variant:
     """A copy of the model, and one way to average its gradients: ``wrap`` the model, or ``average`` after backward."""
 
     def __init__(
-        self, network: nn.Module, wrap: Callable[[nn.Module], nn.Module], average: Callable[[nn.Module], object]
+        self,
+        network: nn.Module,
+        wrap: Callable[[nn.Module], nn.Module],
+        average: Callable[[nn.Module], object],
     ) -> None:
         self.network = network
         self.model = wrap(network)
@@ -144,7 +160,9 @@ def variants_of(case: Case) -> dict[str, Variant]:
 
     torch.manual_seed(0)
     network = case.make()
-    ddp, one_bucket = (partial(DistributedDataParallel, bucket_cap_mb=mb) for mb in (case.bucket_mb, ONE_BUCKET_MB))
+    ddp, one_bucket = (
+        partial(DistributedDataParallel, bucket_cap_mb=mb) for mb in (case.bucket_mb, ONE_BUCKET_MB)
+    )
     functions = {
         SILENT: (keep, keep),
         BY_HAND: (keep, average_gradients),
@@ -153,7 +171,10 @@ def variants_of(case: Case) -> dict[str, Variant]:
         ONE_BUCKET: (one_bucket, keep),
         DDP: (ddp, keep),
     }
-    return {name: Variant(copy.deepcopy(network), wrap, average) for name, (wrap, average) in functions.items()}
+    return {
+        name: Variant(copy.deepcopy(network), wrap, average)
+        for name, (wrap, average) in functions.items()
+    }
 
 
 def variants_rank(case: str, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -227,7 +248,11 @@ def case_section(name: str, results: Results) -> str:
     """The table of one model, and what follows from it."""
     case = CASES[name]
     tensors = [parameter.numel() for parameter in case.make().parameters()]
-    limits = f"{case.bucket_mb} MiB" if case.bucket_mb else "1 MiB for the first bucket, 25 MiB for others"
+    limits = (
+        f"{case.bucket_mb} MiB"
+        if case.bucket_mb
+        else "1 MiB for the first bucket, 25 MiB for others"
+    )
     return (
         f"## {len(tensors)} tensors, {4 * sum(tensors) / 1e6:.2f} MB of gradients\n\n"
         f"`{name}`, {case.rows} images per rank per step. DDP's limit: {limits}.\n\n"
@@ -237,7 +262,9 @@ def case_section(name: str, results: Results) -> str:
 
 def slower(results: Results, name: str) -> list[float]:
     """The time of the slower rank in each round."""
-    return [max(seconds) for seconds in zip(*(rank[name]["seconds"] for rank in results), strict=True)]
+    return [
+        max(seconds) for seconds in zip(*(rank[name]["seconds"] for rank in results), strict=True)
+    ]
 
 
 def in_profiles(results: Results, name: str, field: str) -> float:
@@ -252,7 +279,9 @@ def step_table(results: Results) -> str:
         return [1e3 * second for second in slower(results, name)]
 
     def times(reference: str) -> Callable[[str], str]:
-        return lambda name: f"{harness.median_ratio(milliseconds(name), milliseconds(reference)):.2f}"
+        return lambda name: (
+            f"{harness.median_ratio(milliseconds(name), milliseconds(reference)):.2f}"
+        )
 
     columns: dict[str, Callable[[str], str]] = {
         "variant": str,
@@ -262,8 +291,12 @@ def step_table(results: Results) -> str:
         "× no communication": times(SILENT),
         "× by hand": times(BY_HAND),
         "ms in calls": lambda name: f"{1e3 * in_profiles(results, name, 'seconds'):.1f}",
-        "hidden": lambda name: harness.NONE if name == SILENT else f"{in_profiles(results, name, 'hidden'):.0%}",
-        "largest difference from DDP's weights": lambda name: f"{max(rank[name]['gap'] for rank in results):.0e}",
+        "hidden": lambda name: (
+            harness.NONE if name == SILENT else f"{in_profiles(results, name, 'hidden'):.0%}"
+        ),
+        "largest difference from DDP's weights": lambda name: (
+            f"{max(rank[name]['gap'] for rank in results):.0e}"
+        ),
     }
     return harness.table(columns, results[0])
 
@@ -283,22 +316,35 @@ def compared(ours: Sequence[float], theirs: Sequence[float], what: str) -> str:
     """How long one variant takes compared with ``what``, how often it is the faster one, and whether that is clear."""
     faster = sum(a < b for a, b in zip(ours, theirs, strict=True))
     share = faster / len(ours)
-    verdict = "a gain" if share >= CLEAR else "a loss" if share <= 1 - CLEAR else "no clear gain or loss"
+    verdict = (
+        "a gain" if share >= CLEAR else "a loss" if share <= 1 - CLEAR else "no clear gain or loss"
+    )
     ratio = harness.median_ratio(ours, theirs)
-    return f"{ratio:.2f} times as long as {what} (faster in {faster} of {len(ours)} rounds: {verdict})"
+    return (
+        f"{ratio:.2f} times as long as {what} (faster in {faster} of {len(ours)} rounds: {verdict})"
+    )
 
 
 def cifar10_section(data: Path) -> str:
     """The table of what one and two ranks learn."""
     rows = []
     for ranks in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", SCRIPT]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            SCRIPT,
+        ]
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         last = run_and_follow([*command, "--data", str(data.resolve())])
         minutes = (time.monotonic() - began) / 60
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 60
-        rows.append([str(ranks), f"{last['accuracy']}%", last["loss"], f"{minutes:.1f}", f"{cpu:.1f}"])
+        rows.append(
+            [str(ranks), f"{last['accuracy']}%", last["loss"], f"{minutes:.1f}", f"{cpu:.1f}"]
+        )
     shown = f"`torchrun --standalone --nproc_per_node=RANKS {SCRIPT} --data {data.name}`"
     header = ["ranks", "test accuracy", "loss", "wall time, min", "CPU time, min"]
     about = f"{shown}, {last['epoch']} epochs; each of the 10,000 test images counts once."
@@ -321,18 +367,28 @@ def run_and_follow(command: Sequence[str]) -> dict[str, str]:
             process.terminate()
             raise
     if process.returncode or last is None:
-        raise TrainingFailure(f"{SCRIPT} ended with code {process.returncode}", code="benchmark-failed")
+        raise TrainingFailure(
+            f"{SCRIPT} ended with code {process.returncode}", code="benchmark-failed"
+        )
     return last.groupdict()
 
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="by_hand.md", rounds=15)
-    parser.add_argument("--steps", type=positive, default=6, help="of a variant per round (default: 6)")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="models (default: all)")
-    parser.add_argument("--cifar10", type=Path, help="CIFAR-10's files (default: its table is left out)")
+    parser.add_argument(
+        "--steps", type=positive, default=6, help="of a variant per round (default: 6)"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="models (default: all)"
+    )
+    parser.add_argument(
+        "--cifar10", type=Path, help="CIFAR-10's files (default: its table is left out)"
+    )
     options = parser.parse_args()
     if options.cifar10 and not options.cifar10.exists():
-        raise UserError(f"--cifar10 {options.cifar10}: no such file or folder", code="data-not-found")
+        raise UserError(
+            f"--cifar10 {options.cifar10}: no such file or folder", code="data-not-found"
+        )
     return options
 
 

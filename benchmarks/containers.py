@@ -39,13 +39,28 @@ class Container:
 
     def command(self, *words: str, **environment: str) -> list[str]:
         """The command line that runs these words in the container; without any, the image's own command."""
-        variables = [*self.config["Env"], *(f"{name}={value}" for name, value in environment.items())]
+        variables = [
+            *self.config["Env"],
+            *(f"{name}={value}" for name, value in environment.items()),
+        ]
         inside = [str(self.root), self.config["User"], self.config["WorkingDir"], *variables]
-        enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", _ENTER, "enter"]
+        enter = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "bash",
+            "-c",
+            _ENTER,
+            "enter",
+        ]
         return [*enter, *inside, *(words or self.config["Cmd"])]
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*words, **environment), capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            self.command(*words, **environment), capture_output=True, text=True, timeout=120
+        )
 
 
 def why_not() -> str | None:
@@ -58,7 +73,12 @@ def why_not() -> str | None:
 
 def has_image(name: str) -> bool:
     """Whether an image is in buildah's local store."""
-    return subprocess.run(["buildah", "inspect", "--type", "image", name], capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            ["buildah", "inspect", "--type", "image", name], capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 @contextmanager

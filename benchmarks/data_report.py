@@ -50,8 +50,14 @@ The prediction for twice the rows, from so many training rows, and what the same
 
 def main() -> None:
     parser = harness.Parser(MODULE, __doc__ or "", page="data_report.md", rounds=3)
-    parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="data with one label per row")
-    parser.add_argument("--rows", type=positive, default=harness.AG_NEWS_ROWS, help="training rows, at least")
+    parser.add_argument(
+        "--dataset",
+        default=str(harness.ROOT / "data" / "ag_news"),
+        help="data with one label per row",
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=harness.AG_NEWS_ROWS, help="training rows, at least"
+    )
     parser.add_argument("--planted", type=positive, default=1000, help="of each fault")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     options = parser.parse_args()
@@ -70,13 +76,17 @@ def main() -> None:
             run["rounds"].append(run_command(folder, folder / "report.json"))
             harness.report(str(run["rounds"][-1]))
         figures = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        run["found"] = {fault: judge(figures[fault]["rows"], planted[fault], fault) for fault in FAULTS}
+        run["found"] = {
+            fault: judge(figures[fault]["rows"], planted[fault], fault) for fault in FAULTS
+        }
         harness.report(str(run["found"]))
     run["curve"] = [predict(data, num_rows, options.seed) for num_rows in CURVE_ROWS]
     harness.write_page(options.output, render(run), run)
 
 
-def write_rows(data: NewsData, options: Namespace, folder: Path) -> tuple[dict[str, dict[str, str]], list[int], int]:
+def write_rows(
+    data: NewsData, options: Namespace, folder: Path
+) -> tuple[dict[str, dict[str, str]], list[int], int]:
     """Write ``train.csv`` and ``test.csv`` with planted faults.
 
     Returns:
@@ -89,7 +99,10 @@ def write_rows(data: NewsData, options: Namespace, folder: Path) -> tuple[dict[s
     repeats = Repeats(data, near=True)
     everyone = np.concatenate(list(repeats.rows.values()))
     clean = everyone[repeats.partners(everyone) < 0]
-    texts = [[" ".join(repeats.texts[row].split()), names[repeats.labels(np.array([row]))[0]]] for row in clean]
+    texts = [
+        [" ".join(repeats.texts[row].split()), names[repeats.labels(np.array([row]))[0]]]
+        for row in clean
+    ]
     is_train = clean < len(data.train)
     train = [row for row, use in zip(texts, is_train, strict=True) if use]
     test = [row for row, use in zip(texts, is_train, strict=True) if not use]
@@ -100,9 +113,13 @@ def write_rows(data: NewsData, options: Namespace, folder: Path) -> tuple[dict[s
         first, second = (by_label[name][draw.integers(len(by_label[name]))] for _ in range(2))
         train.append([" ".join([*first[: len(first) // 2], *second[len(second) // 2 :]]), name])
 
-    long = [row for row in train if len(row[0].split()) >= FEWEST_WORDS and row[0].upper() != row[0]]
+    long = [
+        row for row in train if len(row[0].split()) >= FEWEST_WORDS and row[0].upper() != row[0]
+    ]
     if len(long) < 3 * options.planted:
-        raise UserError(f"--planted {options.planted}: the data has too few long texts", code="benchmark-input")
+        raise UserError(
+            f"--planted {options.planted}: the data has too few long texts", code="benchmark-input"
+        )
     chosen = [long[i] for i in draw.permutation(len(long))[: 3 * options.planted]]
     added: dict[str, list[tuple[list[str], str]]] = {}
     for place, fault in enumerate(FAULTS):
@@ -113,7 +130,10 @@ def write_rows(data: NewsData, options: Namespace, folder: Path) -> tuple[dict[s
             added.setdefault(fault, []).append(([changed(text, kind, draw), label], kind))
 
     where: dict[str, dict[str, str]] = {fault: {} for fault in FAULTS}
-    for split, rows, faults in (("train", train, ("duplicates", "conflicts")), ("test", test, ("leakage",))):
+    for split, rows, faults in (
+        ("train", train, ("duplicates", "conflicts")),
+        ("test", test, ("leakage",)),
+    ):
         everything = [(row, "", "") for row in rows]
         everything += [(row, fault, kind) for fault in faults for row, kind in added[fault]]
         # A repeated row is the later one, so those that were planted come after all others.
@@ -125,7 +145,10 @@ def write_rows(data: NewsData, options: Namespace, folder: Path) -> tuple[dict[s
                 writer.writerow(row)
                 if fault:
                     where[fault][f"{path} line {line}"] = kind
-    rows = [len(train) + len(added["duplicates"]) + len(added["conflicts"]), len(test) + len(added["leakage"])]
+    rows = [
+        len(train) + len(added["duplicates"]) + len(added["conflicts"]),
+        len(test) + len(added["leakage"]),
+    ]
     return where, rows, num_made
 
 
@@ -145,9 +168,13 @@ def changed(text: str, kind: str, draw: np.random.Generator) -> str:
 
 
 def triples(text: str) -> set[tuple[str, ...]]:
-    words = re.findall(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]", text.lower())
+    words = re.findall(
+        r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]", text.lower()
+    )
     words += [""] * (WORDS_PER_SHINGLE - len(words)) if words else []
-    return {tuple(words[i : i + WORDS_PER_SHINGLE]) for i in range(len(words) - WORDS_PER_SHINGLE + 1)}
+    return {
+        tuple(words[i : i + WORDS_PER_SHINGLE]) for i in range(len(words) - WORDS_PER_SHINGLE + 1)
+    }
 
 
 def similarity(one: str, other: str) -> float:
@@ -165,9 +192,13 @@ def judge(found: Sequence[dict[str, Any]], planted: dict[str, str], fault: str) 
         for one in found
     ]
     if fault == "conflicts":
-        right = [near and one["label"] != one["other_label"] for near, one in zip(right, found, strict=True)]
+        right = [
+            near and one["label"] != one["other_label"]
+            for near, one in zip(right, found, strict=True)
+        ]
     recall = {
-        kind: float(np.mean([row in named for row, own in planted.items() if own == kind] or [1])) for kind in KINDS
+        kind: float(np.mean([row in named for row, own in planted.items() if own == kind] or [1]))
+        for kind in KINDS
     }
     return {"found": len(found), **recall, "precision": float(np.mean(right or [1]))}
 
@@ -176,11 +207,15 @@ def run_command(folder: Path, report: Path) -> dict[str, float]:
     """Seconds and the peak of memory of the command, as the system counts them."""
     command = [sys.executable, "-m", "training.data_report", str(folder), "--json", str(report)]
     load, began = os.getloadavg()[0], time.perf_counter()
-    process = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise UserError(f"{' '.join(command)}: ended with code {process.returncode}", code="benchmark-input")
+        raise UserError(
+            f"{' '.join(command)}: ended with code {process.returncode}", code="benchmark-input"
+        )
     seconds = time.perf_counter() - began
     return {
         "load": load,
@@ -196,13 +231,20 @@ def predict(data: NewsData, num_rows: int, seed: int) -> dict[str, Any]:
 
     def curve(count: int) -> dict[str, Any]:
         rows = np.sort(order[:count])
-        return learning_curve([data.train.texts[row] for row in rows], data.train.labels[rows], seed)
+        return learning_curve(
+            [data.train.texts[row] for row in rows], data.train.labels[rows], seed
+        )
 
     # A fold of rows is held out, and the others are twice as many as those that the prediction was made from.
     few, many = curve(num_rows), curve(2 * num_rows * FOLDS // (FOLDS - 1))
     if "skipped" in few or "skipped" in many:
         return {"rows": num_rows}
-    return {"rows": num_rows, "now": few["now"], "twice": few["twice"], "measured": many["scores"][-1]}
+    return {
+        "rows": num_rows,
+        "now": few["now"],
+        "twice": few["twice"],
+        "measured": many["scores"][-1],
+    }
 
 
 def render(run: dict[str, Any]) -> str:
@@ -212,7 +254,9 @@ def render(run: dict[str, Any]) -> str:
             "fault": str,
             "found": lambda fault: f"{run['found'][fault]['found']:,}",
             **{
-                f"recall, {kind}, %": lambda fault, kind=kind: f"{100 * run['found'][fault][kind]:.1f}"
+                f"recall, {kind}, %": lambda fault, kind=kind: (
+                    f"{100 * run['found'][fault][kind]:.1f}"
+                )
                 for kind in KINDS
             },
             "precision, %": lambda fault: f"{100 * run['found'][fault]['precision']:.1f}",
@@ -226,7 +270,9 @@ def render(run: dict[str, Any]) -> str:
             "time, s": lambda rounds: harness.median_and_spread([one["seconds"] for one in rounds]),
             "CPU time, s": lambda rounds: harness.median_and_spread([one["cpu"] for one in rounds]),
             "load": lambda rounds: harness.median_and_spread([one["load"] for one in rounds]),
-            "memory, GB": lambda rounds: harness.median_and_spread([one["memory"] for one in rounds], 2),
+            "memory, GB": lambda rounds: harness.median_and_spread(
+                [one["memory"] for one in rounds], 2
+            ),
         },
         [run["rounds"]],
     )

@@ -24,7 +24,16 @@ from training.data.dataset import NewsData, load_news
 
 EVERY_STUDENT = ("--max_length", "96", "--validation_fraction", "0.02", "--epochs", "2", "--export")
 # Of MiniLM's six blocks the first, the third and the last.
-THREE_BLOCKS = ("--layers", "3", "--batch_size", "16", "--learning_rate", "1.5e-4", "--ema", "0.999")
+THREE_BLOCKS = (
+    "--layers",
+    "3",
+    "--batch_size",
+    "16",
+    "--learning_rate",
+    "1.5e-4",
+    "--ema",
+    "0.999",
+)
 STARTER = ("--model", "starter", "--batch_size", "32", "--learning_rate", "6e-4", "--ema", "0.998")
 INTRODUCTION = """
 The teacher is `{teacher}`. Each student is trained by `training/run_ddp.sh {processes} --dataset {name}
@@ -40,7 +49,13 @@ Model = tuple[Path, str]  # folder and engine
 def variants(options: Namespace) -> dict[str, Flags]:
     teacher = str(options.teacher)
     return {
-        "three of its blocks, distilled, int8": ("--model", teacher, *THREE_BLOCKS, "--distill", teacher),
+        "three of its blocks, distilled, int8": (
+            "--model",
+            teacher,
+            *THREE_BLOCKS,
+            "--distill",
+            teacher,
+        ),
         "starter, distilled, int8": (*STARTER, "--distill", teacher),
         "starter, labels only, int8": STARTER,
     }
@@ -58,7 +73,10 @@ def main() -> None:
 
         def add(case: str, model: Model) -> None:
             labels, _ = score(model, folder / "test.csv", folder)
-            right = [data.label_names[truth] == label for truth, label in zip(data.test.labels, labels, strict=True)]
+            right = [
+                data.label_names[truth] == label
+                for truth, label in zip(data.test.labels, labels, strict=True)
+            ]
             run["accuracy"].setdefault(case, []).append(mean(right))
             run["bytes"][case] = served_bytes(model[0])
             models.setdefault(case, model)
@@ -72,10 +90,15 @@ def main() -> None:
         for seed in range(options.seeds):
             for number, (case, flags) in enumerate(variants(options).items()):
                 trained = folder / f"student_{number}_{seed}"
-                train_as_a_user(("--dataset", options.dataset, *EVERY_STUDENT, *flags, "--seed", str(seed)), trained)
+                train_as_a_user(
+                    ("--dataset", options.dataset, *EVERY_STUDENT, *flags, "--seed", str(seed)),
+                    trained,
+                )
                 add(case, (trained / "native", "auto"))
             rounds = 0 if seed else options.rounds  # the seed does not change the speed
-            for found in harness.run_rounds(models, rounds, speed, lambda speed: f"{speed:,.0f} rows per second"):
+            for found in harness.run_rounds(
+                models, rounds, speed, lambda speed: f"{speed:,.0f} rows per second"
+            ):
                 for case, rows_per_second in found.items():
                     run["rows_per_second"].setdefault(case, []).append(rows_per_second)
             harness.write_page(options.output, STUDY.page(run), run)
@@ -111,13 +134,26 @@ def about(options: Namespace, data: NewsData) -> Run:
     if not (teacher / "native").is_dir():
         message = f"--teacher {teacher}: is not exported; run python -m inference.export {teacher}"
         raise UserError(message, code="benchmark-failed")
-    flags = {case: " ".join(flags).replace(str(teacher), "TEACHER") for case, flags in variants(options).items()}
-    return {"teacher": teacher.name, "flags": flags, "accuracy": {}, "bytes": {}, "rows_per_second": {}}
+    flags = {
+        case: " ".join(flags).replace(str(teacher), "TEACHER")
+        for case, flags in variants(options).items()
+    }
+    return {
+        "teacher": teacher.name,
+        "flags": flags,
+        "accuracy": {},
+        "bytes": {},
+        "rows_per_second": {},
+    }
 
 
 def words(run: Run) -> dict[str, str | int]:
     *_, accuracies = run["accuracy"].values()
-    seeds = f"the mean and range of {len(accuracies)} seeds" if len(accuracies) > 1 else "one seed per student"
+    seeds = (
+        f"the mean and range of {len(accuracies)} seeds"
+        if len(accuracies) > 1
+        else "one seed per student"
+    )
     first, *_ = run["rows_per_second"].values()
     return {"flags": " ".join(EVERY_STUDENT), "seeds": seeds, "rounds": len(first)}
 
@@ -139,7 +175,11 @@ STUDY = studies.Study(
     variants=variants,
     flags={
         "dataset": studies.dataset(),
-        "teacher": {"type": Path, "required": True, "help": "the folder of a trained and exported model"},
+        "teacher": {
+            "type": Path,
+            "required": True,
+            "help": "the folder of a trained and exported model",
+        },
         "speed_rows": studies.number(8000, "rows to measure the speed with"),
     },
     rounds=5,
@@ -149,7 +189,9 @@ STUDY = studies.Study(
     columns={
         "model": studies.row_name,
         "accuracy, %": accuracy,
-        "rows per second": lambda row: harness.median_and_spread(row.run["rows_per_second"][row.name], 0),
+        "rows per second": lambda row: harness.median_and_spread(
+            row.run["rows_per_second"][row.name], 0
+        ),
         "speed": times_teacher,
         "MB": lambda row: f"{row.run['bytes'][row.name] / 1e6:.1f}",
         "flags": lambda row: f"`{flags}`" if (flags := row.run["flags"].get(row.name)) else "",

@@ -35,11 +35,20 @@ Result = TypeVar("Result")
 class Parser(OneLineParser):
     """The flags of a benchmark, with those that most of them have."""
 
-    def __init__(self, module: str, description: str, *, page: str = "", rounds: int = 0, seeds: int = 0) -> None:
-        super().__init__(prog=f"python -m {module}", description=description.strip().split("\n\n")[0])
+    def __init__(
+        self, module: str, description: str, *, page: str = "", rounds: int = 0, seeds: int = 0
+    ) -> None:
+        super().__init__(
+            prog=f"python -m {module}", description=description.strip().split("\n\n")[0]
+        )
         add_common_flags(self, page, rounds)
         if seeds:
-            self.add_argument("--seeds", type=positive, default=seeds, help=f"runs of each variant (default: {seeds})")
+            self.add_argument(
+                "--seeds",
+                type=positive,
+                default=seeds,
+                help=f"runs of each variant (default: {seeds})",
+            )
 
 
 def add_common_flags(parser: argparse.ArgumentParser, page: str, rounds: int) -> None:
@@ -142,14 +151,19 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def table(columns: Mapping[str, Callable[[Case], str]], cases: Iterable[Case]) -> str:
     """A Markdown table from what each column shows of a case."""
-    return markdown_table(list(columns), [[cell(case) for cell in columns.values()] for case in cases])
+    return markdown_table(
+        list(columns), [[cell(case) for cell in columns.values()] for case in cases]
+    )
 
 
 def measurement_facts(module: str, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Facts about this measurement: date, commit, command, machine and the packages' versions."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cpu = f"{cpu_name()}, {usable_cpus()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
-    versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
+    versions = [
+        f"Python {platform.python_version()}",
+        *(f"{name} {_version(name)}" for name in packages),
+    ]
     return {
         "Measured": f"{datetime.now(UTC):%Y-%m-%d}, commit {_commit()}",
         "Command": f"`{_command(module)}`",
@@ -185,19 +199,26 @@ def write_page(path: Path, text: str, results: Any = None, figure: bytes | None 
         if figure is not None:
             write_whole(path.with_suffix(".png"), figure)
     except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror})", code="not-writable") from error
+        raise UserError(
+            f"--output {path}: cannot be written ({error.strerror})", code="not-writable"
+        ) from error
     report(f"Written: {path}")
 
 
 def row_per_line(value: Any, indent: str = "") -> str:
     """JSON with a line for each element of a list, and for each object of plain values."""
     items = value.values() if isinstance(value, dict) else value
-    is_nested = isinstance(value, dict | list) and any(isinstance(item, dict | list) for item in items)
+    is_nested = isinstance(value, dict | list) and any(
+        isinstance(item, dict | list) for item in items
+    )
     if not is_nested:
         return json.dumps(value)
     if isinstance(value, dict):
         opening, closing = "{}"
-        lines = [f"{json.dumps(name)}: {row_per_line(item, indent + ' ')}" for name, item in value.items()]
+        lines = [
+            f"{json.dumps(name)}: {row_per_line(item, indent + ' ')}"
+            for name, item in value.items()
+        ]
     else:
         opening, closing = "[]"
         lines = [json.dumps(item) for item in value]

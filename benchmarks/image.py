@@ -49,17 +49,26 @@ def main() -> None:
             facts["Base"] = f"{base_name}, here {_described_base(container)}"
             facts["Versions"] = f"{python}, the packages of deployment/requirements.txt"
             sizes.append(_size_row(model.name, container, base))
-            starts += [_start_row(model, container, engine, options.rounds) for engine in exported_artefacts(model)]
+            starts += [
+                _start_row(model, container, engine, options.rounds)
+                for engine in exported_artefacts(model)
+            ]
     about = INTRODUCTION.format(rounds=options.rounds, answers=NUM_ANSWERS)
-    size_table = markdown_table(["image, MB", "all", "base", *PARTS, "all without base and model"], sizes)
+    size_table = markdown_table(
+        ["image, MB", "all", "base", *PARTS, "all without base and model"], sizes
+    )
     start_table = markdown_table(["model, engine", "ready, s", "range", "memory, MB"], starts)
     text = harness.introduction(MODULE, "The served image", about) + harness.fact_list(facts)
-    harness.write_page(options.output, f"{text}\n## Size\n\n{size_table}\n## Start and memory\n\n{start_table}")
+    harness.write_page(
+        options.output, f"{text}\n## Size\n\n{size_table}\n## Start and memory\n\n{start_table}"
+    )
 
 
 def _base(flags: list[str]) -> str:
     """The base that the builder is told, else the one that the Dockerfile pins."""
-    told = re.findall(r"BASE=(\S+)", " ".join(flags)) or re.findall(r"^ARG BASE=(\S+)", DOCKERFILE.read_text(), re.M)
+    told = re.findall(r"BASE=(\S+)", " ".join(flags)) or re.findall(
+        r"^ARG BASE=(\S+)", DOCKERFILE.read_text(), re.M
+    )
     return told[-1]
 
 
@@ -73,7 +82,9 @@ def _described_base(container: containers.Container) -> str:
 def _built(model: Path, flags: list[str]) -> str:
     tag = f"localhost/distrinews-benchmark:{model.name}"
     if build("buildah", serving_image(model, tag), flags):
-        raise TrainingFailure(f"{model}: its image is not built, the lines above say why", code="benchmark-failed")
+        raise TrainingFailure(
+            f"{model}: its image is not built, the lines above say why", code="benchmark-failed"
+        )
     return tag
 
 
@@ -94,7 +105,12 @@ def _start_row(model: Path, container: Container, engine: str, rounds: int) -> l
     _start(container, engine)  # brings all files into the page cache
     seconds, memory = zip(*(_start(container, engine) for _ in range(rounds)), strict=True)
     harness.report(f"{name}: ready in {median(seconds):.2f} s")
-    return [name, f"{median(seconds):.2f}", harness.spread(seconds, 2), f"{median(memory) / MB:.0f}"]
+    return [
+        name,
+        f"{median(seconds):.2f}",
+        harness.spread(seconds, 2),
+        f"{median(memory) / MB:.0f}",
+    ]
 
 
 def _start(container: Container, engine: str) -> tuple[float, int]:
@@ -111,7 +127,10 @@ def _start(container: Container, engine: str) -> tuple[float, int]:
             time.sleep(0.005)
         seconds = time.perf_counter() - started
         for _ in range(NUM_ANSWERS):
-            _is_answered("/predict", b'{"text": "Shares of the software maker fall after it warns of lower sales"}')
+            _is_answered(
+                "/predict",
+                b'{"text": "Shares of the software maker fall after it warns of lower sales"}',
+            )
         return seconds, containers.resident_bytes(server)
     finally:
         containers.stop(server)
@@ -127,13 +146,17 @@ def _is_answered(path: str, body: bytes | None = None) -> bool:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="image.md", rounds=9)
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="model folders, exported")
+    parser.add_argument(
+        "--models", type=Path, nargs="+", required=True, help="model folders, exported"
+    )
     parser.add_argument("flags", nargs="*", help="after --: the builder's")
     options = parser.parse_args()
     if reason := containers.why_not():
         raise UserError(f"{MODULE}: {reason}", code="benchmark-failed")
     if not containers.has_image(base := _base(options.flags)):
-        raise UserError(f"{MODULE}: {base} is not there; buildah pull {base}", code="benchmark-failed")
+        raise UserError(
+            f"{MODULE}: {base} is not there; buildah pull {base}", code="benchmark-failed"
+        )
     return options
 
 

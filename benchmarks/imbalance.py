@@ -55,7 +55,10 @@ def recall(kind: str) -> Column:
     """The mean recall of the rare or of the frequent labels."""
 
     def cell(row: Row) -> str:
-        found = [mean(test[label]["recall"] for label in row.run[kind]) for test in row.values("per_class")]
+        found = [
+            mean(test[label]["recall"] for label in row.run[kind])
+            for test in row.values("per_class")
+        ]
         return harness.mean_and_spread([100 * value for value in found])
 
     return cell

@@ -62,7 +62,8 @@ def main() -> None:
     run: dict[str, Any] = {
         "facts": harness.measurement_facts(MODULE),
         **{
-            name: getattr(options, name) for name in ("rows", "tests", "epochs", "seeds", "learning_rate", "max_length")
+            name: getattr(options, name)
+            for name in ("rows", "tests", "epochs", "seeds", "learning_rate", "max_length")
         },
         "found": {str(rate): [] for rate in RATES},
         "accuracy": {action: [] for action in ACTIONS},
@@ -71,22 +72,32 @@ def main() -> None:
     cores: Queue[list[int]] = Queue()
     for core in [[core] for core in usable_cores()[: usable_cpus()]] or [[]]:
         cores.put(core)
-    with tempfile.TemporaryDirectory(prefix="label-errors-") as name, ThreadPoolExecutor(cores.qsize()) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="label-errors-") as name,
+        ThreadPoolExecutor(cores.qsize()) as pool,
+    ):
         folder, planted, runs = Path(name), {}, {}
         for seed, rate in product(range(options.seeds), RATES):
             planted[rate, seed] = plant(data, options, rate, seed, folder / f"{rate}_{seed}")
         for action, rate, seed in product(ACTIONS, RATES, range(options.seeds)):
             if action == "list" or rate == max(RATES):
                 output = folder / f"{rate}_{seed}_{action}"
-                future = pool.submit(train, options, folder / f"{rate}_{seed}", seed, action, output, cores)
+                future = pool.submit(
+                    train, options, folder / f"{rate}_{seed}", seed, action, output, cores
+                )
                 runs[future] = (action, rate, seed, output)
         for future in as_completed(runs):
             (test, told), (action, rate, seed, output) = future.result(), runs[future]
             if action == "list":
                 by_steps = [row in planted[rate, seed] for row in told["by_steps"]]
-                shares = {"steps_alone": precision_at_recall(by_steps, planted[rate, seed]), "time": told["share"]}
+                shares = {
+                    "steps_alone": precision_at_recall(by_steps, planted[rate, seed]),
+                    "time": told["share"],
+                }
                 suspects = output.with_name(f"{output.name}.run") / "suspects.csv"
-                run["found"][str(rate)].append({"seed": seed} | found(suspects, planted[rate, seed]) | shares)
+                run["found"][str(rate)].append(
+                    {"seed": seed} | found(suspects, planted[rate, seed]) | shares
+                )
                 harness.report(f"{rate:.0%}: {run['found'][str(rate)][-1]}")
             if rate == max(RATES):
                 run["accuracy"][action].append(test["accuracy"])
@@ -101,7 +112,9 @@ def plant(data: NewsData, options: Namespace, rate: float, seed: int, folder: Pa
     splits = {
         "train": data.train.take(np.sort(drawn[: options.rows])),
         "validation": data.train.take(drawn[options.rows :][:VALIDATION_ROWS]),
-        "test": data.test.take(np.sort(generator.permutation(len(data.test.labels))[: options.tests])),
+        "test": data.test.take(
+            np.sort(generator.permutation(len(data.test.labels))[: options.tests])
+        ),
     }
     labels = splits["train"].labels
     planted = generator.permutation(len(labels))[: round(rate * len(labels))]
@@ -116,9 +129,34 @@ def train(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The test of a run on the next free core, and what it told."""
     flags = (
-        *("--dataset", str(rows), "--model", str(options.model), "--epochs", str(options.epochs), "--clean", "news"),
-        *("--learning_rate", str(options.learning_rate), "--batch_size", "32", "--max_length", str(options.max_length)),
-        *("--seed", str(seed), "--suspects", action, "--resume", "none", "--output_dir", str(output)),
+        *(
+            "--dataset",
+            str(rows),
+            "--model",
+            str(options.model),
+            "--epochs",
+            str(options.epochs),
+            "--clean",
+            "news",
+        ),
+        *(
+            "--learning_rate",
+            str(options.learning_rate),
+            "--batch_size",
+            "32",
+            "--max_length",
+            str(options.max_length),
+        ),
+        *(
+            "--seed",
+            str(seed),
+            "--suspects",
+            action,
+            "--resume",
+            "none",
+            "--output_dir",
+            str(output),
+        ),
         *("--cache_dir", str(rows / "cache"), "--save_every", "0"),
     )
     core = cores.get()
@@ -174,11 +212,16 @@ def found(suspects: Path, planted: set[int]) -> dict[str, Any]:
     others = [row for row in rows if int(row["row"]) not in planted]
     flagged = [is_planted for is_planted, is_flagged in ranking if is_flagged]
     return {
-        "precision_at_recall": precision_at_recall([is_planted for is_planted, _ in ranking], planted),
+        "precision_at_recall": precision_at_recall(
+            [is_planted for is_planted, _ in ranking], planted
+        ),
         "flagged": len(flagged),
         "flagged_precision": mean(flagged) if flagged else 0.0,
         "flagged_recall": sum(flagged) / len(planted),
-        "not_planted": [{name: row[name] for name in ("label", "proposed", "text")} for row in others[:NOT_PLANTED]],
+        "not_planted": [
+            {name: row[name] for name in ("label", "proposed", "text")}
+            for row in others[:NOT_PLANTED]
+        ],
     }
 
 
@@ -242,7 +285,9 @@ def _own_errors(run: dict[str, Any]) -> str:
         {
             "label": lambda row: row["label"],
             "proposed": lambda row: row["proposed"],
-            "text": lambda row: textwrap.shorten(row["text"].replace("|", " "), 90, placeholder=" ..."),
+            "text": lambda row: textwrap.shorten(
+                row["text"].replace("|", " "), 90, placeholder=" ..."
+            ),
         },
         one["not_planted"],
     )
@@ -251,7 +296,11 @@ def _own_errors(run: dict[str, Any]) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="label_errors.md", seeds=2)
-    parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="data with one label per row")
+    parser.add_argument(
+        "--dataset",
+        default=str(harness.ROOT / "data" / "ag_news"),
+        help="data with one label per row",
+    )
     parser.add_argument("--model", type=Path, required=True, help="the encoder to fine-tune")
     parser.add_argument("--rows", type=positive, default=4000, help="training rows")
     parser.add_argument("--tests", type=positive, default=1000, help="test rows")

@@ -48,12 +48,16 @@ def measure(trial: Trial) -> Figures:
     }
 
 
-def make_articles(rows: Rows, count: int, parts: int, generator: np.random.Generator) -> tuple[Rows, np.ndarray]:
+def make_articles(
+    rows: Rows, count: int, parts: int, generator: np.random.Generator
+) -> tuple[Rows, np.ndarray]:
     """Articles, and the place of the deciding text in each."""
     places = generator.integers(parts + 1, size=count)
     fillers = generator.choice(np.flatnonzero(rows.labels == FILLER), (count, parts))
     topics = np.arange(count) % rows.labels.max() + 1
-    deciding = np.array([generator.choice(np.flatnonzero(rows.labels == topic)) for topic in topics])
+    deciding = np.array(
+        [generator.choice(np.flatnonzero(rows.labels == topic)) for topic in topics]
+    )
     texts = []
     for place, row, others in zip(places, deciding, fillers, strict=True):
         article = [rows.texts[i] for i in others]
@@ -65,13 +69,21 @@ def make_articles(rows: Rows, count: int, parts: int, generator: np.random.Gener
 def about(options: Namespace, data: NewsData) -> Run:
     if len(data.label_names) < 3:
         raise UserError(f"--dataset {options.dataset}: needs three labels", code="benchmark-input")
-    return {"filler": data.label_names[FILLER], "topics": data.label_names[1:], "model": options.model.name}
+    return {
+        "filler": data.label_names[FILLER],
+        "topics": data.label_names[1:],
+        "model": options.model.name,
+    }
 
 
 def words(run: Run) -> dict[str, str | int]:
     *others, last = run["topics"]
     num_words = mean(figures["words"] for found in run["rounds"] for figures in found.values())
-    return {"topics": f"{', '.join(others)} or {last}", "labels": len(run["topics"]), "words": round(num_words)}
+    return {
+        "topics": f"{', '.join(others)} or {last}",
+        "labels": len(run["topics"]),
+        "words": round(num_words),
+    }
 
 
 STUDY = studies.Study(

@@ -34,7 +34,12 @@ def measure(trial: Trial) -> Figures:
     for split, count in (("train", 2 * options.rows), ("test", options.test_rows)):
         rows = trial.data.splits[split]
         drawn[split] = rows.take(np.sort(generator.permutation(len(rows))[:count]))
-    given = {"dataset": trial.write_rows(**drawn), "clean": "news", "model": options.model, "epochs": options.epochs}
+    given = {
+        "dataset": trial.write_rows(**drawn),
+        "clean": "news",
+        "model": options.model,
+        "epochs": options.epochs,
+    }
     given |= {"max_train_rows": options.rows, "batch_size": 16, "max_length": 64, "save_every": 0}
     test, rank = trial.train(Layout(1, usable_cpus()), **given)
     (checkpoint,) = trial.run_dir.glob("checkpoints/step_*")
@@ -70,7 +75,9 @@ STUDY = studies.Study(
         "test_rows": min(options.test_rows, len(data.test)),
         "all_test_rows": len(data.test),
     },
-    words=lambda run: {"rates": " and ".join(f"{flags[-1]} for {name}" for name, flags in VARIANTS.items())},
+    words=lambda run: {
+        "rates": " and ".join(f"{flags[-1]} for {name}" for name, flags in VARIANTS.items())
+    },
     columns={
         "variant": studies.row_name,
         "accuracy, %": studies.mean_percent("accuracy"),

@@ -30,7 +30,10 @@ from common.hardware import usable_cpus
 MODULE = "benchmarks.one_or_two_processes"
 SEED = 42
 TITLES = {"cpu": "CPUs", "gpu": "GPUs"}
-FILLED_BY = {"cpu": f"`python -m {MODULE}` is run", "gpu": "`make gpu-check` is run on a machine with GPUs"}
+FILLED_BY = {
+    "cpu": f"`python -m {MODULE}` is run",
+    "gpu": "`make gpu-check` is run on a machine with GPUs",
+}
 ON_CPUS = {
     "one process, one core": Layout(1, 1),
     "two processes, one core each": Layout(2, 1),
@@ -93,7 +96,9 @@ def main() -> None:
             }
 
         section: dict[str, Any] = {"facts": facts, "rounds": []}
-        for found in harness.run_rounds(runs, options.rounds, measure, lambda run: f"{rate(run):.1f} samples/s"):
+        for found in harness.run_rounds(
+            runs, options.rounds, measure, lambda run: f"{rate(run):.1f} samples/s"
+        ):
             section["rounds"].append(found)
             put(options.output, options.device, section)
 
@@ -105,9 +110,15 @@ def layouts_of_this_machine(device: str) -> dict[str, Layout]:
         UserError: there is no GPU, or only one core.
     """
     if device == "gpu":
-        found = {name: layout for name, layout in ON_GPUS.items() if layout.processes <= torch.cuda.device_count()}
+        found = {
+            name: layout
+            for name, layout in ON_GPUS.items()
+            if layout.processes <= torch.cuda.device_count()
+        }
         if not found:
-            raise UserError("--device gpu: this machine has no GPU that PyTorch sees", code="gpu-not-found")
+            raise UserError(
+                "--device gpu: this machine has no GPU that PyTorch sees", code="gpu-not-found"
+            )
         return found
     if usable_cpus() < 2:
         message = "--device cpu: two processes need two cores, and this process may use one"
@@ -175,7 +186,9 @@ def _columns(rounds: Rounds) -> dict[str, Callable[[str], str]]:
         "samples/s": lambda name: f"{median(rates(name)):.1f}",
         "range": lambda name: harness.spread(rates(name)),
         "× the first row": times_first,
-        "MB per process": lambda name: f"{max(found[name]['bytes'] for found in rounds) / 1e6:,.0f}",
+        "MB per process": lambda name: (
+            f"{max(found[name]['bytes'] for found in rounds) / 1e6:,.0f}"
+        ),
     }
 
 
@@ -183,7 +196,13 @@ def _section(facts: dict[str, str], rounds: Rounds) -> str:
     names = list(rounds[0])
     epochs = range(len(rounds[0][names[0]]["accuracy"]))
     learnt = [
-        [name, *(f"{median(found[name]['accuracy'][epoch] for found in rounds):.2%}" for epoch in epochs)]
+        [
+            name,
+            *(
+                f"{median(found[name]['accuracy'][epoch] for found in rounds):.2%}"
+                for epoch in epochs
+            ),
+        ]
         for name in names
     ]
     accuracies = harness.markdown_table(
@@ -198,14 +217,18 @@ def draw(results: Mapping[str, dict[str, Any]]) -> bytes:
     kinds = [kind for kind in TITLES if kind in results]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(4.6 * len(kinds), 2.4), layout="constrained")
-        for panel, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        for panel, kind in zip(
+            figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True
+        ):
             rounds = results[kind]["rounds"]
             names = list(rounds[0])[::-1]
             speeds = [[rate(found[name]) for found in rounds] for name in names]
             middle = [median(rates) for rates in speeds]
             low = [mid - min(rates) for mid, rates in zip(middle, speeds, strict=True)]
             high = [max(rates) - mid for mid, rates in zip(middle, speeds, strict=True)]
-            panel.barh(names, middle, xerr=[low, high], color="#0072b2", ecolor="#5a6570", capsize=3)
+            panel.barh(
+                names, middle, xerr=[low, high], color="#0072b2", ecolor="#5a6570", capsize=3
+            )
             panel.set(xlabel=f"samples per second, {TITLES[kind]}")
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=160)
@@ -214,17 +237,33 @@ def draw(results: Mapping[str, dict[str, Any]]) -> bytes:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="one_or_two_processes.md", rounds=5)
-    parser.add_argument("--data", type=Path, required=True, help="a folder with AG News' train.csv and test.csv")
-    parser.add_argument("--device", choices=TITLES, help="which table to fill (default: gpu if there is one)")
-    parser.add_argument("--model", default="tiny", help="a hub name, a folder, or tiny, made from scratch (default)")
-    parser.add_argument("--rows", type=positive, default=6000, help="for training and validation (default: 6000)")
-    parser.add_argument("--test_rows", type=positive, default=400, help="for the test at the end (default: 400)")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="a folder with AG News' train.csv and test.csv"
+    )
+    parser.add_argument(
+        "--device", choices=TITLES, help="which table to fill (default: gpu if there is one)"
+    )
+    parser.add_argument(
+        "--model", default="tiny", help="a hub name, a folder, or tiny, made from scratch (default)"
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=6000, help="for training and validation (default: 6000)"
+    )
+    parser.add_argument(
+        "--test_rows", type=positive, default=400, help="for the test at the end (default: 400)"
+    )
     parser.add_argument("--epochs", type=positive, default=3, help="default: 3")
-    parser.add_argument("--global_batch", type=positive, default=64, help="rows per step (default: 64)")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: fp32 on CPUs, bf16 on GPUs")
+    parser.add_argument(
+        "--global_batch", type=positive, default=64, help="rows per step (default: 64)"
+    )
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="default: fp32 on CPUs, bf16 on GPUs"
+    )
     options = parser.parse_args()
     if options.global_batch % 2:
-        message = f"--global_batch {options.global_batch}: must be even, because two processes share it"
+        message = (
+            f"--global_batch {options.global_batch}: must be even, because two processes share it"
+        )
         raise UserError(message, code="uneven-split")
     options.device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
     options.precision = options.precision or ("bf16" if options.device == "gpu" else "fp32")

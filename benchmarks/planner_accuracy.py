@@ -12,7 +12,15 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.harness import HERE, Parser, fact_list, markdown_table, measurement_facts, read_results, write_page
+from benchmarks.harness import (
+    HERE,
+    Parser,
+    fact_list,
+    markdown_table,
+    measurement_facts,
+    read_results,
+    write_page,
+)
 from benchmarks.processes import ROOT
 from benchmarks.published_training import published_section, states_section
 from common.errors import UserError, run_command
@@ -70,19 +78,23 @@ def measure() -> dict[str, Any]:
 def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
     # A single process has no process group, and DDP no buckets.
     ranks = layout.ranks
-    launcher = ["training/launch.py", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["training/launch.py", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    )
     command = [sys.executable, *launcher, "-m", "benchmarks.real_step", what]
     command.append(json.dumps({"shape": asdict(shape), "layout": asdict(layout)}))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, cwd=ROOT)
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"a real step of {ranks} processes took more than {LONGEST} seconds", code="benchmark-failed"
+            f"a real step of {ranks} processes took more than {LONGEST} seconds",
+            code="benchmark-failed",
         ) from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise UserError(
-            f"a real step of {ranks} processes failed: {done.stderr.strip()[-500:]}", code="benchmark-failed"
+            f"a real step of {ranks} processes failed: {done.stderr.strip()[-500:]}",
+            code="benchmark-failed",
         )
     return json.loads(lines[-1])
 
@@ -109,8 +121,16 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 def describe(layout: Layout) -> str:
-    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "replicas": layout.dp_replicate}
-    words = [layout.strategy, *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)]
+    degrees = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "shards": layout.dp_shard,
+        "replicas": layout.dp_replicate,
+    }
+    words = [
+        layout.strategy,
+        *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1),
+    ]
     words += [f"{layout.accumulation} x {layout.micro_batch} rows"]
     return ", ".join(words + ["full checkpointing"] * (layout.activation_checkpointing == "full"))
 
@@ -126,7 +146,15 @@ MEMORY_HEADER = (
     "simulated",
     "error",
 )
-TIME_HEADER = ("model", "processes and layout", "GFLOP/s", "GiB/s", "step, ms", "simulated", "error")
+TIME_HEADER = (
+    "model",
+    "processes and layout",
+    "GFLOP/s",
+    "GiB/s",
+    "step, ms",
+    "simulated",
+    "error",
+)
 
 
 def real_section(results: dict[str, Any]) -> str:
@@ -135,14 +163,26 @@ def real_section(results: dict[str, Any]) -> str:
         plan, real = plan_of(row), row["real"]
         step = real.get("step")
         name = [row["model"], f"{plan.layout.ranks}: {describe(plan.layout)}"]
-        states = [real["parameters"], plan.memory.parameters, real["optimizer"], plan.memory.optimizer]
+        states = [
+            real["parameters"],
+            plan.memory.parameters,
+            real["optimizer"],
+            plan.memory.optimizer,
+        ]
         peak = [real["peak"], plan.memory.total]
         error = f"{plan.memory.total / real['peak'] - 1:+.1%}"
         memory.append([*name, *(f"{size / 2**20:,.1f}" for size in states + peak), error])
         if step:
             seconds = [step["seconds"], plan.time.total]
             rates = [f"{step['flops'] / 1e9:.0f}", f"{step['memory'] / GIB:.1f}"]
-            times.append([*name, *rates, *(f"{1000 * s:,.0f}" for s in seconds), f"{seconds[1] / seconds[0] - 1:+.0%}"])
+            times.append(
+                [
+                    *name,
+                    *rates,
+                    *(f"{1000 * s:,.0f}" for s in seconds),
+                    f"{seconds[1] / seconds[0] - 1:+.0%}",
+                ]
+            )
     return (
         f"{fact_list(results['facts'])}\n"
         "The peak is that of the third step, on the rank that needs most. It is the memory of all tensors that are\n"
@@ -157,7 +197,11 @@ def real_section(results: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    real = real_section(results) if results else "Not measured yet: `python -m benchmarks.planner_accuracy --real`.\n"
+    real = (
+        real_section(results)
+        if results
+        else "Not measured yet: `python -m benchmarks.planner_accuracy --real`.\n"
+    )
     return (
         "# How accurate the planner is\n\nWritten by `python -m benchmarks.planner_accuracy`. Every figure under "
         '"simulated" is a prediction, not a measurement.\n\n'

@@ -40,12 +40,22 @@ class Layout:
             UserError: it is not of that form, or the machine has too few cores.
         """
         processes, times, threads = text.partition("x")
-        if not (times and processes.isdecimal() and threads.isdecimal() and int(processes) and int(threads)):
-            raise UserError(f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1", code="flag-value")
+        if not (
+            times
+            and processes.isdecimal()
+            and threads.isdecimal()
+            and int(processes)
+            and int(threads)
+        ):
+            raise UserError(
+                f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1", code="flag-value"
+            )
         layout = cls(int(processes), int(threads))
         cores = layout.processes * layout.threads
         if cores > usable_cpus():
-            message = f"--layouts {text}: needs {cores} cores, and this process may use {usable_cpus()}"
+            message = (
+                f"--layouts {text}: needs {cores} cores, and this process may use {usable_cpus()}"
+            )
             raise UserError(message, code="cores-too-few")
         return layout
 
@@ -53,7 +63,9 @@ class Layout:
         return f"{self.processes} × {self.threads}"
 
 
-def run_ranks(function: Callable[..., Any], layout: Layout, *, pin: bool = True, **arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], layout: Layout, *, pin: bool = True, **arguments: Any
+) -> list[Any]:
     """Call a module's function on every rank of a layout, each in a new process.
 
     Ranks beyond the number of cores share them, from the first on. Arguments and results must be what JSON can hold.
@@ -66,21 +78,35 @@ def run_ranks(function: Callable[..., Any], layout: Layout, *, pin: bool = True,
     """
     # A rank imports the function by its file's name: in a module started with -m, `__module__` is only "__main__".
     file = Path(inspect.getfile(function)).resolve().relative_to(ROOT).with_suffix("")
-    command = [sys.executable, "-m", "benchmarks.processes", ".".join(file.parts), function.__name__]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.processes",
+        ".".join(file.parts),
+        function.__name__,
+    ]
     command.append(json.dumps(arguments))
     port, cores = free_port(), usable_cores()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(layout.threads)}
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * layout.processes)]
+        files = [
+            stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * layout.processes)
+        ]
         outputs, errors = files[: layout.processes], files[layout.processes :]
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_kill, processes)
         for rank in range(layout.processes):
-            own = [cores[(rank * layout.threads + i) % len(cores)] for i in range(layout.threads) if pin and cores]
+            own = [
+                cores[(rank * layout.threads + i) % len(cores)]
+                for i in range(layout.threads)
+                if pin and cores
+            ]
             if layout.processes > 1:  # without these variables a process forms no process group
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(layout.processes))
+                environment |= dict.fromkeys(
+                    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(layout.processes)
+                )
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             # A child inherits its parent's cores, so the rank is pinned from its first instruction on.
             with on_cores(own):
@@ -94,9 +120,13 @@ def run_ranks(function: Callable[..., Any], layout: Layout, *, pin: bool = True,
 def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: str) -> None:
     # Until all have ended or one has failed: the others would then wait for it in a collective, up to its timeout.
     deadline = time.monotonic() + TIMEOUT
-    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+    while any(process.poll() is None for process in processes) and not any(
+        process.poll() for process in processes
+    ):
         if time.monotonic() > deadline:
-            raise TrainingFailure(f"{what}: not done after {TIMEOUT // 3600} hours", code="benchmark-failed")
+            raise TrainingFailure(
+                f"{what}: not done after {TIMEOUT // 3600} hours", code="benchmark-failed"
+            )
         time.sleep(0.05)
     failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
     if failed is not None:
@@ -144,4 +174,6 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     module, name, given = sys.argv[1:]
-    print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(given))), flush=True)
+    print(
+        json.dumps(getattr(importlib.import_module(module), name)(**json.loads(given))), flush=True
+    )

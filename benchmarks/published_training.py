@@ -43,7 +43,10 @@ class Comparison:
 def compare(path: Path = PUBLISHED) -> dict[str, tuple[dict[str, Any], list[Comparison]]]:
     """Each source of the file by its title: its description and its runs."""
     sources = yaml.safe_load(path.read_text(encoding="utf-8"))["sources"]
-    return {source["title"]: (source, [_compare(source, row) for row in source["rows"]]) for source in sources}
+    return {
+        source["title"]: (source, [_compare(source, row) for row in source["rows"]])
+        for source in sources
+    }
 
 
 def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
@@ -55,7 +58,11 @@ def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
     plans = [make_plan(shape, layout, cluster) for layout in _layouts(source, row)]
     # Every published run did fit, so if no plan does by the formulas, the smallest is compared.
     smallest = min(plans, key=lambda plan: plan.memory.total)
-    plan = max((plan for plan in plans if plan.fits), key=lambda plan: plan.tokens_per_second, default=smallest)
+    plan = max(
+        (plan for plan in plans if plan.fits),
+        key=lambda plan: plan.tokens_per_second,
+        default=smallest,
+    )
     memory = row["memory_gib"] * GIB if "memory_gib" in row else None
     held_out = row.get("held_out", source["held_out"])
     is_chosen = row["micro_batch"] is None or row["activation_checkpointing"] is None
@@ -79,7 +86,11 @@ def _layouts(source: dict[str, Any], row: dict[str, Any]) -> Iterator[Layout]:
     fitting = [n for n in (1, 2, 4, 8, 16) if rows and rows % n == 0]
     for micro_batch in [row["micro_batch"]] if row["micro_batch"] else fitting:
         accumulation = rows // micro_batch if rows else row.get("accumulation", 1)
-        for mode in [row["activation_checkpointing"]] if row["activation_checkpointing"] else ("none", "selective"):
+        for mode in (
+            [row["activation_checkpointing"]]
+            if row["activation_checkpointing"]
+            else ("none", "selective")
+        ):
             yield Layout(
                 row["strategy"],
                 micro_batch=micro_batch,
@@ -121,7 +132,11 @@ def published_section() -> str:
     for title, (source, runs) in found.items():
         text += f"\n### {title}\n\nSource: {source['from']}.\n"
         text += f"{source['constants']}\n"
-        text += f"Assumed because the source does not say: {source['assumed']}.\n" if "assumed" in source else ""
+        text += (
+            f"Assumed because the source does not say: {source['assumed']}.\n"
+            if "assumed" in source
+            else ""
+        )
         text += "\n" + markdown_table(_HEADER, [_table_row(run) for run in runs])
     return text
 
@@ -133,7 +148,11 @@ def trends(runs: Sequence[Comparison]) -> list[tuple[Comparison, Comparison]]:
         key = run.row["name"], run.plan.cluster.gpu.name, replace(run.plan.layout, dp_shard=1)
         groups.setdefault(key, []).append(run)
     ordered = [sorted(group, key=lambda run: run.plan.layout.ranks) for group in groups.values()]
-    return [(group[0], group[-1]) for group in ordered if group[0].plan.layout.ranks < group[-1].plan.layout.ranks]
+    return [
+        (group[0], group[-1])
+        for group in ordered
+        if group[0].plan.layout.ranks < group[-1].plan.layout.ranks
+    ]
 
 
 def _trend_section(runs: Sequence[Comparison]) -> str:
@@ -157,7 +176,14 @@ def _trend_section(runs: Sequence[Comparison]) -> str:
     )
 
 
-_SUMMARY_HEADER = ("runs", "count", "within 25%", "median error", "largest error", "fit by the formulas")
+_SUMMARY_HEADER = (
+    "runs",
+    "count",
+    "within 25%",
+    "median error",
+    "largest error",
+    "fit by the formulas",
+)
 
 
 def _summary(found: dict[str, tuple[dict[str, Any], list[Comparison]]]) -> list[list[str]]:
@@ -176,21 +202,44 @@ def _accuracy(runs: Sequence[Comparison]) -> list[str]:
     return [str(len(runs)), str(near), f"{median(errors):.0%}", f"{max(errors):.0%}", str(fitting)]
 
 
-_HEADER = ("run", "GPUs", "layout", "tokens/s per GPU", "simulated", "error", "GiB", "simulated", "error", "fits")
+_HEADER = (
+    "run",
+    "GPUs",
+    "layout",
+    "tokens/s per GPU",
+    "simulated",
+    "error",
+    "GiB",
+    "simulated",
+    "error",
+    "fits",
+)
 
 
 def _table_row(run: Comparison) -> list[str]:
     layout = run.plan.layout
-    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "replicas": layout.dp_replicate}
+    degrees = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "shards": layout.dp_shard,
+        "replicas": layout.dp_replicate,
+    }
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    words += [f"{layout.accumulation} x {layout.micro_batch} rows", f"checkpointing {layout.activation_checkpointing}"]
+    words += [
+        f"{layout.accumulation} x {layout.micro_batch} rows",
+        f"checkpointing {layout.activation_checkpointing}",
+    ]
     words += [word for word in ("compiled", "pure_bf16") if run.row.get(word)]
     speed = [f"{run.measured:,.0f}", f"{run.predicted:,.0f}", f"{run.error:+.0%}"]
     fits = "yes" if run.plan.fits else "no"
     memory = ["–"] * 3
     if run.memory:
         simulated = run.plan.memory.total
-        memory = [f"{run.memory / GIB:.1f}", f"{simulated / GIB:.1f}", f"{simulated / run.memory - 1:+.0%}"]
+        memory = [
+            f"{run.memory / GIB:.1f}",
+            f"{simulated / GIB:.1f}",
+            f"{simulated / run.memory - 1:+.0%}",
+        ]
     return [run.row["name"], str(run.row["gpus"]), ", ".join(words), *speed, *memory, fits]
 
 
@@ -200,10 +249,25 @@ def states_section() -> str:
     rows = []
     for stage, published in enumerate(figure["gigabytes"]):
         same, ours = (
-            sum(zero_states(figure["parameters"], figure["ranks"], stage, each)) / 1e9 for each in (paper, trainer)
+            sum(zero_states(figure["parameters"], figure["ranks"], stage, each)) / 1e9
+            for each in (paper, trainer)
         )
-        rows.append([f"stage {stage}", f"{published:g}", f"{same:.1f}", f"{same / published - 1:+.0%}", f"{ours:.1f}"])
-    header = ("ZeRO", "published, GB per rank", "simulated", "error", "simulated with this trainer's bytes")
+        rows.append(
+            [
+                f"stage {stage}",
+                f"{published:g}",
+                f"{same:.1f}",
+                f"{same / published - 1:+.0%}",
+                f"{ours:.1f}",
+            ]
+        )
+    header = (
+        "ZeRO",
+        "published, GB per rank",
+        "simulated",
+        "error",
+        "simulated with this trainer's bytes",
+    )
     return (
         f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {paper[0]}, {paper[1]} and {paper[2]} bytes "
         f"of weights, gradients and optimizer state there, and {WEIGHT}, {GRADIENT} and {MOMENTS} here.\n\n"

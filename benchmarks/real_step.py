@@ -38,8 +38,15 @@ AT_UPDATE = "the optimizer begins"
 def model_of(shape: ModelShape) -> NewsClassifier:
     """A classifier of this shape with random weights, as training makes it."""
     keys = COMMON_KEYS | OWN_KEYS.get(shape.family, {})
-    sizes = {"hidden": shape.hidden, "layers": shape.layers, "heads": shape.heads, "intermediate": shape.intermediate}
-    config = {keys[name]: size for name, size in (sizes | {"positions": shape.max_positions}).items()}
+    sizes = {
+        "hidden": shape.hidden,
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "intermediate": shape.intermediate,
+    }
+    config = {
+        keys[name]: size for name, size in (sizes | {"positions": shape.max_positions}).items()
+    }
     config |= {"vocab_size": shape.vocab, "num_labels": shape.num_labels}
     if shape.type_vocab:
         config["type_vocab_size"] = shape.type_vocab
@@ -47,14 +54,20 @@ def model_of(shape: ModelShape) -> NewsClassifier:
         config |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
     model = NewsClassifier.__new__(NewsClassifier)
     nn.Module.__init__(model)
-    network = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(shape.family, **config))
+    network = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(shape.family, **config)
+    )
     model._adopt(network, Classification([str(label) for label in range(shape.num_labels)]))
     return model
 
 
 def config_of(layout: Layout) -> TrainConfig:
     """The flags of a run with this layout."""
-    degrees = {"tp": layout.tp, "pp": layout.pp, "dp_shard": layout.dp_shard if layout.dp_replicate > 1 else 1}
+    degrees = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp_shard": layout.dp_shard if layout.dp_replicate > 1 else 1,
+    }
     return TrainConfig(
         strategy=layout.strategy,
         batch_size=layout.micro_batch,
@@ -90,7 +103,9 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
     begins, and from there back and forth by what PyTorch's allocator gave out and took back, as the profiler saw it.
     """
     batches = micro_batches_of(shape, layout)
-    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), ranks, layout.precision)
+    strategy = STRATEGIES[layout.strategy](
+        model_of(shape), config_of(layout), ranks, layout.precision
+    )
     parameters = list(strategy.parameters.values())
     at_update: dict[str, int] = {}
 
@@ -110,19 +125,25 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
     return {
         "parameters": _bytes(parameters),
         "gradients": at_update["gradients"],
-        "optimizer": _bytes(value for state in optimizer.state.values() for value in state.values()),
+        "optimizer": _bytes(
+            value for state in optimizer.state.values() for value in state.values()
+        ),
         "peak": at_update["alive"] + _above_update(profiler),
     }
 
 
-def measure_seconds(shape: ModelShape, layout: Layout, ranks: Ranks, steps: int = 7) -> dict[str, float]:
+def measure_seconds(
+    shape: ModelShape, layout: Layout, ranks: Ranks, steps: int = 7
+) -> dict[str, float]:
     """The median time of a step on this rank, after two that do not count; and the machine's rates around it.
 
     A machine that others share is not equally fast all day: what a step is held to is measured before and after it.
     """
     before = measure_rates(ranks)
     batches = micro_batches_of(shape, layout)
-    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), ranks, layout.precision)
+    strategy = STRATEGIES[layout.strategy](
+        model_of(shape), config_of(layout), ranks, layout.precision
+    )
     seconds = []
     for step in range(1, steps + 3):
         ranks.barrier()
@@ -130,11 +151,17 @@ def measure_seconds(shape: ModelShape, layout: Layout, ranks: Ranks, steps: int 
         optimizer_step(strategy, batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
     after = measure_rates(ranks)
-    return {"seconds": median(seconds[2:])} | {name: (before[name] + after[name]) / 2 for name in before}
+    return {"seconds": median(seconds[2:])} | {
+        name: (before[name] + after[name]) / 2 for name in before
+    }
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor))
+    local = (
+        t.to_local() if isinstance(t, DTensor) else t
+        for t in tensors
+        if isinstance(t, torch.Tensor)
+    )
     return sum(tensor.nbytes for tensor in local)
 
 
@@ -151,7 +178,9 @@ def _above_update(profiler: profile) -> int:
     events = profiler.profiler.kineto_results.events()
     update = min(event.start_ns() for event in events if event.name() == AT_UPDATE)
     given_out = peak = at_update = 0
-    for moment, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for moment, change in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
         given_out += change
         peak = max(peak, given_out)
         if moment <= update:
@@ -177,7 +206,9 @@ def measure_rates(ranks: Ranks) -> dict[str, float]:
     }
     if hops:
         rates["latency"] = _seconds(lambda: ranks.sum_(number), ranks) / hops
-        rates["link"] = large.nbytes * hops / ranks.world_size / _seconds(lambda: ranks.sum_(large), ranks)
+        rates["link"] = (
+            large.nbytes * hops / ranks.world_size / _seconds(lambda: ranks.sum_(large), ranks)
+        )
     return rates
 
 
@@ -208,7 +239,9 @@ def main() -> None:
         everywhere = _of_all_ranks(found, ranks)
         if ranks.is_first:
             worst = {name: min if name in RATES else max for name in found}
-            print(json.dumps({name: worst[name](one[name] for one in everywhere) for name in found}))
+            print(
+                json.dumps({name: worst[name](one[name] for one in everywhere) for name in found})
+            )
 
 
 def _of_all_ranks(found: dict[str, float], ranks: Ranks) -> list[dict[str, float]]:

@@ -62,7 +62,10 @@ training rows without their labels (`--unlabelled TEXTS`). Both are tested by `p
 def main() -> None:
     options = _parse()
     quiet_libraries()
-    run = harness.read_results(options.output.with_suffix(".json")) or {"measurements": [], "results": {}}
+    run = harness.read_results(options.output.with_suffix(".json")) or {
+        "measurements": [],
+        "results": {},
+    }
     facts = harness.measurement_facts(MODULE, PACKAGES)
     with tempfile.TemporaryDirectory(prefix="recipe-") as name:
         for place in options.dataset:
@@ -85,7 +88,11 @@ def measure_all(
     """Draw the rows, and measure every encoder that has not been."""
     case = f"{Path(data.name).name} / {per_label}"
     rows = folder / f"{case.replace(' / ', '-')}-{seed}"
-    wanted = [model for model in options.model if f"{case} / {Path(model).name} / {seed}" not in run["results"]]
+    wanted = [
+        model
+        for model in options.model
+        if f"{case} / {Path(model).name} / {seed}" not in run["results"]
+    ]
     if wanted and not rows.exists():
         write_rows(data, per_label, seed, rows)
     for model in wanted:
@@ -95,7 +102,9 @@ def measure_all(
         else:
             found = train(options, rows, model, seed, clean)
             found["frozen"] = frozen(data, options, draw(data, per_label, seed), model, clean)
-        if run["measurements"][-1:] != [facts]:  # a command that finds nothing to measure leaves no trace
+        if run["measurements"][-1:] != [
+            facts
+        ]:  # a command that finds nothing to measure leaves no trace
             run["measurements"].append(facts)
         found["measurement"] = len(run["measurements"])
         run["results"][f"{case} / {Path(model).name} / {seed}"] = found
@@ -108,7 +117,10 @@ def draw(data: NewsData, per_label: str, seed: int) -> np.ndarray:
     if not per_label.isdigit():
         return np.arange(len(labels))
     generator = np.random.default_rng(seed)
-    chosen = [generator.permutation(np.flatnonzero(labels == label))[: int(per_label)] for label in np.unique(labels)]
+    chosen = [
+        generator.permutation(np.flatnonzero(labels == label))[: int(per_label)]
+        for label in np.unique(labels)
+    ]
     return np.sort(np.concatenate(chosen))
 
 
@@ -119,7 +131,11 @@ def write_rows(data: NewsData, per_label: str, seed: int, folder: Path) -> None:
     for name, rows in splits.items():
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for text, target in zip(rows.texts, rows.labels, strict=True):
-                texts = {"text": text} if isinstance(text, str) else dict(zip(("text", "text_pair"), text, strict=True))
+                texts = (
+                    {"text": text}
+                    if isinstance(text, str)
+                    else dict(zip(("text", "text_pair"), text, strict=True))
+                )
                 file.write(json.dumps(texts | {"label": _label(data.label_names, target)}) + "\n")
     (folder / "names.txt").write_text("\n".join(data.label_names), encoding="utf-8")
 
@@ -134,9 +150,22 @@ def train(options: Namespace, rows: Path, model: str, seed: int, clean: str) -> 
     """Train at the defaults; figures of the model and of its linear baseline, and the seconds of the command."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
         output = Path(place) / "model"
-        flags = ["--dataset", str(rows), "--model", model, "--seed", str(seed), "--output_dir", str(output)]
+        flags = [
+            "--dataset",
+            str(rows),
+            "--model",
+            model,
+            "--seed",
+            str(seed),
+            "--output_dir",
+            str(output),
+        ]
         flags += ["--cache_dir", place, *(["--clean", clean] if clean != "none" else [])]
-        flags += ["--task", options.task, *(["--pair_column", "text_pair"] if options.pair_column else [])]
+        flags += [
+            "--task",
+            options.task,
+            *(["--pair_column", "text_pair"] if options.pair_column else []),
+        ]
         began = time.monotonic()
         run_program([sys.executable, "-m", "training.train_single", *flags])
         seconds = time.monotonic() - began
@@ -146,11 +175,22 @@ def train(options: Namespace, rows: Path, model: str, seed: int, clean: str) -> 
     return {"defaults": metrics["test"][name], "words": words, "seconds": seconds}
 
 
-def from_names(rows: Path, model: str, seed: int, clean: str, *, with_texts: bool) -> dict[str, float]:
+def from_names(
+    rows: Path, model: str, seed: int, clean: str, *, with_texts: bool
+) -> dict[str, float]:
     """Make a model from the names of the labels, and test it on rows that it knows nothing of."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
         output = Path(place) / "model"
-        flags = ["--labels", str(rows / "names.txt"), "--model", model, "--seed", str(seed), "--cache_dir", place]
+        flags = [
+            "--labels",
+            str(rows / "names.txt"),
+            "--model",
+            model,
+            "--seed",
+            str(seed),
+            "--cache_dir",
+            place,
+        ]
         flags += ["--output_dir", str(output), *(["--clean", clean] if clean != "none" else [])]
         flags += ["--unlabelled", str(rows / "train.jsonl")] if with_texts else []
         began = time.monotonic()
@@ -180,7 +220,11 @@ def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, c
     test = of_test_rows.get((data.name, model)) or read(model, data.test.texts, clean)
     of_test_rows[data.name, model] = test
     return max(
-        float(SCORE_OF[options.task](data.test.labels, fit.fit(of_train, rows.labels).predict(of_test)))
+        float(
+            SCORE_OF[options.task](
+                data.test.labels, fit.fit(of_train, rows.labels).predict(of_test)
+            )
+        )
         for of_train, of_test in zip(train, test, strict=True)
     )
 
@@ -190,7 +234,9 @@ def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, ...]
     if isinstance(texts[0], str):
         return read_texts(model, texts, clean)
     first, second = (read_texts(model, side, clean) for side in zip(*texts, strict=True))
-    return tuple(np.column_stack([a, b, abs(a - b), a * b]) for a, b in zip(first, second, strict=True))
+    return tuple(
+        np.column_stack([a, b, abs(a - b), a * b]) for a, b in zip(first, second, strict=True)
+    )
 
 
 @torch.inference_mode()
@@ -199,18 +245,27 @@ def read_texts(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray
     from transformers import AutoModel, AutoTokenizer
 
     place = model_place(model)
-    network, tokenizer = AutoModel.from_pretrained(place).float().eval(), AutoTokenizer.from_pretrained(place)
+    network, tokenizer = (
+        AutoModel.from_pretrained(place).float().eval(),
+        AutoTokenizer.from_pretrained(place),
+    )
     cleaned = list(map(cleaner(clean), texts))
     order = sorted(range(len(cleaned)), key=lambda i: len(cleaned[i]))
     found = np.zeros((2, len(cleaned), network.config.hidden_size), np.float32)
     for start in range(0, len(order), 64):
         batch = order[start : start + 64]
         given = tokenizer(
-            [cleaned[i] for i in batch], padding=True, truncation=True, max_length=128, return_tensors="pt"
+            [cleaned[i] for i in batch],
+            padding=True,
+            truncation=True,
+            max_length=128,
+            return_tensors="pt",
         )
         mask = given["attention_mask"]
         states = network(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
-        found[0, batch] = torch.nn.functional.normalize((states * mask[..., None]).sum(1), dim=1).numpy()
+        found[0, batch] = torch.nn.functional.normalize(
+            (states * mask[..., None]).sum(1), dim=1
+        ).numpy()
         found[1, batch] = torch.nn.functional.normalize(states[:, 0], dim=1).numpy()
     return found[0], found[1]
 
@@ -220,7 +275,11 @@ def render(run: dict[str, Any]) -> str:
     cases = sorted({key.rpartition(" / ")[0] for key in run["results"]}, key=_place)
 
     def values(case: str, name: str) -> list[float]:
-        return [found.get(name, 0) for key, found in run["results"].items() if key.rpartition(" / ")[0] == case]
+        return [
+            found.get(name, 0)
+            for key, found in run["results"].items()
+            if key.rpartition(" / ")[0] == case
+        ]
 
     def share(name: str) -> Callable[[str], str]:
         def cell(case: str) -> str:
@@ -240,10 +299,16 @@ def render(run: dict[str, Any]) -> str:
                 for case in cases
                 if case.split(" / ")[2] == model and all(values(case, name))
             }
-            behind = [case.rpartition(" / ")[0] for case, (own, other) in both.items() if own < other - TIE]
+            behind = [
+                case.rpartition(" / ")[0]
+                for case, (own, other) in both.items()
+                if own < other - TIE
+            ]
             but = f" (not {', '.join(behind)})" if behind else ""
             said.append(f"*{name}* in {len(both) - len(behind)} of {len(both)} cases{but}")
-        return f"- `{model}`: its defaults reach, within {100 * TIE:g} points, {' and '.join(said)}.\n"
+        return (
+            f"- `{model}`: its defaults reach, within {100 * TIE:g} points, {' and '.join(said)}.\n"
+        )
 
     columns: dict[str, Callable[[str], str]] = {
         "data": lambda case: case.split(" / ")[0],
@@ -259,7 +324,8 @@ def render(run: dict[str, Any]) -> str:
     page = harness.introduction(MODULE, "What the defaults reach", INTRODUCTION)
     found = "".join(map(verdict, dict.fromkeys(case.split(" / ")[2] for case in cases)))
     facts = "".join(
-        f"\nMeasurement {number}:\n\n{harness.fact_list(facts)}" for number, facts in enumerate(run["measurements"], 1)
+        f"\nMeasurement {number}:\n\n{harness.fact_list(facts)}"
+        for number, facts in enumerate(run["measurements"], 1)
     )
     return f"{page}{harness.table(columns, cases)}\n{found}{facts}"
 
@@ -281,7 +347,9 @@ def _rows_per_label(text: str) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="recipe.md")
-    parser.add_argument("--dataset", nargs="+", required=True, help="folders with train and test rows")
+    parser.add_argument(
+        "--dataset", nargs="+", required=True, help="folders with train and test rows"
+    )
     parser.add_argument("--model", nargs="+", default=[STARTER], help="encoders (default: starter)")
     parser.add_argument(
         "--per_label",
@@ -290,8 +358,12 @@ def _parse() -> Namespace:
         default=["8", "16", "64"],
         help=f"rows, {ALL}, {NAMES} or {TEXTS} (default: 8 16 64)",
     )
-    parser.add_argument("--task", choices=METRIC_OF, default="classification", help="as for training")
-    parser.add_argument("--label_column", default="label", help="column with the label (default: label)")
+    parser.add_argument(
+        "--task", choices=METRIC_OF, default="classification", help="as for training"
+    )
+    parser.add_argument(
+        "--label_column", default="label", help="column with the label (default: label)"
+    )
     parser.add_argument("--pair_column", default="", help="column with a second text")
     parser.add_argument("--seeds", type=positive, default=3, help="how many draws (default: 3)")
     options = parser.parse_args()

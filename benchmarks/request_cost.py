@@ -48,9 +48,15 @@ end
 
 def main() -> None:
     parser = harness.Parser(MODULE, __doc__, page="request_cost.md", rounds=5)
-    parser.add_argument("--model", type=Path, required=True, help="a model folder, for its tokenizer")
-    parser.add_argument("--texts", default="data/ag_news", help="texts to send (default: %(default)s)")
-    parser.add_argument("--seconds", type=harness.seconds, default=5, help="of each load (default: %(default)s)")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a model folder, for its tokenizer"
+    )
+    parser.add_argument(
+        "--texts", default="data/ag_news", help="texts to send (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=harness.seconds, default=5, help="of each load (default: %(default)s)"
+    )
     options = parser.parse_args()
     if shutil.which("wrk") is None:
         raise UserError("wrk is not installed: apt-get install wrk", code="benchmark-failed")
@@ -67,13 +73,19 @@ def main() -> None:
                 _wrk(running, script, 1)
                 found = _wrk(running, script, options.seconds)
                 rate = STEADY_SHARE * found["rate"]
-                steady = running.apply(Load(str(bodies), running.port, "/predict", 1, options.seconds, rate=rate))
+                steady = running.apply(
+                    Load(str(bodies), running.port, "/predict", 1, options.seconds, rate=rate)
+                )
                 return found | {"p99_ms": steady["latency"]["200"]["p99"] * 1e3}
 
         rounds = list(
-            harness.run_rounds(cases, options.rounds, measure, lambda found: f"{found['rate']:,.0f} requests/s")
+            harness.run_rounds(
+                cases, options.rounds, measure, lambda found: f"{found['rate']:,.0f} requests/s"
+            )
         )
-    columns = {name: {key: [one[name][key] for one in rounds] for key in rounds[0][name]} for name in cases}
+    columns = {
+        name: {key: [one[name][key] for one in rounds] for key in rounds[0][name]} for name in cases
+    }
     one, two = columns.values()
     goals = [
         ("CPU ms per request, 1 worker", "at most 0.40", median(one["cpu_ms"]), 0.40, False),
@@ -136,7 +148,10 @@ def _wrk(running: Running, script: Path, seconds: float) -> dict[str, float]:
     used = running.tree.cpu_seconds() - before
     if "Non-2xx" in said or "Socket errors" in said:
         raise UserError(f"wrk: {' '.join(said.split())}", code="benchmark-failed")
-    count, rate = re.search(r"(\d+) requests in", said), re.search(r"Requests/sec:\s+([\d.]+)", said)
+    count, rate = (
+        re.search(r"(\d+) requests in", said),
+        re.search(r"Requests/sec:\s+([\d.]+)", said),
+    )
     return {"rate": float(rate[1]), "cpu_ms": used / int(count[1]) * 1e3}
 
 

@@ -59,11 +59,18 @@ Rounds = dict[str, list[dict[str, Any]]]  # by "strategy processes"
 
 def main() -> None:
     options = _parse()
-    pairs = [(name, count) for count in options.processes for name in options.strategies if count > 1 or name == "ddp"]
+    pairs = [
+        (name, count)
+        for count in options.processes
+        for name in options.strategies
+        if count > 1 or name == "ddp"
+    ]
     rounds: Rounds = {}
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         num_rows = options.steps * GLOBAL_BATCH
-        workload = make_workload(Path(folder), options.size, options.dataset, options.tokenizer, num_rows)
+        workload = make_workload(
+            Path(folder), options.size, options.dataset, options.tokenizer, num_rows
+        )
         facts = harness.measurement_facts(MODULE) | {
             "Model": f"DistilBERT of {options.size} size, random weights, fp32, global batch {GLOBAL_BATCH}",
             "Data": f"{workload.dataset}, {options.steps} steps per round after {WARMUP_STEPS} to warm up",
@@ -71,18 +78,25 @@ def main() -> None:
 
         def measure(job: Job, number: int) -> dict[str, Any]:
             fields = {"strategy": job[0], **FLAGS[job[0]]}
-            ranks = run_ranks(step_rank, Layout(job[1], 1), folder=folder, fields=fields, steps=options.steps)
+            ranks = run_ranks(
+                step_rank, Layout(job[1], 1), folder=folder, fields=fields, steps=options.steps
+            )
             # The slowest rank's time, the largest rank's bytes.
             return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
         jobs = {f"{name} {count}": (name, count) for name, count in pairs}
         for found in harness.run_rounds(
-            jobs, options.rounds, measure, lambda one: f"{one['rows'] / one['seconds']:.1f} samples/s"
+            jobs,
+            options.rounds,
+            measure,
+            lambda one: f"{one['rows'] / one['seconds']:.1f} samples/s",
         ):
             for name, result in found.items():
                 rounds.setdefault(name, []).append(result)
             text = page(facts, rounds, options.output.with_suffix(".png").name)
-            harness.write_page(options.output, text, {"facts": facts, "rounds": rounds}, draw(rounds))
+            harness.write_page(
+                options.output, text, {"facts": facts, "rounds": rounds}, draw(rounds)
+            )
 
 
 def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -91,7 +105,9 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
     config = TrainConfig(seed=SEED, device="cpu", max_length=MAX_LENGTH, **fields)
     workload = read_workload(Path(folder))
     with join_ranks(config.device) as ranks:
-        model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
+        model = NewsClassifier(
+            len(workload.label_names), str(workload.model_folder), workload.label_names
+        )
         strategy = STRATEGIES[config.strategy](model, config, ranks, "fp32")
         # Bytes are counted when the optimizer steps: only then are gradients and moments all there, and sharded
         # strategies have freed the full weights of their blocks.
@@ -105,7 +121,9 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
             if step == WARMUP_STEPS + 1:
                 ranks.barrier()
                 began = time.perf_counter()
-            share = rank_share(workload.timed, batch, strategy.data_shard, config.gradient_accumulation, **shape)
+            share = rank_share(
+                workload.timed, batch, strategy.data_shard, config.gradient_accumulation, **shape
+            )
             optimizer_step(strategy, share, step, learning_rate=2e-5)
         ranks.barrier()
         return {"seconds": time.perf_counter() - began, "rows": steps * GLOBAL_BATCH, **held}
@@ -115,9 +133,18 @@ def bytes_of_state(strategy: Strategy) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and moments, as they are when the optimizer steps."""
     parameters = list(strategy.parameters.values())
     optimizer = strategy.local_optimizer
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq") if name in state]
+    moments = [
+        state[name]
+        for state in optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+        if name in state
+    ]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return {"parameters": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(moments)}
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(gradients),
+        "optimizer": _bytes(moments),
+    }
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -153,17 +180,23 @@ def page(facts: dict[str, str], rounds: Rounds, figure: str, cores: int | None =
         "samples/s": lambda job: f"{median(rates(rounds, job)):.1f}",
         "range": lambda job: harness.spread(rates(rounds, job)),
         "× one process": lambda job: f"{speed_up(job):.2f}",
-        "efficiency": lambda job: f"{speed_up(job) / job[1]:.0%}" if job[1] <= cores else "cores shared",
+        "efficiency": lambda job: (
+            f"{speed_up(job) / job[1]:.0%}" if job[1] <= cores else "cores shared"
+        ),
         "weights, MB": lambda job: f"{held(job)['parameters'] / 1e6:.1f}",
         "gradients, MB": lambda job: f"{held(job)['gradients'] / 1e6:.1f}",
         "optimizer, MB": lambda job: f"{held(job)['optimizer'] / 1e6:.1f}",
         "total, MB": lambda job: f"{sum(held(job).values()) / 1e6:.1f}",
-        "share of ddp's": lambda job: f"{sum(held(job).values()) / sum(held(('ddp', 1)).values()):.0%}",
+        "share of ddp's": lambda job: (
+            f"{sum(held(job).values()) / sum(held(('ddp', 1)).values()):.0%}"
+        ),
     }
     facts = facts | {"Rounds": str(min(map(len, rounds.values())))}
     text = harness.introduction(MODULE, "Scaling over processes and strategies", INTRODUCTION)
     body = harness.table(columns, jobs_in_order(rounds))
-    return f"{text}{harness.fact_list(facts)}\n{body}\n![Throughput, and memory per rank]({figure})\n"
+    return (
+        f"{text}{harness.fact_list(facts)}\n{body}\n![Throughput, and memory per rank]({figure})\n"
+    )
 
 
 def draw(rounds: Rounds) -> bytes:
@@ -177,9 +210,19 @@ def draw(rounds: Rounds) -> bytes:
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
         counts = sorted({count for _, count in jobs if count <= usable_cpus()})
-        left.plot(counts, [one * count for count in counts], color="#9aa5b1", linestyle="--", label="linear")
+        left.plot(
+            counts,
+            [one * count for count in counts],
+            color="#9aa5b1",
+            linestyle="--",
+            label="linear",
+        )
         for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in jobs), strict=False):
-            own = {count: median(rates(rounds, (name, count))) for strategy, count in jobs if strategy == name}
+            own = {
+                count: median(rates(rounds, (name, count)))
+                for strategy, count in jobs
+                if strategy == name
+            }
             shown = {1: one} | {count: rate for count, rate in own.items() if count in counts}
             left.plot(list(shown), list(shown.values()), "o-", color=colour, label=name)
         left.set(xlabel="processes, a core each", ylabel="samples/s", xticks=counts, ylim=(0, None))
@@ -200,12 +243,24 @@ def draw(rounds: Rounds) -> bytes:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="scaling.md", rounds=3)
-    parser.add_argument("--processes", nargs="+", type=positive, default=[1, 2, 4], help="default: 1 2 4")
-    parser.add_argument("--strategies", nargs="+", choices=FLAGS, default=list(FLAGS), help="default: all")
+    parser.add_argument(
+        "--processes", nargs="+", type=positive, default=[1, 2, 4], help="default: 1 2 4"
+    )
+    parser.add_argument(
+        "--strategies", nargs="+", choices=FLAGS, default=list(FLAGS), help="default: all"
+    )
     parser.add_argument("--size", choices=SIZES, default="minilm", help="default: minilm")
-    parser.add_argument("--dataset", default=SAMPLE, help="sample (default) or a folder in AG News' layout")
-    parser.add_argument("--tokenizer", default=TINY, help="a folder with tokenizer.json; default: trained on the data")
-    parser.add_argument("--steps", type=positive, default=10, help="optimizer steps per round (default: 10)")
+    parser.add_argument(
+        "--dataset", default=SAMPLE, help="sample (default) or a folder in AG News' layout"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=TINY,
+        help="a folder with tokenizer.json; default: trained on the data",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=10, help="optimizer steps per round (default: 10)"
+    )
     options = parser.parse_args()
     # DDP and one process are what the others are compared with.
     options.processes = sorted({1, *options.processes})

@@ -38,11 +38,20 @@ def main() -> None:
         preload = ""
         if options.avx2_only:
             preload = str(compiled("hide_instructions.c", Path(folder), "-shared", "-fPIC"))
-        plan = Plan(options.model, workload.texts, _pythons(options), options.seconds, options.poisson, preload)
+        plan = Plan(
+            options.model,
+            workload.texts,
+            _pythons(options),
+            options.seconds,
+            options.poisson,
+            preload,
+        )
         _measure_rounds(options, run, plan, sections)
 
 
-def _measure_rounds(options: Namespace, run: dict[str, Any], plan: Plan, sections: dict[str, Any]) -> None:
+def _measure_rounds(
+    options: Namespace, run: dict[str, Any], plan: Plan, sections: dict[str, Any]
+) -> None:
     sections[run["instruction_set"]] = run
     failed: dict[str, str] = {}
 
@@ -57,7 +66,11 @@ def _measure_rounds(options: Namespace, run: dict[str, Any], plan: Plan, section
         return {"failed": failed[name]}
 
     def describe(found: dict[str, Any]) -> str:
-        return f"left out: {found['failed']}" if "failed" in found else f"{found[MANY]['texts_per_second']:.1f} texts/s"
+        return (
+            f"left out: {found['failed']}"
+            if "failed" in found
+            else f"{found[MANY]['texts_per_second']:.1f} texts/s"
+        )
 
     servers = {name: name for name in run["servers"]}
     for found in harness.run_rounds(servers, options.rounds, measure_server, describe):
@@ -74,20 +87,28 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         if server.python not in pythons:
             left_out[name] = f"no --{server.python}_python was given"
         elif not server.folder(options.model).is_dir():
-            left_out[name] = f"the model has no {server.artefact} artefact: `python -m inference.export` writes it"
+            left_out[name] = (
+                f"the model has no {server.artefact} artefact: `python -m inference.export` writes it"
+            )
     servers = [name for name in options.servers if name not in left_out]
     for name, why in left_out.items():
         report(f"{name}: left out: {why}")
     if not servers:
-        raise UserError("--servers: none of them can be measured, see above", code="benchmark-failed")
+        raise UserError(
+            "--servers: none of them can be measured, see above", code="benchmark-failed"
+        )
     instruction_set = "avx2" if options.avx2_only else instruction_sets()[0]
     facts = harness.measurement_facts(MODULE, PACKAGES)
     if options.avx2_only:
-        facts["Held to AVX2"] = "everything newer is hidden from all servers (`benchmarks/serving/hide_instructions.c`)"
+        facts["Held to AVX2"] = (
+            "everything newer is hidden from all servers (`benchmarks/serving/hide_instructions.c`)"
+        )
     accuracy = {}
     for path in sorted(options.accuracy_model.glob("*/manifest.json")):
         manifest = json.loads(path.read_text())
-        accuracy[path.parent.name] = {name: manifest[name] for name in ("precision", "accuracy", "size")}
+        accuracy[path.parent.name] = {
+            name: manifest[name] for name in ("precision", "accuracy", "size")
+        }
     return {
         "facts": facts,
         "instruction_set": instruction_set,
@@ -97,7 +118,10 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         "workload": workload.facts,
         "servers": servers,
         "left_out": left_out,
-        "versions": {name: package_versions(pythons[SERVERS[name].python], SERVERS[name].packages) for name in servers},
+        "versions": {
+            name: package_versions(pythons[SERVERS[name].python], SERVERS[name].packages)
+            for name in servers
+        },
         "accuracy_model": options.accuracy_model.name,
         "accuracy": accuracy,
         "dollars_per_hour": options.dollars_per_hour,
@@ -114,20 +138,32 @@ def _int8_operations(model: Path, tokens: float) -> float:
     width, wide = shape.hidden_size, shape.intermediate_size
     block = 4 * width * width + 2 * width * wide
     # The last block has keys and values for all tokens, and the rest for the first one.
-    products = tokens * ((shape.num_layers - 1) * block + 2 * width * width) + 2 * width * (width + wide)
+    products = tokens * ((shape.num_layers - 1) * block + 2 * width * width) + 2 * width * (
+        width + wide
+    )
     return 2 * products
 
 
 def _pythons(options: Namespace) -> dict[str, str]:
-    given = {"own": sys.executable, "peer": options.peer_python, "infinity": options.infinity_python}
+    given = {
+        "own": sys.executable,
+        "peer": options.peer_python,
+        "infinity": options.infinity_python,
+    }
     # Not resolved: a virtual environment's Python is a link, and finds its packages by the link's location.
     return {kind: str(Path(path).absolute()) for kind, path in given.items() if path}
 
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="serving.md", rounds=5)
-    parser.add_argument("--model", type=Path, required=True, help="a model folder with its artefacts")
-    parser.add_argument("--texts", default="data/ag_news", help="a folder in AG News' layout (default: data/ag_news)")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a model folder with its artefacts"
+    )
+    parser.add_argument(
+        "--texts",
+        default="data/ag_news",
+        help="a folder in AG News' layout (default: data/ag_news)",
+    )
     parser.add_argument(
         "--servers",
         type=lambda text: text.split(","),
@@ -135,21 +171,44 @@ def _parse() -> Namespace:
         metavar="NAME,...",
         help=f"of {', '.join(SERVERS)} (default: {','.join(DEFAULT)})",
     )
-    parser.add_argument("--seconds", type=harness.seconds, default=10.0, help="of a load (default: 10)")
     parser.add_argument(
-        "--avx2_only", action="store_true", help="hide what the processor has beyond AVX2 from all servers (Linux)"
+        "--seconds", type=harness.seconds, default=10.0, help="of a load (default: 10)"
     )
-    parser.add_argument("--poisson", action="store_true", help="random gaps in the open loops, instead of equal ones")
-    parser.add_argument("--peer_python", help="the Python that has the peers (default: they are left out)")
-    parser.add_argument("--infinity_python", help="the Python that has Infinity (default: it is left out)")
     parser.add_argument(
-        "--accuracy_model", type=Path, metavar="FOLDER", help="its artefacts give the accuracies (default: --model)"
+        "--avx2_only",
+        action="store_true",
+        help="hide what the processor has beyond AVX2 from all servers (Linux)",
     )
-    parser.add_argument("--dollars_per_hour", type=float, default=0.10, help="cost of such a machine (default: 0.10)")
+    parser.add_argument(
+        "--poisson",
+        action="store_true",
+        help="random gaps in the open loops, instead of equal ones",
+    )
+    parser.add_argument(
+        "--peer_python", help="the Python that has the peers (default: they are left out)"
+    )
+    parser.add_argument(
+        "--infinity_python", help="the Python that has Infinity (default: it is left out)"
+    )
+    parser.add_argument(
+        "--accuracy_model",
+        type=Path,
+        metavar="FOLDER",
+        help="its artefacts give the accuracies (default: --model)",
+    )
+    parser.add_argument(
+        "--dollars_per_hour",
+        type=float,
+        default=0.10,
+        help="cost of such a machine (default: 0.10)",
+    )
     options = parser.parse_args()
     unknown = [name for name in options.servers if name not in SERVERS]
     if unknown:
-        raise UserError(f"--servers {unknown[0]}: no such server; there are {', '.join(SERVERS)}", code="flag-value")
+        raise UserError(
+            f"--servers {unknown[0]}: no such server; there are {', '.join(SERVERS)}",
+            code="flag-value",
+        )
     options.accuracy_model = options.accuracy_model or options.model
     return options
 

@@ -75,7 +75,9 @@ def main() -> None:
         harness.write_page(options.output, render(run), run)
 
 
-def measure_server(model: Path, engine: str, cores: int, texts: list[str], seconds: float) -> dict[str, float]:
+def measure_server(
+    model: Path, engine: str, cores: int, texts: list[str], seconds: float
+) -> dict[str, float]:
     """Start a server on its cores, and load it from the others."""
     server, numbers = ENGINES[engine], usable_cores()
     with contextlib.ExitStack() as stack:
@@ -86,10 +88,16 @@ def measure_server(model: Path, engine: str, cores: int, texts: list[str], secon
         with on_cores(numbers[:cores]):
             running = stack.enter_context(started(server, model, sys.executable))
         stack.enter_context(on_cores(numbers[cores:]))
-        running.apply(Load(str(bodies), running.port, "/predict", 1, 1.0, clients=CLIENTS))  # warm-up
-        full = running.apply(Load(str(bodies), running.port, "/predict", 1, seconds, clients=CLIENTS))
+        running.apply(
+            Load(str(bodies), running.port, "/predict", 1, 1.0, clients=CLIENTS)
+        )  # warm-up
+        full = running.apply(
+            Load(str(bodies), running.port, "/predict", 1, seconds, clients=CLIENTS)
+        )
         rate = STEADY_SHARE * full["texts_per_second"]
-        steady = running.apply(Load(str(bodies), running.port, "/predict", 1, seconds, rate=rate))["latency"]["200"]
+        steady = running.apply(Load(str(bodies), running.port, "/predict", 1, seconds, rate=rate))[
+            "latency"
+        ]["200"]
         return {
             "texts_per_second": full["texts_per_second"],
             "p50_ms": steady["p50"] * 1e3,
@@ -133,12 +141,23 @@ def render(run: dict[str, Any]) -> str:
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="sizing.md", rounds=3)
     parser.add_argument("models", type=Path, nargs="+", help="model folders with their artefacts")
-    parser.add_argument("--texts", default="data/ag_news", help="a folder in AG News' layout (default: data/ag_news)")
+    parser.add_argument(
+        "--texts",
+        default="data/ag_news",
+        help="a folder in AG News' layout (default: data/ag_news)",
+    )
     counts = list(range(1, usable_cpus() + 1))
     parser.add_argument(
-        "--cores", type=int, nargs="+", choices=counts, default=counts, help="of a server (default: all)"
+        "--cores",
+        type=int,
+        nargs="+",
+        choices=counts,
+        default=counts,
+        help="of a server (default: all)",
     )
-    parser.add_argument("--seconds", type=harness.seconds, default=5.0, help="of a load (default: 5)")
+    parser.add_argument(
+        "--seconds", type=harness.seconds, default=5.0, help="of a load (default: 5)"
+    )
     parser.add_argument("--dollars_per_core_hour", type=float, default=0.05, help="default: 0.05")
     options = parser.parse_args()
     for model in options.models:

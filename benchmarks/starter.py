@@ -49,7 +49,13 @@ def measure(trial: Trial) -> Figures:
     if "--max_train_rows" not in trial.flags:
         dataset, sample = trial.write_rows(test=trial.data.test), load_news(str(SAMPLE_NEWS))
         write_rows(dataset, sample.label_names, train=sample.train)
-    given = {"dataset": dataset, "clean": "news", "max_length": 96, "validation_fraction": 0, "save_every": 0}
+    given = {
+        "dataset": dataset,
+        "clean": "news",
+        "max_length": 96,
+        "validation_fraction": 0,
+        "save_every": 0,
+    }
     test, rank = trial.train(**given)
     return {"accuracy": test["accuracy"], "seconds": rank["seconds"]}
 
@@ -68,11 +74,19 @@ STUDY = studies.Study(
     measure=measure,
     flags={
         "dataset": studies.dataset(),
-        "beside": {"type": Path, "nargs": "*", "default": [], "help": "folders of other encoders to fine-tune"},
-        "many": studies.number(40_000, "numbers of rows for one epoch") | {"nargs": "*", "default": [40_000]},
+        "beside": {
+            "type": Path,
+            "nargs": "*",
+            "default": [],
+            "help": "folders of other encoders to fine-tune",
+        },
+        "many": studies.number(40_000, "numbers of rows for one epoch")
+        | {"nargs": "*", "default": [40_000]},
     },
     about=about,
-    words=lambda run: {"flags": "; ".join(sorted({f"`{' '.join(flags)}`" for flags in run["cases"].values()}))},
+    words=lambda run: {
+        "flags": "; ".join(sorted({f"`{' '.join(flags)}`" for flags in run["cases"].values()}))
+    },
     columns={
         "encoder": lambda row: f"`{row.name.partition(' / ')[0]}`",
         "trained on": lambda row: row.name.partition(" / ")[2],

@@ -74,7 +74,9 @@ def run_one(options: Namespace) -> None:
     generator = np.random.default_rng(int(seed))
     order = generator.permutation(len(labels))
     if kind == "setfit":
-        rows = np.concatenate([order[labels[order] == label][: int(size)] for label in np.unique(labels)])
+        rows = np.concatenate(
+            [order[labels[order] == label][: int(size)] for label in np.unique(labels)]
+        )
     else:
         rows = order if size == "all" else order[: int(size)]
     texts = [data.train.texts[i] for i in rows]
@@ -108,9 +110,13 @@ def _trainer(
 
     def rows(texts: Sequence[str], labels: Sequence[int]) -> list[dict[str, Any]]:
         ids = tokenizer(list(texts), truncation=True, max_length=128)["input_ids"]
-        return [{"input_ids": one, "labels": int(label)} for one, label in zip(ids, labels, strict=True)]
+        return [
+            {"input_ids": one, "labels": int(label)} for one, label in zip(ids, labels, strict=True)
+        ]
 
-    network = AutoModelForSequenceClassification.from_pretrained(options.encoder, num_labels=int(labels.max()) + 1)
+    network = AutoModelForSequenceClassification.from_pretrained(
+        options.encoder, num_labels=int(labels.max()) + 1
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -123,7 +129,9 @@ def _trainer(
             disable_tqdm=True,
             per_device_eval_batch_size=64,
         )
-        trainer = Trainer(network, arguments, DataCollatorWithPadding(tokenizer), rows(texts, labels))
+        trainer = Trainer(
+            network, arguments, DataCollatorWithPadding(tokenizer), rows(texts, labels)
+        )
         trainer.train()
         return trainer.predict(rows(tests, [0] * len(tests))).predictions.argmax(axis=1)
 
@@ -140,7 +148,9 @@ def _setfit(
         ) from error
     model = SetFitModel.from_pretrained(str(options.encoder))
     rows = Dataset.from_dict({"text": list(texts), "label": labels.tolist()})
-    Trainer(model=model, args=TrainingArguments(seed=seed, report_to="none"), train_dataset=rows).train()
+    Trainer(
+        model=model, args=TrainingArguments(seed=seed, report_to="none"), train_dataset=rows
+    ).train()
     return np.asarray(model.predict(list(tests)))
 
 
@@ -166,12 +176,16 @@ def middle(run: Run, case: str, key: str) -> float:
 
 def words(run: Run) -> dict[str, str]:
     kinds = {case.split(", ")[0] for case in run["rounds"][0]}
-    setfit, static = "SetFit was not measured.", "Static embeddings (`model2vec`) were not measured."
+    setfit, static = (
+        "SetFit was not measured.",
+        "Static embeddings (`model2vec`) were not measured.",
+    )
     if "SetFit" in kinds:
         setfit = "SetFit trains on 16 rows per label, its usual case."
     if "static" in kinds:
         static = (
-            "`static` is `model2vec` at its defaults: embeddings that it distills from the encoder, and its classifier."
+            "`static` is `model2vec` at its defaults: embeddings that it distills from the "
+            "encoder, and its classifier."
         )
     return {"setfit": setfit, "static": static}
 
@@ -181,13 +195,19 @@ def fastest(run: Run) -> str:
     cases = run["rounds"][0]
 
     def seconds(kind: str, goal: float) -> str:
-        of_kind = [case for case in cases if case.split(", ")[0] == kind and middle(run, case, "accuracy") >= goal]
+        of_kind = [
+            case
+            for case in cases
+            if case.split(", ")[0] == kind and middle(run, case, "accuracy") >= goal
+        ]
         best = min((middle(run, case, "seconds") for case in of_kind), default=None)
         return "not reached" if best is None else f"{best:,.0f} s"
 
     kinds = dict.fromkeys(case.split(", ")[0] for case in cases)
     header = ["kind", *(f"{goal:.0%}" for goal in GOALS)]
-    table = harness.markdown_table(header, [[kind, *(seconds(kind, goal) for goal in GOALS)] for kind in kinds])
+    table = harness.markdown_table(
+        header, [[kind, *(seconds(kind, goal) for goal in GOALS)] for kind in kinds]
+    )
     return f"\nThe fastest run of each kind whose median reaches the accuracy:\n\n{table}"
 
 
@@ -201,11 +221,27 @@ STUDY = studies.Study(
     measure=measure,
     flags={
         "dataset": studies.dataset(),
-        "encoder": {"type": Path, "default": Path("checkpoints/minilm"), "help": "that the others fine-tune"},
-        "linear": {"nargs": "*", "default": ["5000", "20000", "all"], "help": "rows for the linear model"},
+        "encoder": {
+            "type": Path,
+            "default": Path("checkpoints/minilm"),
+            "help": "that the others fine-tune",
+        },
+        "linear": {
+            "nargs": "*",
+            "default": ["5000", "20000", "all"],
+            "help": "rows for the linear model",
+        },
         "budgets": {"nargs": "*", "default": BUDGETS, "help": "MODEL:TIME of our runs"},
-        "trainer": {"nargs": "*", "default": ["8000", "32000"], "help": "rows for transformers' Trainer"},
-        "static": {"nargs": "*", "default": [], "help": "rows for model2vec, which must be installed"},
+        "trainer": {
+            "nargs": "*",
+            "default": ["8000", "32000"],
+            "help": "rows for transformers' Trainer",
+        },
+        "static": {
+            "nargs": "*",
+            "default": [],
+            "help": "rows for model2vec, which must be installed",
+        },
         "setfit": {"action": "store_true", "help": "measure SetFit too, which must be installed"},
         "one": {"nargs": 4, "help": SUPPRESS},
     },

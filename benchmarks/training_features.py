@@ -26,7 +26,12 @@ from prometheus_client import generate_latest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import AutoModelForSequenceClassification, DistilBertConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 import training.run.trainer
 from benchmarks import harness
@@ -64,15 +69,23 @@ def add_training_flags(parser: ArgumentParser, epochs: int, batch_size: int) -> 
     parser.add_argument("--model", default=TINY, help="as for training")
     parser.add_argument("--epochs", type=positive, default=epochs, help=f"default: {epochs}")
     parser.add_argument(
-        "--batch_size", type=positive, default=batch_size, help=f"rows per rank (default: {batch_size})"
+        "--batch_size",
+        type=positive,
+        default=batch_size,
+        help=f"rows per rank (default: {batch_size})",
     )
     parser.add_argument("--max_train_rows", type=int, default=0, help="0 = all (default)")
-    parser.add_argument("--layout", type=Layout.parse, default="2x1", help="PROCESSESxTHREADS (default: 2x1)")
+    parser.add_argument(
+        "--layout", type=Layout.parse, default="2x1", help="PROCESSESxTHREADS (default: 2x1)"
+    )
 
 
 def training_flags(options: Namespace) -> dict[str, Any]:
     """Those flags for the trainer."""
-    return {name: getattr(options, name) for name in ("dataset", "model", "epochs", "batch_size", "max_train_rows")}
+    return {
+        name: getattr(options, name)
+        for name in ("dataset", "model", "epochs", "batch_size", "max_train_rows")
+    }
 
 
 def write(options: Namespace, title: str, text: str, runs: str, body: str) -> None:
@@ -97,14 +110,22 @@ batch, and shares by speed take 1/(N - 1 + 1/k) of it: the mean speed counts, no
 
 def add_balance_flags(parser: ArgumentParser) -> None:
     add_training_flags(parser, epochs=4, batch_size=32)
-    parser.add_argument("--slowdowns", type=positive, nargs="+", default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument(
+        "--slowdowns", type=positive, nargs="+", default=[1, 2, 4], help="default: 1 2 4"
+    )
 
 
 def balance(options: Namespace) -> None:
     num_ranks = options.layout.processes
 
     def measure(case: tuple[int, str], number: int) -> dict[str, float]:
-        first = train(options.layout, slowdown=case[0], balance=case[1], log_every=1, **training_flags(options))[0]
+        first = train(
+            options.layout,
+            slowdown=case[0],
+            balance=case[1],
+            log_every=1,
+            **training_flags(options),
+        )[0]
         # Not the steps before the ranks have agreed on shares, nor an epoch's last one, which may have fewer rows.
         steps = [
             record
@@ -121,7 +142,9 @@ def balance(options: Namespace) -> None:
         return {"milliseconds": 1000 * seconds / len(steps), "share": share}
 
     kinds = ("none", "auto")
-    cases = {f"{slowdown} × {kind}": (slowdown, kind) for slowdown in options.slowdowns for kind in kinds}
+    cases = {
+        f"{slowdown} × {kind}": (slowdown, kind) for slowdown in options.slowdowns for kind in kinds
+    }
     rounds: list[dict[str, dict[str, float]]] = []
 
     def times(slowdown: int, kind: str) -> list[float]:
@@ -130,10 +153,18 @@ def balance(options: Namespace) -> None:
     columns: dict[str, Callable[[int], str]] = {
         "last rank's work": lambda slowdown: f"{slowdown} ×",
         "even, ms per step": lambda slowdown: harness.median_and_spread(times(slowdown, "none")),
-        "balanced, ms per step": lambda slowdown: harness.median_and_spread(times(slowdown, "auto")),
-        "× faster": lambda slowdown: f"{harness.median_ratio(times(slowdown, 'none'), times(slowdown, 'auto')):.2f}",
-        "× expected": lambda slowdown: f"{slowdown * (num_ranks - 1 + 1 / slowdown) / num_ranks:.2f}",
-        "its share of rows": lambda slowdown: f"{median(r[f'{slowdown} × auto']['share'] for r in rounds):.0%}",
+        "balanced, ms per step": lambda slowdown: harness.median_and_spread(
+            times(slowdown, "auto")
+        ),
+        "× faster": lambda slowdown: (
+            f"{harness.median_ratio(times(slowdown, 'none'), times(slowdown, 'auto')):.2f}"
+        ),
+        "× expected": lambda slowdown: (
+            f"{slowdown * (num_ranks - 1 + 1 / slowdown) / num_ranks:.2f}"
+        ),
+        "its share of rows": lambda slowdown: (
+            f"{median(r[f'{slowdown} × auto']['share'] for r in rounds):.0%}"
+        ),
     }
     for found in harness.run_rounds(
         cases, options.rounds, measure, lambda one: f"{one['milliseconds']:.1f} ms per step"
@@ -158,7 +189,9 @@ mean over seeds of the difference within a seed. The number after ± is the stan
 
 def add_compression_flags(parser: ArgumentParser) -> None:
     add_training_flags(parser, epochs=8, batch_size=16)
-    parser.add_argument("--kinds", nargs="+", default=["fp16", "bf16", "powersgd:4"], help="in addition to none")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["fp16", "bf16", "powersgd:4"], help="in addition to none"
+    )
     parser.add_argument("--seeds", dest="rounds", type=positive, default=3, help="default: 3")
     parser.add_argument("--learning_rate", help="as for training")
 
@@ -166,9 +199,13 @@ def add_compression_flags(parser: ArgumentParser) -> None:
 def compression(options: Namespace) -> None:
     def measure(kind: str, number: int) -> dict[str, float]:
         rate = {"learning_rate": options.learning_rate} if options.learning_rate else {}
-        first = train(options.layout, compress=kind, seed=number + 1, **training_flags(options), **rate)[0]
+        first = train(
+            options.layout, compress=kind, seed=number + 1, **training_flags(options), **rate
+        )[0]
         [test] = [record for record in first["records"] if record["kind"] == "test"]
-        train_loss = [record["train_loss"] for record in first["records"] if record["kind"] == "epoch"][-1]
+        train_loss = [
+            record["train_loss"] for record in first["records"] if record["kind"] == "epoch"
+        ][-1]
         return {name: first[name] for name in ("sent", "uncompressed")} | {
             "train_loss": train_loss,
             "test_loss": test["loss"],
@@ -179,10 +216,14 @@ def compression(options: Namespace) -> None:
 
     def shown(kind: str, name: str, digits: int) -> str:
         values = [found[kind][name] for found in seeds]
-        return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+        return f"{mean(values):.{digits}f}" + (
+            f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+        )
 
     def points(kind: str) -> str:
-        return f"{mean(found[kind]['accuracy'] - found['none']['accuracy'] for found in seeds):+.2f}"
+        return (
+            f"{mean(found[kind]['accuracy'] - found['none']['accuracy'] for found in seeds):+.2f}"
+        )
 
     columns: dict[str, Callable[[str], str]] = {
         "`--compress`": str,
@@ -221,11 +262,17 @@ LABELS = ["World", "Sports", "Business", "Science"]
 
 
 def add_async_saving_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--layouts", nargs="+", default=["1x2", "2x1"], metavar="PxT", help="default: 1x2 2x1")
-    parser.add_argument("--steps", type=positive, default=3, help="undisturbed steps before each save (default: 3)")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1x2", "2x1"], metavar="PxT", help="default: 1x2 2x1"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=3, help="undisturbed steps before each save (default: 3)"
+    )
     parser.add_argument("--rows", type=positive, default=8, help="per rank per step (default: 8)")
     parser.add_argument("--tokens", type=positive, default=64, help="per row (default: 64)")
-    parser.add_argument("--place", type=Path, help="a folder on the disk to save to (default: a temporary one)")
+    parser.add_argument(
+        "--place", type=Path, help="a folder on the disk to save to (default: a temporary one)"
+    )
 
 
 def async_saving(options: Namespace) -> None:
@@ -248,7 +295,9 @@ def async_saving(options: Namespace) -> None:
     for layout in map(Layout.parse, options.layouts):
         with tempfile.TemporaryDirectory(prefix="saving-", dir=options.place) as folder:
             names = ("rounds", "steps", "rows", "tokens")
-            results = run_ranks(save_rank, layout, folder=folder, **{name: getattr(options, name) for name in names})
+            results = run_ranks(
+                save_rank, layout, folder=folder, **{name: getattr(options, name) for name in names}
+            )
         rows.append([str(layout), *(cell(results) for cell in columns.values())])
         harness.report(", ".join(rows[-1]))
         runs = f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens per rank per step"
@@ -273,7 +322,10 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
     """Save both ways in each round; returns this rank's seconds."""
     quiet_libraries()
     config = TrainConfig(seed=SEED, device="cpu", keep_last=1)
-    names = {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}}
+    names = {
+        "id2label": dict(enumerate(LABELS)),
+        "label2id": {name: i for i, name in enumerate(LABELS)},
+    }
     found: dict[str, Any] = {"quiet": [], "disturbed": []}
     with join_ranks(config.device) as ranks:
         torch.manual_seed(SEED)
@@ -323,7 +375,9 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
 def random_classifier(config: PreTrainedConfig, labels: Sequence[str] = ()) -> NewsClassifier:
     """A classifier with random weights."""
     network = AutoModelForSequenceClassification.from_config(config)
-    saved = SavedModel(Path(), network.config.to_dict(), network.state_dict(), "", list(labels), MAX_LENGTH, {})
+    saved = SavedModel(
+        Path(), network.config.to_dict(), network.state_dict(), "", list(labels), MAX_LENGTH, {}
+    )
     return NewsClassifier.from_saved(saved)
 
 
@@ -370,20 +424,32 @@ def restart(options: Namespace) -> None:
         ]
         command += ["--output_dir", str(folder / "model"), "--cache_dir", str(folder / "cache")]
         # training/launch.py silences torchrun unless LOGLEVEL is set; torchrun's line about the lost rank has the time.
-        environment = {"PYTHON": sys.executable, "MAX_RESTARTS": str(options.rounds), "LOGLEVEL": "WARNING"}
+        environment = {
+            "PYTHON": sys.executable,
+            "MAX_RESTARTS": str(options.rounds),
+            "LOGLEVEL": "WARNING",
+        }
         with (folder / "log.txt").open("w+") as log:
             run = subprocess.Popen(
-                command, cwd=harness.ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=harness.ROOT,
+                env=os.environ | environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
             run_dir = folder / "model.run"
 
             def wait_for(kind: str, restart: int) -> None:
                 end = time.monotonic() + RECOVERY_TIMEOUT
-                while not any((e["kind"], e["restart"]) == (kind, restart) for e in read_events(run_dir)):
+                while not any(
+                    (e["kind"], e["restart"]) == (kind, restart) for e in read_events(run_dir)
+                ):
                     if run.poll() is not None or time.monotonic() > end:
                         message = f"the run ended or did not recover within {RECOVERY_TIMEOUT:.0f} s ({last_line(log)})"
                         raise TrainingFailure(message, code="benchmark-failed")
-                    time.sleep(0.1)  # reading the events takes time from the cores that are measured
+                    time.sleep(
+                        0.1
+                    )  # reading the events takes time from the cores that are measured
 
             killed = []
             try:
@@ -393,18 +459,24 @@ def restart(options: Namespace) -> None:
                     killed.append(time.time())
                     os.kill(victim.pid, signal.SIGKILL)
                     wait_for("first_step", number + 1)
-                    harness.report(f"kill {number + 1}, rank {victim.rank}: {time.time() - killed[-1]:.1f} s")
+                    harness.report(
+                        f"kill {number + 1}, rank {victim.rank}: {time.time() - killed[-1]:.1f} s"
+                    )
             finally:
                 run.terminate()  # the ranks finish their step, save and leave
                 run.wait()
         splits = restart_split(run_dir, (folder / "log.txt").read_text())
     # The events know only the last sign of life of the lost rank; the moment of the kill is more exact.
-    seconds = [replace(split, lost=when).seconds() for split, when in zip(splits, killed, strict=True)]
+    seconds = [
+        replace(split, lost=when).seconds() for split, when in zip(splits, killed, strict=True)
+    ]
     columns: dict[str, Callable[[str], str]] = {
         "stage": lambda stage: STAGES[stage],
         "seconds": lambda stage: harness.median_and_spread([split[stage] for split in seconds]),
     }
-    shown = f"`MAX_RESTARTS={options.rounds} training/run_ddp.sh {options.processes} {RESTART_FLAGS}`"
+    shown = (
+        f"`MAX_RESTARTS={options.rounds} training/run_ddp.sh {options.processes} {RESTART_FLAGS}`"
+    )
     runs = f"{shown}; {options.rounds} kills, all of them recovered from"
     write(options, "Restart", RESTART, runs, harness.table(columns, STAGES))
 
@@ -445,8 +517,22 @@ def sequence_parallel(options: Namespace) -> None:
         for num_ranks in (1, 2, 4):
             whole, calls = count_kept(block, num_ranks, sequence_parallel=False)
             cut, calls_cut = count_kept(block, num_ranks, sequence_parallel=num_ranks > 1)
-            rows.append([str(num_ranks), f"{whole / 2**20:.0f}", f"{cut / 2**20:.0f}", str(calls), str(calls_cut)])
-        header = ["`--tp`", "MiB kept", "MiB kept, `--sequence_parallel`", "calls", "calls, `--sequence_parallel`"]
+            rows.append(
+                [
+                    str(num_ranks),
+                    f"{whole / 2**20:.0f}",
+                    f"{cut / 2**20:.0f}",
+                    str(calls),
+                    str(calls_cut),
+                ]
+            )
+        header = [
+            "`--tp`",
+            "MiB kept",
+            "MiB kept, `--sequence_parallel`",
+            "calls",
+            "calls, `--sequence_parallel`",
+        ]
         title = f"## {block.title}, {block.rows} × {block.length} tokens"
         body.append(f"{title}\n\n{harness.markdown_table(header, rows)}")
     write(options, "Sequence parallelism: what it saves", SEQUENCE_PARALLEL, "", "\n".join(body))
@@ -454,20 +540,27 @@ def sequence_parallel(options: Namespace) -> None:
 
 def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tuple[int, int]:
     """Bytes that the first block keeps on rank 0, and its collective calls."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public store that sends nothing
+    from torch.testing._internal.distributed.fake_pg import (
+        FakeStore,
+    )  # torch has no public store that sends nothing
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         # The fake group accepts every collective and moves nothing: one process can stand in for rank 0 of any number.
         model = random_classifier(block.config).train()
-        apply_tensor_parallel(model, init_device_mesh("cpu", (num_ranks,)), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(
+            model, init_device_mesh("cpu", (num_ranks,)), sequence_parallel=sequence_parallel
+        )
         length = block.length // num_ranks if sequence_parallel else block.length
         hidden = torch.randn(block.rows, length, block.config.hidden_size, requires_grad=True)
         mask = torch.ones(block.rows, block.length, dtype=torch.int64)
         context = model.architecture.context(model.network, hidden, mask)
         # Autograd saves a tensor as often as an operation needs it, often as views of one storage, so storages are
         # counted and not tensors. Weights are saved too, but are there anyway.
-        weights = {_local(parameter).untyped_storage().data_ptr() for parameter in model.blocks[0].parameters()}
+        weights = {
+            _local(parameter).untyped_storage().data_ptr()
+            for parameter in model.blocks[0].parameters()
+        }
         kept: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -514,13 +607,23 @@ processes stragglers, collectives and the comparison of replicas.
 OBSERVED = {  # model, processes, flags
     "tiny, 1 process": (TINY, 1, {"batch_size": 16, "epochs": 3}),
     "tiny, 2 processes": (TINY, 2, {"batch_size": 8, "epochs": 3}),
-    "DistilBERT-size, 1 process": ("DistilBERT-size", 1, {"batch_size": 8, "epochs": 1, "max_train_rows": 270}),
-    "DistilBERT-size, 2 processes": ("DistilBERT-size", 2, {"batch_size": 4, "epochs": 1, "max_train_rows": 270}),
+    "DistilBERT-size, 1 process": (
+        "DistilBERT-size",
+        1,
+        {"batch_size": 8, "epochs": 1, "max_train_rows": 270},
+    ),
+    "DistilBERT-size, 2 processes": (
+        "DistilBERT-size",
+        2,
+        {"batch_size": 4, "epochs": 1, "max_train_rows": 270},
+    ),
 }
 
 
 def add_observation_cost_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=(TINY, "DistilBERT-size"), default=[TINY, "DistilBERT-size"])
+    parser.add_argument(
+        "--models", nargs="+", choices=(TINY, "DistilBERT-size"), default=[TINY, "DistilBERT-size"]
+    )
 
 
 def observation_cost(options: Namespace) -> None:
@@ -587,7 +690,9 @@ def monitoring_share(found: dict[str, float]) -> float:
     # second: the page and the status file.
     at_steps = found["hooks"] + found["look"] / COMPARE_EVERY
     by_time = (found["page"] / PAGE_EVERY + found["status"] / STATUS_EVERY) / 1000
-    return (at_steps + found["comparison"] / COMPARISON_EVERY) / (found["step"] - at_steps) + by_time
+    return (at_steps + found["comparison"] / COMPARISON_EVERY) / (
+        found["step"] - at_steps
+    ) + by_time
 
 
 def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
@@ -596,7 +701,9 @@ def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
     # Every COMPARE_EVERY-th step records its collectives. What that costs outside the subscribers is the difference
     # between such steps and the others, each without the time inside subscribers.
     looked = [step - watching for step, watching in steps[COMPARE_EVERY - 1 :: COMPARE_EVERY]]
-    others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % COMPARE_EVERY]
+    others = [
+        step - watching for i, (step, watching) in enumerate(steps, start=1) if i % COMPARE_EVERY
+    ]
     several = rank["world_size"] > 1
     found = {
         "step": fmean(step for step, _ in steps[FIRST_STEADY_STEP - 1 :]),
@@ -674,18 +781,30 @@ class Question:
 
 
 QUESTIONS = {
-    "balance": Question("one slow rank: even shares of a batch or shares by speed", balance, add_balance_flags, 3),
-    "compression": Question("compressed gradients: bytes and loss", compression, add_compression_flags),
-    "async_saving": Question("a checkpoint that a thread writes", async_saving, add_async_saving_flags, 7),
+    "balance": Question(
+        "one slow rank: even shares of a batch or shares by speed", balance, add_balance_flags, 3
+    ),
+    "compression": Question(
+        "compressed gradients: bytes and loss", compression, add_compression_flags
+    ),
+    "async_saving": Question(
+        "a checkpoint that a thread writes", async_saving, add_async_saving_flags, 7
+    ),
     "restart": Question("from a killed rank to the next step", restart, add_restart_flags),
-    "sequence_parallel": Question("what tensor parallelism keeps for the backward pass", sequence_parallel),
-    "observation_cost": Question("what monitoring costs", observation_cost, add_observation_cost_flags, 5),
+    "sequence_parallel": Question(
+        "what tensor parallelism keeps for the backward pass", sequence_parallel
+    ),
+    "observation_cost": Question(
+        "what monitoring costs", observation_cost, add_observation_cost_flags, 5
+    ),
 }
 
 
 def main() -> None:
     parser = harness.Parser(MODULE, __doc__)
-    chosen = parser.add_subparsers(dest="question", required=True, metavar="QUESTION", parser_class=OneLineParser)
+    chosen = parser.add_subparsers(
+        dest="question", required=True, metavar="QUESTION", parser_class=OneLineParser
+    )
     for name, question in QUESTIONS.items():
         flags = chosen.add_parser(name, help=question.help, description=question.help)
         harness.add_common_flags(flags, f"{name}.md", question.rounds)

@@ -59,12 +59,16 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
 def compute_repeatedly(model: nn.Module, times: int) -> None:
     """Make a model compute each row of a training batch ``times`` times, forward and backward, and learn from one."""
 
-    def repeat(module: nn.Module, inputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    def repeat(
+        module: nn.Module, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
         # There is no attention mask if nothing is padded.
         repeated = tuple(None if tensor is None else tensor.repeat(times, 1) for tensor in inputs)
         return repeated if module.training else inputs
 
-    def keep_first(module: nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+    def keep_first(
+        module: nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor
+    ) -> torch.Tensor:
         return logits[: len(logits) // times] if module.training else logits
 
     model.register_forward_pre_hook(repeat)
@@ -72,7 +76,12 @@ def compute_repeatedly(model: nn.Module, times: int) -> None:
 
 
 def train(
-    layout: Layout, rank_function: Callable[..., Any] = train_rank, *, pin: bool = True, slowdown: int = 0, **flags: Any
+    layout: Layout,
+    rank_function: Callable[..., Any] = train_rank,
+    *,
+    pin: bool = True,
+    slowdown: int = 0,
+    **flags: Any,
 ) -> list[dict[str, Any]]:
     """Train with these flags in a temporary folder; returns what the function found on each rank."""
     arguments = {"slowdown": slowdown} if slowdown else {}
@@ -117,7 +126,11 @@ def run_program(command: Sequence[str], environment: dict[str, str] | None = Non
     """
     environment = os.environ | (environment or {})
     told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, env=environment, cwd=harness.ROOT, text=True, check=False, **told)
+    done = subprocess.run(
+        command, env=environment, cwd=harness.ROOT, text=True, check=False, **told
+    )
     if done.returncode:
-        raise TrainingFailure(f"{' '.join(command)} failed: {done.stdout.strip()[-500:]}", code="benchmark-failed")
+        raise TrainingFailure(
+            f"{' '.join(command)} failed: {done.stdout.strip()[-500:]}", code="benchmark-failed"
+        )
     return done.stdout

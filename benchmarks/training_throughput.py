@@ -31,10 +31,14 @@ from training.tasks import CausalLanguageModel, Classification, MultiLabelClassi
 MODULE = "benchmarks.training_throughput"
 MATMUL = "matmul-"
 STARTUP = "start-up"
-STARTUP_COMMAND = "torchrun --standalone --nproc_per_node=2 training/train_ddp.py --model tiny --dataset sample"
+STARTUP_COMMAND = (
+    "torchrun --standalone --nproc_per_node=2 training/train_ddp.py --model tiny --dataset sample"
+)
 STARTUP_TIMEOUT = 600  # seconds
 TITLES = {"minilm": "MiniLM", "base": "Base"}
-SCALED = {"1x1": "2x1"}  # on the first layout only our own variants run, for comparison with the second
+SCALED = {
+    "1x1": "2x1"
+}  # on the first layout only our own variants run, for comparison with the second
 DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
 LANGUAGE_MODEL_VARIANTS = ["trainer", "trainer-grouped", "trainer-packed", "ours", "ours-bf16"]
 LANGUAGE_MODEL = f"""Here a sample is a text. A batch has {GLOBAL_BATCH} texts or, if texts are joined, about the same
@@ -75,20 +79,31 @@ def main() -> None:
     layouts = {text: Layout.parse(text) for text in options.layouts}
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         workload = make_workload(
-            Path(folder), options.size, options.dataset, options.tokenizer, options.rows, options.task
+            Path(folder),
+            options.size,
+            options.dataset,
+            options.tokenizer,
+            options.rows,
+            options.task,
         )
 
         def measure(job: tuple[str, str], number: int) -> dict[str, Any]:
             variant, layout = job
             if variant.startswith(MATMUL):
-                ranks = run_ranks(matmul_rank, layouts[layout], precision=variant.removeprefix(MATMUL))
+                ranks = run_ranks(
+                    matmul_rank, layouts[layout], precision=variant.removeprefix(MATMUL)
+                )
                 return {"flops": sum(rank["flops"] for rank in ranks)}
             return join_ranks(
-                run_ranks(epoch_rank, layouts[layout], folder=folder, variant=variant), len(workload.timed)
+                run_ranks(epoch_rank, layouts[layout], folder=folder, variant=variant),
+                len(workload.timed),
             )
 
         section = new_section(facts, workload, options)
-        jobs = {f"{variant} {layout}": (variant, layout) for variant, layout in plan(options.variants, options.layouts)}
+        jobs = {
+            f"{variant} {layout}": (variant, layout)
+            for variant, layout in plan(options.variants, options.layouts)
+        }
         for found in harness.run_rounds(jobs, options.rounds, measure, describe):
             section["rounds"].append(found)
             task = "" if options.task == Classification.name else f", {options.task}"
@@ -139,7 +154,12 @@ def measure_startup(rounds: int) -> list[float]:
 
 
 def _first_step(folder: Path, name: str) -> float:
-    command = [sys.executable, "-m", "torch.distributed.run", *STARTUP_COMMAND.removeprefix("torchrun ").split()]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *STARTUP_COMMAND.removeprefix("torchrun ").split(),
+    ]
     command += ["--cache_dir", str(folder / "cache"), "--output_dir", str(folder / name)]
     metrics = folder / f"{name}.run" / METRICS_FILE
     with (folder / f"{name}.log").open("w+") as log:
@@ -189,7 +209,12 @@ def render(section: dict[str, Any]) -> str:
     """A section of the page."""
     if "seconds" in section:
         seconds = section["seconds"]
-        row = [f"`{STARTUP_COMMAND}`", f"{median(seconds):.1f}", harness.spread(seconds), str(len(seconds))]
+        row = [
+            f"`{STARTUP_COMMAND}`",
+            f"{median(seconds):.1f}",
+            harness.spread(seconds),
+            str(len(seconds)),
+        ]
         note = (
             "This is the wall time from starting the launcher to the first step's line in `metrics.jsonl`, with the "
             "tokens already cached.\n"
@@ -217,7 +242,9 @@ def render(section: dict[str, Any]) -> str:
 
 def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], str]]:
     def values(job: tuple[str, str], field: str) -> list[float]:
-        return [found[" ".join(job)][field] for found in section["rounds"] if " ".join(job) in found]
+        return [
+            found[" ".join(job)][field] for found in section["rounds"] if " ".join(job) in found
+        ]
 
     def rates(job: tuple[str, str]) -> list[float]:
         return values(job, "samples_per_second")
@@ -238,7 +265,9 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
         cells, squares = (int(median(values(job, field))) for field in ("cells", "squares"))
         if is_language_model:
             return SIZES[section["size"]].training_work(cells, squares, vocabulary=VOCABULARY)
-        return SIZES[section["size"]].training_work(cells, squares, section["rows"] if VARIANTS[job[0]].is_ours else 0)
+        return SIZES[section["size"]].training_work(
+            cells, squares, section["rows"] if VARIANTS[job[0]].is_ours else 0
+        )
 
     is_language_model = section.get("task") == CausalLanguageModel.name
     packed = {"× Trainer, joined": against("trainer-packed")} if is_language_model else {}
@@ -266,7 +295,9 @@ def _matrix_rates(section: dict[str, Any]) -> str:
     rates = []
     for key in sorted(key for key in section["rounds"][0] if key.startswith(MATMUL)):
         precision, layout = key.removeprefix(MATMUL).split()
-        rates.append(f"{precision} {layout.replace('x', ' × ')}: {_peak(section, precision, layout) / 1e9:.0f}")
+        rates.append(
+            f"{precision} {layout.replace('x', ' × ')}: {_peak(section, precision, layout) / 1e9:.0f}"
+        )
     return f"\nMatrix rates of this machine, GFLOP/s: {'; '.join(rates)}.\n"
 
 
@@ -277,7 +308,9 @@ def _scaling(section: dict[str, Any]) -> str:
             keys = f"{name} {one_core}", f"{name} {two_cores}"
             if not all(key in section["rounds"][0] for key in keys):
                 continue
-            one, two = ([found[key]["samples_per_second"] for found in section["rounds"]] for key in keys)
+            one, two = (
+                [found[key]["samples_per_second"] for found in section["rounds"]] for key in keys
+            )
             shares = [100 * b / (2 * a) for a, b in zip(one, two, strict=True)]
             title = VARIANTS[name].title.replace("*", "")
             lines.append(
@@ -289,27 +322,48 @@ def _scaling(section: dict[str, Any]) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="training_throughput.md", rounds=5)
-    parser.add_argument("--size", choices=SIZES, default="minilm", help="of the model (default: minilm)")
-    parser.add_argument("--dataset", default=SAMPLE, help="a folder in AG News' layout (default: the built-in sample)")
+    parser.add_argument(
+        "--size", choices=SIZES, default="minilm", help="of the model (default: minilm)"
+    )
+    parser.add_argument(
+        "--dataset",
+        default=SAMPLE,
+        help="a folder in AG News' layout (default: the built-in sample)",
+    )
     parser.add_argument(
         "--task",
         choices=(Classification.name, MultiLabelClassification.name, CausalLanguageModel.name),
         default=Classification.name,
         help="with multi_label, each row has its one label; with causal_lm its text alone (default: classification)",
     )
-    parser.add_argument("--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)")
     parser.add_argument(
-        "--tokenizer", default=TINY, help="a folder or tokenizer.json; default: one trained on the rows"
+        "--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)"
     )
     parser.add_argument(
-        "--layouts", nargs="+", default=["2x1", "1x2", "1x1"], metavar="PxT", help="default: %(default)s"
+        "--tokenizer",
+        default=TINY,
+        help="a folder or tokenizer.json; default: one trained on the rows",
     )
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, help="default: all but trainer-rebalanced; bf16 if the CPU has it"
+        "--layouts",
+        nargs="+",
+        default=["2x1", "1x2", "1x1"],
+        metavar="PxT",
+        help="default: %(default)s",
     )
-    parser.add_argument("--startup", action="store_true", help="measure only the time to the first step")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        help="default: all but trainer-rebalanced; bf16 if the CPU has it",
+    )
+    parser.add_argument(
+        "--startup", action="store_true", help="measure only the time to the first step"
+    )
     options = parser.parse_args()
-    chosen = LANGUAGE_MODEL_VARIANTS if options.task == CausalLanguageModel.name else DEFAULT_VARIANTS
+    chosen = (
+        LANGUAGE_MODEL_VARIANTS if options.task == CausalLanguageModel.name else DEFAULT_VARIANTS
+    )
     default = [name for name in chosen if VARIANTS[name].precision != "bf16" or cpu_has_bf16()]
     options.variants = options.variants or default
     return options

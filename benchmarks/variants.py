@@ -91,7 +91,9 @@ def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
 def matmul_rank(precision: str) -> dict[str, Any]:
     """The best rate of a square matrix product, all ranks multiplying at the same time."""
     with join_ranks("cpu") as ranks:
-        left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(DTYPES[precision]) for _ in range(2))
+        left, right = (
+            torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(DTYPES[precision]) for _ in range(2)
+        )
         out = left @ right
         best = float("inf")
         for _ in range(MATMUL_REPEATS):
@@ -108,13 +110,26 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     mask = mask_of(ids, mask)
     labels = torch.from_numpy(_targets(workload, rows))
     # One dictionary per row, as a tokenised dataset in torch's format returns it.
-    dataset = [{"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))]
-    sampler = DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=SEED) if ranks.is_distributed else None
-    loader = DataLoader(dataset, GLOBAL_BATCH // ranks.world_size, shuffle=sampler is None, sampler=sampler)
+    dataset = [
+        {"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]}
+        for i in range(len(labels))
+    ]
+    sampler = (
+        DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=SEED)
+        if ranks.is_distributed
+        else None
+    )
+    loader = DataLoader(
+        dataset, GLOBAL_BATCH // ranks.world_size, shuffle=sampler is None, sampler=sampler
+    )
     bare = _network(workload)
     model = DistributedDataParallel(bare) if ranks.is_distributed else bare
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step + 1, len(loader)) / LEARNING_RATE)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _rate(step + 1, len(loader)) / LEARNING_RATE
+    )
     epoch = Epoch()
     losses = []
     epoch.start()
@@ -133,7 +148,12 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
 
 
 def trainer(
-    workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str = "random", *, packed: bool = False
+    workload: Workload,
+    rows: TokenizedRows,
+    ranks: Ranks,
+    sampling: str = "random",
+    *,
+    packed: bool = False,
 ) -> Epoch:
     """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison needs otherwise.
 
@@ -142,7 +162,10 @@ def trainer(
     batch = GLOBAL_BATCH
     if packed:
         rows, batch = _packed(rows)
-    texts = [rows.ids[start:stop].tolist() for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)]
+    texts = [
+        rows.ids[start:stop].tolist()
+        for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)
+    ]
     dataset = [
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
         for ids, label in zip(texts, _targets(workload, rows).tolist(), strict=True)
@@ -151,7 +174,10 @@ def trainer(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer")
     collate = DataCollatorWithPadding(tokenizer)
     if workload.is_language_model:
-        dataset = [{"input_ids": one["input_ids"], "attention_mask": one["attention_mask"]} for one in dataset]
+        dataset = [
+            {"input_ids": one["input_ids"], "attention_mask": one["attention_mask"]}
+            for one in dataset
+        ]
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
@@ -189,10 +215,16 @@ def trainer(
 def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str = "fp32") -> Epoch:
     """The step of ``training.run.trainer.Trainer``, without its progress bar, its log files and its checkpoints."""
     model = NewsClassifier(
-        len(workload.label_names), str(workload.model_folder), workload.label_names, task=TASKS[workload.task]
+        len(workload.label_names),
+        str(workload.model_folder),
+        workload.label_names,
+        task=TASKS[workload.task],
     )
     config = TrainConfig(
-        task=workload.task, batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED
+        task=workload.task,
+        batch_size=GLOBAL_BATCH // ranks.world_size,
+        clip_norm=CLIP_NORM,
+        seed=SEED,
     )
     strategy, batch_size = DDPStrategy(model, config, ranks, precision), GLOBAL_BATCH
     if workload.is_language_model:
@@ -203,7 +235,9 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     epoch = Epoch()
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
-        micro_batches = rank_share(rows, batch, DataShard(ranks.rank, ranks.world_size), task=model.task)
+        micro_batches = rank_share(
+            rows, batch, DataShard(ranks.rank, ranks.world_size), task=model.task
+        )
         epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
         result = optimizer_step(strategy, micro_batches, step, learning_rate)
@@ -228,7 +262,11 @@ class _Clock(TrainerCallback):
 
 def _targets(workload: Workload, rows: TokenizedRows) -> np.ndarray:
     """Labels as transformers' losses take them: of several labels per row, floats."""
-    return rows.labels.astype(np.float32) if workload.task == MultiLabelClassification.name else rows.labels
+    return (
+        rows.labels.astype(np.float32)
+        if workload.task == MultiLabelClassification.name
+        else rows.labels
+    )
 
 
 def _packed(rows: TokenizedRows) -> tuple[TokenizedRows, int]:
@@ -262,14 +300,19 @@ VARIANTS = {
     "plain": Variant("plain: every text padded to 128", plain),
     "trainer": Variant("`transformers.Trainer`, dynamic padding", trainer),
     "trainer-grouped": Variant(
-        "`transformers.Trainer`, length grouping", lambda *given: trainer(*given, sampling="group_by_length")
+        "`transformers.Trainer`, length grouping",
+        lambda *given: trainer(*given, sampling="group_by_length"),
     ),
     "trainer-rebalanced": Variant(
-        "`transformers.Trainer`, batch rebalancing", lambda *given: trainer(*given, sampling="batch_rebalance")
+        "`transformers.Trainer`, batch rebalancing",
+        lambda *given: trainer(*given, sampling="batch_rebalance"),
     ),
     "trainer-packed": Variant(
-        "`transformers.Trainer`, texts joined into blocks", lambda *given: trainer(*given, packed=True)
+        "`transformers.Trainer`, texts joined into blocks",
+        lambda *given: trainer(*given, packed=True),
     ),
     "ours": Variant("**ours**", ours, is_ours=True),
-    "ours-bf16": Variant("**ours, bf16**", lambda *given: ours(*given, precision="bf16"), "bf16", is_ours=True),
+    "ours-bf16": Variant(
+        "**ours, bf16**", lambda *given: ours(*given, precision="bf16"), "bf16", is_ours=True
+    ),
 }

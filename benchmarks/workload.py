@@ -23,7 +23,13 @@ from common.errors import UserError
 from common.rows import Columns
 from common.text import TextTokenizer
 from training.data.dataset import NewsData, load_news
-from training.data.tokenized import TokenizedRows, cache_key, load_tokenizer, read_tokens, write_tokens
+from training.data.tokenized import (
+    TokenizedRows,
+    cache_key,
+    load_tokenizer,
+    read_tokens,
+    write_tokens,
+)
 from training.facts import TINY
 from training.tasks import TASKS, Classification
 
@@ -48,7 +54,9 @@ class Size:
 
         ``vocabulary``: of a language model, whose head multiplies too.
         """
-        return 3.0 * (self.forward_work(tokens, squares, rows) + 2.0 * tokens * self.dim * vocabulary)
+        return 3.0 * (
+            self.forward_work(tokens, squares, rows) + 2.0 * tokens * self.dim * vocabulary
+        )
 
     def forward_work(self, tokens: int, squares: int, rows: int = 0) -> float:
         """Floating-point operations of the blocks' matrix products in a forward pass.
@@ -66,7 +74,9 @@ class Size:
         projection, feed_forward = 2 * self.dim**2, 4 * self.dim * self.hidden_dim
         block = tokens * (4 * projection + feed_forward) + 4 * self.dim * squares
         # Keys and values for all tokens; queries, output and feed-forward only for the first one of each row.
-        last = 2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
+        last = (
+            2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
+        )
         return float((self.n_layers - 1) * block + (last if rows else block))
 
 
@@ -97,7 +107,9 @@ class Workload:
         """Operations of the real tokens, with every block computed in full."""
         lengths = self.timed.lengths
         head = VOCABULARY if self.is_language_model else 0
-        return SIZES[self.size].training_work(int(lengths.sum()), int((lengths**2).sum()), vocabulary=head)
+        return SIZES[self.size].training_work(
+            int(lengths.sum()), int((lengths**2).sum()), vocabulary=head
+        )
 
     @property
     def is_language_model(self) -> bool:
@@ -105,7 +117,12 @@ class Workload:
 
 
 def make_workload(
-    folder: Path, size: str, dataset: str, tokenizer: str, num_rows: int, task: str = Classification.name
+    folder: Path,
+    size: str,
+    dataset: str,
+    tokenizer: str,
+    num_rows: int,
+    task: str = Classification.name,
 ) -> Workload:
     """Tokenise rows and write random weights into ``folder``.
 
@@ -135,10 +152,14 @@ def make_workload(
     # Drawn with a fixed seed, so that runs on different days time the same rows; warm-up rows come from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
     timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
-    chosen = NewsData(Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup))
+    chosen = NewsData(
+        Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup)
+    )
     written = found.backend_tokenizer.to_str()
     key = cache_key(chosen, written, MAX_LENGTH)
-    write_tokens(folder, key, chosen, TextTokenizer.from_json(written, MAX_LENGTH), lambda text: None)
+    write_tokens(
+        folder, key, chosen, TextTokenizer.from_json(written, MAX_LENGTH), lambda text: None
+    )
     found.save_pretrained(folder / "tokenizer")
     if TASKS[task].is_language_model:
         write_language_model(folder / "model", size)
@@ -152,7 +173,15 @@ def read_workload(folder: Path) -> Workload:
     """Read what :func:`make_workload` wrote."""
     about = json.loads((folder / "workload.json").read_text())
     tokens = read_tokens(folder, about["key"])
-    return Workload(folder, about["size"], tokens.name, about["task"], tokens.label_names, tokens.train, tokens.test)
+    return Workload(
+        folder,
+        about["size"],
+        tokens.name,
+        about["task"],
+        tokens.label_names,
+        tokens.train,
+        tokens.test,
+    )
 
 
 def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
@@ -168,14 +197,18 @@ def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
     if not path.is_file():
         message = f"--tokenizer {tokenizer}: no folder with a tokenizer.json and no such file"
         raise UserError(message, code="benchmark-input")
-    found = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="[PAD]", model_max_length=MAX_LENGTH)
+    found = PreTrainedTokenizerFast(
+        tokenizer_file=str(path), pad_token="[PAD]", model_max_length=MAX_LENGTH
+    )
     # The collator pads; a file may bring padding of its own, to another length.
     found.backend_tokenizer.no_padding()
     found.backend_tokenizer.no_truncation()
     return found
 
 
-def write_weights(folder: Path, size: str, num_labels: int, problem_type: str | None = None) -> None:
+def write_weights(
+    folder: Path, size: str, num_labels: int, problem_type: str | None = None
+) -> None:
     """Write a DistilBERT of that size with random weights, always the same ones."""
     blocks = SIZES[size]
     config = DistilBertConfig(

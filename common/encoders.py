@@ -45,12 +45,16 @@ class EncoderFamily:
     attention_output: str
     attention_norm: str
     attention_dropout: tuple[str, ...] = ()  # of the attention weights
-    feed_forward: str | None = None  # of a gated family: gets the hidden states once, for gate and intermediate
+    feed_forward: str | None = (
+        None  # of a gated family: gets the hidden states once, for gate and intermediate
+    )
     gate: str | None = None  # its activation times the intermediate features goes to the output
     intermediate: str
     output: str
     output_norm: str
-    output_dropout: tuple[str, ...] = ()  # of what attention and feed-forward add to the hidden states
+    output_dropout: tuple[
+        str, ...
+    ] = ()  # of what attention and feed-forward add to the hidden states
 
     # Keys of config.json. All families have `vocab_size`, `max_position_embeddings` and `id2label`.
     num_layers_key: str = "num_hidden_layers"
@@ -61,7 +65,9 @@ class EncoderFamily:
     norm_epsilon: str | float = "layer_norm_eps"  # a key, or the value that the family fixes
 
     has_biases: bool = True  # False: some configurations have none
-    padding_id: str | int | None = None  # positions count from behind it: a key, or the id that the family fixes
+    padding_id: str | int | None = (
+        None  # positions count from behind it: a key, or the id that the family fixes
+    )
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -151,10 +157,16 @@ ROBERTA = replace(
     padding_id="pad_token_id",
 )
 XLM_ROBERTA = replace(
-    ROBERTA, name="XLM-RoBERTa", model_type="xlm-roberta", network_class="XLMRobertaForSequenceClassification"
+    ROBERTA,
+    name="XLM-RoBERTa",
+    model_type="xlm-roberta",
+    network_class="XLMRobertaForSequenceClassification",
 )
 CAMEMBERT = replace(
-    ROBERTA, name="CamemBERT", model_type="camembert", network_class="CamembertForSequenceClassification"
+    ROBERTA,
+    name="CamemBERT",
+    model_type="camembert",
+    network_class="CamembertForSequenceClassification",
 )
 ELECTRA = replace(
     BERT,
@@ -258,7 +270,17 @@ FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, M
 # These number positions from behind the padding id (`create_position_ids_from_input_ids` in transformers), so that many
 # rows of their position table are never used.
 _POSITIONS_AFTER_PADDING = (
-    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *(
+        "camembert",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "lilt",
+        "longformer",
+        "luke",
+        "mpnet",
+        "roberta",
+    ),
     *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 

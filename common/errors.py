@@ -104,7 +104,9 @@ class StopAsked(BaseException):
     """
 
     def __init__(self, exit_code: int, *, quiet: bool) -> None:
-        super().__init__("Stopped before the first step, nothing to save. To resume, rerun the same command.")
+        super().__init__(
+            "Stopped before the first step, nothing to save. To resume, rerun the same command."
+        )
         self.exit_code = exit_code
         self.quiet = quiet
 
@@ -138,7 +140,9 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     """At most two known names that ``name`` abbreviates or misspells. Any that differ more would mislead."""
     name, known = name.lower(), list(known)
     longer = [one for one in known if re.match(rf"{re.escape(name)}[^a-z0-9]", one)]
-    swapped = [one for one in known if sorted(one) == sorted(name)]  # two letters, which weighs much in a short name
+    swapped = [
+        one for one in known if sorted(one) == sorted(name)
+    ]  # two letters, which weighs much in a short name
     return (longer or swapped or difflib.get_close_matches(name, known, cutoff=0.81))[:2]
 
 
@@ -146,10 +150,15 @@ class HelpFormatter(argparse.HelpFormatter):
     """As wide as the terminal, at most 110 columns; keeps the paragraphs of a description."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=min(110, shutil.get_terminal_size((100, 24)).columns))
+        super().__init__(
+            prog, max_help_position=30, width=min(110, shutil.get_terminal_size((100, 24)).columns)
+        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(super(HelpFormatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+        return "\n\n".join(
+            super(HelpFormatter, self)._fill_text(part, width, indent)
+            for part in text.split("\n\n")
+        )
 
 
 def in_one_line(error: BaseException) -> str:
@@ -176,7 +185,12 @@ _INVALID = {
     "value_error": "{error}",  # of a validator's own
 } | {
     f"{kind}_{problem}": f"must be {what}"
-    for kind, what in (("int", "a whole number"), ("float", "a number"), ("bool", "true or false"), ("string", "text"))
+    for kind, what in (
+        ("int", "a whole number"),
+        ("float", "a number"),
+        ("bool", "true or false"),
+        ("string", "text"),
+    )
     for problem in ("parsing", "type", "from_float")
 }
 
@@ -198,7 +212,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         args = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._as_defined(argument) for argument in args], namespace)
+        return super().parse_known_args(
+            [self._as_defined(argument) for argument in args], namespace
+        )
 
     def _as_defined(self, argument: str) -> str:
         name, equals, value = argument.partition("=")

@@ -21,7 +21,9 @@ _MARKDOWN = re.compile(r"[\\`*_\[\]<>|!&~$]")
 
 def printable(text: object, keep: str = JOINERS) -> str:
     """For one line in a terminal: line breaks and characters that cannot be seen, except ``keep``, become escapes."""
-    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in str(text))
+    return "".join(
+        one if one.isprintable() or one in keep else repr(one)[1:-1] for one in str(text)
+    )
 
 
 def in_markdown(text: object) -> str:

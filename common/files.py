@@ -49,7 +49,9 @@ def write_whole(path: Path, data: bytes) -> None:
 def writing_whole(path: Path) -> Iterator[BinaryIO]:
     """Like :func:`write_whole`, for files too large to be built in memory first."""
     # The pid alone does not identify a writer on a shared folder: every container counts its processes from 1.
-    aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    aside = path.with_name(
+        f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    )
     try:
         with aside.open("wb") as file:
             yield file
@@ -91,7 +93,10 @@ def replace_folder(aside: Path, target: Path) -> None:
     if (
         target.exists()
         and hasattr(libc, "renameat2")
-        and libc.renameat2(_AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
+        and libc.renameat2(
+            _AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE
+        )
+        == 0
     ):
         _remove(aside)  # the older folder has this name now
     else:
@@ -127,7 +132,9 @@ def writing_folder(target: Path) -> Iterator[Path]:
 def remove_unfinished(target: Path) -> None:
     """Remove what killed processes left of :func:`writing_folder`; call it only while no other one can be writing."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.tmp"):
-        if left.is_dir() and left.lstat().st_uid == os.geteuid():  # another user's may hold anything
+        if (
+            left.is_dir() and left.lstat().st_uid == os.geteuid()
+        ):  # another user's may hold anything
             _remove(left)
 
 
@@ -181,17 +188,20 @@ def lock_run_folder(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
         file = open_lock(folder / ".lock")
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); use another {flag}", code="not-writable"
+            f"{folder}: cannot be written ({error.strerror}); use another {flag}",
+            code="not-writable",
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"{folder}: another run is training into this folder; use another {flag}", code="folder-in-use"
+                f"{folder}: another run is training into this folder; use another {flag}",
+                code="folder-in-use",
             ) from error
         except OSError as error:
             raise UserError(
-                f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)", code="lock-unsupported"
+                f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)",
+                code="lock-unsupported",
             ) from error
         yield

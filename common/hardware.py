@@ -22,7 +22,9 @@ def usable_cpus(root: Path = _ROOT) -> int:
     1.5 cores counts as 1: with a second thread the kernel would stop the whole process for a quarter of the time, event
     loop included, while one thread leaves the remaining half core to it.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
 
 
@@ -42,7 +44,11 @@ def threads_asked_for(root: Path = _ROOT) -> int | None:
     torchrun itself was started with it, which Linux shows in /proc; elsewhere a rank takes it for torchrun's.
     """
     value = _number_of_threads(os.environ.get("OMP_NUM_THREADS", ""))
-    if value == 1 and "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+    if (
+        value == 1
+        and "TORCHELASTIC_RUN_ID" in os.environ
+        and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    ):
         return _number_of_threads(_environment_of_launcher(root).get("OMP_NUM_THREADS", ""))
     return value
 
@@ -95,7 +101,10 @@ def cpu_flags(root: Path = _ROOT) -> frozenset[str]:
 def has_fast_int8(root: Path = _ROOT) -> bool:
     """Whether the cores have instructions that make int8 worthwhile: VNNI, AMX, or ARM's dot product."""
     # Apple's ARM has no /proc/cpuinfo, but all of its processors since 2018 have the dot product.
-    return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == (
+        "Darwin",
+        "arm64",
+    )
 
 
 def cpu_name(root: Path = _ROOT) -> str:
@@ -119,10 +128,17 @@ def available_memory(root: Path = _ROOT) -> int | None:
     available = re.search(r"^MemAvailable: +(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
     found = [int(available[1]) * 1024] if available else []
     for level in _groups(root, "memory", ["memory"]):
-        limit = _read(level / "memory.max").strip() or _read(level / "memory.limit_in_bytes").strip()
-        used = _read(level / "memory.current").strip() or _read(level / "memory.usage_in_bytes").strip()
+        limit = (
+            _read(level / "memory.max").strip() or _read(level / "memory.limit_in_bytes").strip()
+        )
+        used = (
+            _read(level / "memory.current").strip()
+            or _read(level / "memory.usage_in_bytes").strip()
+        )
         if limit.isdecimal() and used.isdecimal():
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
+            cached = re.search(
+                r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE
+            )
             found.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
     return max(0, min(found)) if found else None
 

@@ -44,8 +44,25 @@ OLD_WEIGHTS_FILE = "pytorch_model.bin"
 METRICS_FILE = "metrics.json"
 # What training writes there.
 METRICS_KEYS = {
-    *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config", "dataset_revision"),
-    *("train_split", "validation_split", "test_split", "seed", "bad_rows", "base_model", "max_length", "best_epoch"),
+    *(
+        "task",
+        "dataset",
+        "text_column",
+        "label_column",
+        "pair_column",
+        "dataset_config",
+        "dataset_revision",
+    ),
+    *(
+        "train_split",
+        "validation_split",
+        "test_split",
+        "seed",
+        "bad_rows",
+        "base_model",
+        "max_length",
+        "best_epoch",
+    ),
     *("created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
     *("test", "test_precision", "validation", "baseline", "hints", "method", "fitted_head"),
 }
@@ -91,7 +108,13 @@ EXPORT_AGAIN = "write it again with python -m inference.export"
 _SAVE_AGAIN = "AutoModelForSequenceClassification.from_pretrained({0}).save_pretrained({0})"
 _SAVE_TOKENIZER = "AutoTokenizer.from_pretrained({0}).save_pretrained({0})"
 # The files from which transformers makes a tokenizer.json, and those that say how weights are spread over several.
-_VOCABULARY_FILES = ("vocab.txt", "vocab.json", "spiece.model", "spm.model", "sentencepiece.bpe.model")
+_VOCABULARY_FILES = (
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
+)
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _MOST_NESTED = 100  # levels; the libraries that read or write JSON after us fail at some hundreds
 _UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
@@ -104,7 +127,9 @@ class SavedModel:
 
     path: Path  # the folder or file that was read
     config: dict[str, Any]  # the transformers config.json
-    weights: Path | dict[str, Any] | None  # a safetensors file, the state dict of a .pt file, None for an artefact
+    weights: (
+        Path | dict[str, Any] | None
+    )  # a safetensors file, the state dict of a .pt file, None for an artefact
     tokenizer_json: str
     labels: list[str]  # by class id
     max_length: int  # token ids per text, special tokens included
@@ -114,7 +139,9 @@ class SavedModel:
     def cleaning(self) -> str:
         """How texts were cleaned in training, and have to be before every answer; one of `CLEANINGS`."""
         # Older models do not say. Training cleaned all texts as news then; a model from elsewhere takes texts as is.
-        written_here = isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
+        written_here = (
+            isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
+        )
         return self.config.get(CLEANING_KEY, "news" if written_here else "none")
 
     @property
@@ -140,16 +167,25 @@ class SavedModel:
     def tokenizer(self) -> TextTokenizer:
         try:
             tokenizer = TextTokenizer.from_json(
-                self.tokenizer_json, self.max_length, self.cleaning, self.windows, reads_pairs=self.reads_pairs
+                self.tokenizer_json,
+                self.max_length,
+                self.cleaning,
+                self.windows,
+                reads_pairs=self.reads_pairs,
             )
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         highest = tokenizer.highest_id
         num_embeddings = self.config.get("vocab_size", highest + 1)
         if type(num_embeddings) is not int:
-            raise ModelLoadError(self.path, f"vocab_size {num_embeddings!r:.80} in config.json: must be a whole number")
+            raise ModelLoadError(
+                self.path,
+                f"vocab_size {num_embeddings!r:.80} in config.json: must be a whole number",
+            )
         if what := vocabulary_misfit(highest, num_embeddings):
-            raise ModelLoadError(self.path, what, "use the tokenizer and the model of the same training run")
+            raise ModelLoadError(
+                self.path, what, "use the tokenizer and the model of the same training run"
+            )
         return tokenizer
 
 
@@ -185,7 +221,9 @@ def file_inside(folder: Path, name: str) -> Path:
     blobs = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
     if any(found.is_relative_to(root) for root in (home, *blobs)):
         return path
-    raise ModelLoadError(path, f"is a link to {found}, outside of the model", "put the file itself into the folder")
+    raise ModelLoadError(
+        path, f"is a link to {found}, outside of the model", "put the file itself into the folder"
+    )
 
 
 def read_saved_model(path: Path) -> SavedModel:
@@ -221,7 +259,10 @@ def _read_folder(folder: Path) -> SavedModel:
     metrics = folder / METRICS_FILE
     return SavedModel(
         path=folder,
-        config={**config, "id2label": {str(class_id): label for class_id, label in enumerate(labels)}},
+        config={
+            **config,
+            "id2label": {str(class_id): label for class_id, label in enumerate(labels)},
+        },
         weights=weights,
         tokenizer_json=read_tokenizer(folder, config),
         labels=labels,
@@ -233,7 +274,11 @@ def _read_folder(folder: Path) -> SavedModel:
 def _refuse_incomplete(folder: Path, weights: Path | None) -> None:
     """Name what a model folder lacks, and what would make it complete."""
     has = {path.name for path in folder.iterdir()}
-    missing = [name for name in (*_NEEDED_FILES, weights and weights.name) if name and not (folder / name).is_file()]
+    missing = [
+        name
+        for name in (*_NEEDED_FILES, weights and weights.name)
+        if name and not (folder / name).is_file()
+    ]
     if TOKENIZER_FILE in missing and has.intersection(_VOCABULARY_FILES):
         missing.remove(TOKENIZER_FILE)  # it can be made
     if not missing:
@@ -241,11 +286,16 @@ def _refuse_incomplete(folder: Path, weights: Path | None) -> None:
     what = f"not a complete model folder, it lacks {', '.join(sorted(missing))}"
     place = repr(str(folder))
     if (snapshots := folder / "snapshots").is_dir():
-        found = next((one for one in sorted(snapshots.iterdir()) if (one / "config.json").is_file()), snapshots)
+        found = next(
+            (one for one in sorted(snapshots.iterdir()) if (one / "config.json").is_file()),
+            snapshots,
+        )
         raise ModelLoadError(folder, what, f"give the folder of the model in it: {found}")
     if missing == [WEIGHTS_FILE] and (sharded := has.intersection(_SHARDED)):
         what += f" (the weights are in several files, named in {min(sharded)})"
-        raise ModelLoadError(folder, what, f"write them into one with transformers: {_SAVE_AGAIN.format(place)}")
+        raise ModelLoadError(
+            folder, what, f"write them into one with transformers: {_SAVE_AGAIN.format(place)}"
+        )
     if missing == [TOKENIZER_FILE]:
         remedy = f"copy it from the model that this one was trained from, or write it: {_SAVE_TOKENIZER.format('NAME')}"
         raise ModelLoadError(folder, what, remedy)
@@ -258,7 +308,11 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
     Raises:
         ModelLoadError: they contradict each other, or there is no tokenizer.
     """
-    files = {name: _read_json(folder / name) for name in DESCRIPTION_FILES[2:] if (folder / name).is_file()}
+    files = {
+        name: _read_json(folder / name)
+        for name in DESCRIPTION_FILES[2:]
+        if (folder / name).is_file()
+    }
     settings = files.get(SETTINGS_FILE, {})
     try:
         text = _read_text(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else ""
@@ -268,7 +322,11 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
             files = {SETTINGS_FILE: settings}
         return combined(text, files, config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = str(error) if type(error) is ValueError else f"the files of the tokenizer are damaged ({error!r})"
+        what = (
+            str(error)
+            if type(error) is ValueError
+            else f"the files of the tokenizer are damaged ({error!r})"
+        )
         remedy = f"write them from the tokenizer that the model was trained with: {_SAVE_TOKENIZER.format('NAME')}"
         raise ModelLoadError(folder, what, remedy) from error
 
@@ -282,24 +340,31 @@ def _made_by_transformers(
         A whole tokenizer.json, and the settings that it cannot contain.
     """
     try:
-        from transformers import AutoTokenizer  # a server with an exported model has none, nor needs it
+        from transformers import (
+            AutoTokenizer,
+        )  # a server with an exported model has none, nor needs it
 
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         made_text = made.backend_tokenizer.to_str()
-    except Exception as error:  # no transformers, a vocabulary that it cannot read, or a tokenizer in Python
+    except (
+        Exception
+    ) as error:  # no transformers, a vocabulary that it cannot read, or a tokenizer in Python
         what = f"it lacks {TOKENIZER_FILE}, and it cannot be made from its vocabulary here ({first_line(error)})"
         if text:
             name = class_of(settings, config) or f"the class for {config['model_type']}"
             what = f"{SETTINGS_FILE if name in settings.values() else 'config.json'} and {TOKENIZER_FILE} disagree: "
             what += f"{name} builds its tokenizer in its own way, and that failed here ({first_line(error)})"
-        remedy = f"write it where transformers is installed: {_SAVE_TOKENIZER.format(repr(str(folder)))}"
+        remedy = (
+            f"write it where transformers is installed: {_SAVE_TOKENIZER.format(repr(str(folder)))}"
+        )
         raise ModelLoadError(folder, what, remedy) from error
     before, after = (json.loads(one or made_text)["model"].get("type") for one in (text, made_text))
     if before and before != after:
         what = f"its vocabulary is that of {before}, and {made.__class__.__name__} reads it as that of {after}"
         if not settings.get("tokenizer_class"):
             what += (
-                f' (if {TOKENIZER_FILE} is right, add "tokenizer_class": "PreTrainedTokenizerFast" to {SETTINGS_FILE})'
+                f' (if {TOKENIZER_FILE} is right, add "tokenizer_class": '
+                f'"PreTrainedTokenizerFast" to {SETTINGS_FILE})'
             )
         raise ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {what}")
     if num_weights := config.get("vocab_size"):
@@ -328,7 +393,9 @@ def _labels(path: Path, config: dict[str, Any]) -> list[str]:
             raise ModelLoadError(path.parent, "an encoder without classes", f"train it: {train}")
     if other := next((name for name in kinds if _OTHER_TASK.search(name)), None):
         what = f"a {other}, which does not give a whole text one answer"
-        raise ModelLoadError(path.parent, what, f"serve a ...ForSequenceClassification, or train one: {train}")
+        raise ModelLoadError(
+            path.parent, what, f"serve a ...ForSequenceClassification, or train one: {train}"
+        )
     if "id2label" not in config:
         if not kinds:
             raise ModelLoadError(path.parent, "an encoder without classes", f"train it: {train}")
@@ -336,7 +403,9 @@ def _labels(path: Path, config: dict[str, Any]) -> list[str]:
         return [f"LABEL_{i}" for i in range(config.get("num_labels", 2))]
     names = config["id2label"]
     if not isinstance(names, dict) or sorted(names) != sorted(str(i) for i in range(len(names))):
-        raise ModelLoadError(path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}")
+        raise ModelLoadError(
+            path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}"
+        )
     return [str(names[str(i)]) for i in range(len(names))]
 
 
@@ -357,14 +426,20 @@ def _within_positions(path: Path, max_length: float, config: dict[str, Any]) -> 
     max_length = min(max_length, max_positions(config) or max_length)
     if max_length > _UNLIMITED:
         what = f"model_max_length {max_length:g}: no limit, and config.json has no max_position_embeddings"
-        raise ModelLoadError(path, what, f"set it in {SETTINGS_FILE} to the number of tokens that a text may have")
+        raise ModelLoadError(
+            path, what, f"set it in {SETTINGS_FILE} to the number of tokens that a text may have"
+        )
     return int(max_length)
 
 
 def _checked(saved: SavedModel) -> SavedModel:
     if own := saved.config.get("own_network"):
-        what = f"holds a network of your own ({own}), and code that a model folder names is never run"
-        raise ModelLoadError(saved.path, what, "load its model.safetensors into the network yourself")
+        what = (
+            f"holds a network of your own ({own}), and code that a model folder names is never run"
+        )
+        raise ModelLoadError(
+            saved.path, what, "load its model.safetensors into the network yourself"
+        )
     # What the scores mean depends on it, so a guess would be silently wrong.
     named = saved.config.get("problem_type")
     if named is not None and named not in PROBLEM_TYPES:
@@ -387,9 +462,16 @@ def _checked(saved: SavedModel) -> SavedModel:
     twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
     if twice is not None:
         what = f"two classes are named {twice!r}"
-        raise ModelLoadError(saved.path, what, "give each class its own name in id2label of config.json")
+        raise ModelLoadError(
+            saved.path, what, "give each class its own name in id2label of config.json"
+        )
     half = next(
-        (label for label in saved.labels if any("\ud800" <= character <= "\udfff" for character in label)), None
+        (
+            label
+            for label in saved.labels
+            if any("\ud800" <= character <= "\udfff" for character in label)
+        ),
+        None,
     )
     if half is not None:
         what = f"the label {half!r} contains half of a surrogate pair, which no file and no answer can carry"
@@ -421,10 +503,18 @@ def _check_thresholds(saved: SavedModel) -> None:
     found = saved.thresholds
     if not isinstance(found, list) or len(found) != len(saved.labels):
         what = f"{THRESHOLDS_KEY} in config.json must be a list of {len(saved.labels)} numbers, one per label"
-        raise ModelLoadError(saved.path, what, "remove it to answer with every label whose probability is at least 0.5")
+        raise ModelLoadError(
+            saved.path,
+            what,
+            "remove it to answer with every label whose probability is at least 0.5",
+        )
     if wrong := [one for one in found if not isinstance(one, int | float) or not 0 <= one <= 1]:
         what = f"{THRESHOLDS_KEY} in config.json has {wrong[0]!r}: must be probabilities, 0 to 1"
-        raise ModelLoadError(saved.path, what, "remove it to answer with every label whose probability is at least 0.5")
+        raise ModelLoadError(
+            saved.path,
+            what,
+            "remove it to answer with every label whose probability is at least 0.5",
+        )
 
 
 def _read_checkpoint(path: Path) -> SavedModel:
@@ -453,7 +543,9 @@ def _load_tensors(path: Path) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises all kinds of errors, depending on which byte is damaged
+    except (
+        Exception
+    ) as error:  # torch raises all kinds of errors, depending on which byte is damaged
         what = f"not a readable .pt file of tensors and plain values ({type(error).__name__})"
         raise ModelLoadError(path, what, _RIGHT_FILE) from error
 
@@ -480,7 +572,9 @@ def _read_json(path: Path, remedy: str = "") -> dict[str, Any]:
         raise ModelLoadError(path, "is not a JSON object", remedy)
     level: list[Any] = [content]
     for _ in range(_MOST_NESTED):
-        values = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
+        values = (
+            value for one in level for value in (one.values() if isinstance(one, dict) else one)
+        )
         level = [value for value in values if isinstance(value, dict | list)]
     if level:
         raise too_deep
@@ -509,7 +603,9 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     versions: dict[str, str]  # of the packages that made it
     options: dict[str, Any]  # how it was made
-    accuracy: dict[str, Any]  # of the reference and the artefact on the same rows, and how often they disagree
+    accuracy: dict[
+        str, Any
+    ]  # of the reference and the artefact on the same rows, and how often they disagree
     size: dict[str, int]  # `before_bytes` and `after_bytes` of the weights
     speed: dict[str, Any]  # texts per second of both, and the machine they were measured on
     # Texts with the reference's `probabilities` or `value`, and how much the artefact's may differ when it is loaded
@@ -520,7 +616,9 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    content = json.dumps({"format": MANIFEST_FORMAT, **asdict(manifest)}, indent=2, ensure_ascii=False)
+    content = json.dumps(
+        {"format": MANIFEST_FORMAT, **asdict(manifest)}, indent=2, ensure_ascii=False
+    )
     (folder / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
 
 
@@ -529,7 +627,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     content = _read_json(file_inside(folder, MANIFEST_FILE), EXPORT_AGAIN)
     if (found := content.get("format")) != MANIFEST_FORMAT:
-        raise ModelLoadError(path, f"format {found!r:.80}, this version reads format {MANIFEST_FORMAT}", EXPORT_AGAIN)
+        raise ModelLoadError(
+            path, f"format {found!r:.80}, this version reads format {MANIFEST_FORMAT}", EXPORT_AGAIN
+        )
     kinds = {"str": str, "float": float}
     values: dict[str, Any] = {}
     for field in fields(Manifest):
@@ -540,7 +640,9 @@ def read_manifest(folder: Path) -> Manifest:
     digest = values["source"].get("weights_sha256")
     # It becomes a part of tags and Dockerfiles, and a model's author may have written anything here.
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ModelLoadError(path, f"source.weights_sha256 must be 64 hex digits, got {digest!r:.80}", EXPORT_AGAIN)
+        raise ModelLoadError(
+            path, f"source.weights_sha256 must be 64 hex digits, got {digest!r:.80}", EXPORT_AGAIN
+        )
     return Manifest(**values)
 
 
@@ -559,11 +661,15 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, wanted in manifest.files.items():
         path = folder / name
         if Path(name).name != name:
-            raise ModelLoadError(folder / MANIFEST_FILE, f"{name!r} is not a plain file name", EXPORT_AGAIN)
+            raise ModelLoadError(
+                folder / MANIFEST_FILE, f"{name!r} is not a plain file name", EXPORT_AGAIN
+            )
         if not file_inside(folder, name).is_file():
             raise ModelLoadError(path, "is missing", EXPORT_AGAIN)
         if sha256_of(path) != wanted.get("sha256"):
-            raise ModelLoadError(path, "is not the file that was exported, its SHA-256 differs", EXPORT_AGAIN)
+            raise ModelLoadError(
+                path, "is not the file that was exported, its SHA-256 differs", EXPORT_AGAIN
+            )
 
 
 def describe_source(name: str, weights: Path, described: Iterable[str] = ()) -> dict[str, Any]:
@@ -574,7 +680,9 @@ def describe_source(name: str, weights: Path, described: Iterable[str] = ()) -> 
         "bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,
         "described": {
-            name: sha256_of(weights.parent / name) for name in described if (weights.parent / name).is_file()
+            name: sha256_of(weights.parent / name)
+            for name in described
+            if (weights.parent / name).is_file()
         },
     }
 
@@ -602,11 +710,16 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
         return manifest
     weights = weights_file(model)
     if weights.is_file() and not is_from(manifest, weights):
-        raise ModelLoadError(folder, f"was made from other weights than {weights.name}", EXPORT_AGAIN)
+        raise ModelLoadError(
+            folder, f"was made from other weights than {weights.name}", EXPORT_AGAIN
+        )
     for name in DESCRIPTION_FILES:
         file = model / name  # not there if the model is a .pt file
         # A fetched folder of artefacts has a copy of what the artefact has, not of what the model had.
-        known = (manifest.source.get("described", {}).get(name), manifest.files.get(name, {}).get("sha256"))
+        known = (
+            manifest.source.get("described", {}).get(name),
+            manifest.files.get(name, {}).get("sha256"),
+        )
         if file.is_file() and sha256_of(file_inside(model, name)) not in known:
             raise ModelLoadError(folder, f"was made before {name} changed", EXPORT_AGAIN)
     return manifest

@@ -11,7 +11,9 @@ from typing import Any
 from common.errors import UserError, first_line
 
 
-def import_by_path(path: str, where: str, example: str, folders: Iterable[Path] = ()) -> Callable[..., Any]:
+def import_by_path(
+    path: str, where: str, example: str, folders: Iterable[Path] = ()
+) -> Callable[..., Any]:
     """The class or function that an import path names.
 
     Args:
@@ -26,7 +28,9 @@ def import_by_path(path: str, where: str, example: str, folders: Iterable[Path] 
     module, _, name = path.partition(":")
     for folder in (Path.cwd(), *folders):
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # a script that was started by its path finds only what lies beside it
+            sys.path.append(
+                str(folder)
+            )  # a script that was started by its path finds only what lies beside it
     try:
         found = import_module(module)
         for part in name.split("."):

@@ -87,15 +87,30 @@ class MultiLabel(ProblemType):
         if isinstance(cell, str) and _IS_LIST.match(cell):
             try:
                 cell = _python_list(cell)
-            except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
-                raise UnusableRow(f"labels {cell!r}: not a valid list, such as ['a', 'b']") from error
+            except (
+                ValueError,
+                SyntaxError,
+                tokenize.TokenError,
+                RecursionError,
+                MemoryError,
+            ) as error:
+                raise UnusableRow(
+                    f"labels {cell!r}: not a valid list, such as ['a', 'b']"
+                ) from error
         elif isinstance(cell, str):
             cell = [name for name in re.split(r"[,;|]", cell) if name.strip()]
             # A list in a spelling that is not read here, or a name that has a separator in it.
-            if torn := next((n for n in cell if any(n.count(a) != n.count(b) for a, b in ("()", "[]", "{}"))), ""):
-                raise UnusableRow(f"label {torn.strip()!r} has a bracket without its partner; write a list of names")
+            if torn := next(
+                (n for n in cell if any(n.count(a) != n.count(b) for a, b in ("()", "[]", "{}"))),
+                "",
+            ):
+                raise UnusableRow(
+                    f"label {torn.strip()!r} has a bracket without its partner; write a list of names"
+                )
         if not isinstance(cell, list | tuple):
-            raise UnusableRow(f"labels {cell!r} must be a list of names, or names separated by , ; or |")
+            raise UnusableRow(
+                f"labels {cell!r} must be a list of names, or names separated by , ; or |"
+            )
         single = SingleLabel()
         return tuple(dict.fromkeys(single.read_label(name, known) for name in cell))
 
@@ -103,7 +118,9 @@ class MultiLabel(ProblemType):
         import numpy as np
 
         # 1 / (1 + exp(-score)) would overflow. A broken model's infinite score is no certainty.
-        return np.where(np.isfinite(scores), (1 + np.tanh(scores.astype(np.float64) / 2)) / 2, np.nan)
+        return np.where(
+            np.isfinite(scores), (1 + np.tanh(scores.astype(np.float64) / 2)) / 2, np.nan
+        )
 
 
 class Regression(ProblemType):
@@ -135,7 +152,12 @@ class PlainText(ProblemType):
         return ""
 
 
-SINGLE_LABEL, MULTI_LABEL, REGRESSION, PLAIN_TEXT = SingleLabel(), MultiLabel(), Regression(), PlainText()
+SINGLE_LABEL, MULTI_LABEL, REGRESSION, PLAIN_TEXT = (
+    SingleLabel(),
+    MultiLabel(),
+    Regression(),
+    PlainText(),
+)
 PROBLEM_TYPES = {kind.name: kind for kind in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)}
 
 
@@ -159,7 +181,11 @@ def label_name(cell: Any) -> str:
     if isinstance(cell, bool | int):
         cell = str(cell)
     if not isinstance(cell, str):
-        missing = "; a row without a label cannot be used" if cell is None or isinstance(cell, float) else ""
+        missing = (
+            "; a row without a label cannot be used"
+            if cell is None or isinstance(cell, float)
+            else ""
+        )
         raise UnusableRow(f"label {cell!r} must be a name or a number{missing}")
     name = cell.strip()
     if not name:
@@ -196,5 +222,7 @@ def _one_of(known: Collection[str], name: str) -> str:
         for one in known:  # an older model may have a label 0.0, which is read as 0 now
             if one.strip() and label_name(one) == name:
                 return one
-        raise UnknownLabel(f"label {name!r} is not one of the training labels {some_of(list(known))}")
+        raise UnknownLabel(
+            f"label {name!r} is not one of the training labels {some_of(list(known))}"
+        )
     return name

@@ -35,23 +35,34 @@ def connect(
     try:
         import ray
     except ImportError:
-        raise UserError('Ray is not installed: pip install "distrinews[ray]"', code="package-missing") from None
+        raise UserError(
+            'Ray is not installed: pip install "distrinews[ray]"', code="package-missing"
+        ) from None
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     is_local = address == "local"
     if ray.is_initialized():  # by an earlier run of this process
         return is_local
-    local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
+    local = (
+        {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
+    )
     attempts_left = _ATTEMPTS_TO_START if is_local else 1
     while True:
         try:
-            ray.init(address, logging_level="ERROR", runtime_env={"env_vars": dict(environment or {})}, **local)
+            ray.init(
+                address,
+                logging_level="ERROR",
+                runtime_env={"env_vars": dict(environment or {})},
+                **local,
+            )
         except Exception as error:  # it raises plain ones too
             ray.shutdown()
             attempts_left -= 1
             if not attempts_left:
                 what = "does not start" if is_local else "does not answer"
                 what = f"{flag} {address}: Ray {what} ({first_line(error)})"
-                raise UserError(f"{what}; ray start --head starts a cluster", code="ray-unreachable") from error
+                raise UserError(
+                    f"{what}; ray start --head starts a cluster", code="ray-unreachable"
+                ) from error
         else:
             return is_local
 

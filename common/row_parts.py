@@ -99,7 +99,9 @@ def open_parts(
         ".tsv": TsvParts,
         ".parquet": ParquetParts,
     }
-    return readers.get(suffix, JsonLinesParts)(name, file, Columns(text_column, "", pair_column), part_rows)
+    return readers.get(suffix, JsonLinesParts)(
+        name, file, Columns(text_column, "", pair_column), part_rows
+    )
 
 
 def _no_column(name: str, columns: Columns, error: ValueError) -> NoReturn:
@@ -164,14 +166,19 @@ class _TextParts(PartReader):
         lines = Lines(self._name, self._file, place)
         for number in self._records(lines, place.lines, part):
             part.end = lines.place_after(number)
-            if len(part.texts) >= self._part_rows or part.end.offset - place.offset >= BYTES_PER_PART:
+            if (
+                len(part.texts) >= self._part_rows
+                or part.end.offset - place.offset >= BYTES_PER_PART
+            ):
                 break
         else:
             part.end = lines.end()  # lines that were rejected last are part of it
         part.end = replace(part.end, rows=place.rows + len(part.texts))
         return part
 
-    def _add(self, part: Part, line: int, row: dict[str, Any], texts: Sequence[Any], problem: str = "") -> None:
+    def _add(
+        self, part: Part, line: int, row: dict[str, Any], texts: Sequence[Any], problem: str = ""
+    ) -> None:
         assert isinstance(part.rows, list)
         problem = problem or _problem_of(texts)
         if problem:
@@ -238,7 +245,10 @@ class CsvParts(_TextParts):
                 problem, line_text = "", "".join(fields)
                 if not line_text.isascii() and not _is_utf8(line_text):
                     problem = 'not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")'
-                    fields = [part.encode(errors="surrogateescape").decode(errors="replace") for part in fields]
+                    fields = [
+                        part.encode(errors="surrogateescape").decode(errors="replace")
+                        for part in fields
+                    ]
                 if places:
                     try:
                         layout.cells(fields)
@@ -295,7 +305,9 @@ class JsonLinesParts(_TextParts):
             if line.strip():
                 row, problem = _json_object(line)
                 problem = problem or self._look_for_columns(list(row))
-                texts = [] if problem else [joined([row[key] for key in text]) for text in self._keys]
+                texts = (
+                    [] if problem else [joined([row[key] for key in text]) for text in self._keys]
+                )
                 self._add(part, number, row, texts, problem)
             yield number
 
@@ -319,13 +331,18 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
     if not isinstance(row, dict):
         return {}, "must be an object"
     if _has_non_finite_number(row):
-        return {}, "has a number that JSON cannot hold (NaN, Infinity or above 1.8e308); write null, or quote it"
+        return (
+            {},
+            "has a number that JSON cannot hold (NaN, Infinity or above 1.8e308); write null, or quote it",
+        )
     return row, ""
 
 
 def _has_non_finite_number(value: Any) -> bool:
     if isinstance(value, dict | list):
-        return any(map(_has_non_finite_number, value.values() if isinstance(value, dict) else value))
+        return any(
+            map(_has_non_finite_number, value.values() if isinstance(value, dict) else value)
+        )
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -337,7 +354,9 @@ class ParquetParts(PartReader):
             import pyarrow
             import pyarrow.parquet
         except ImportError:
-            raise UserError(f"{name}: reading Parquet needs pyarrow: pip install pyarrow", code="data-format") from None
+            raise UserError(
+                f"{name}: reading Parquet needs pyarrow: pip install pyarrow", code="data-format"
+            ) from None
         self._pyarrow, self._name = pyarrow, name
         self._unreadable = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
         try:
@@ -358,7 +377,11 @@ class ParquetParts(PartReader):
         for place in itertools.chain(*self._texts):
             kind = self.schema.types[place]
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
+            if not (
+                pyarrow.types.is_string(kind)
+                or pyarrow.types.is_large_string(kind)
+                or str(kind) == "string_view"
+            ):
                 what = f"the column {self.columns[place]} holds {kind} and not text"
                 raise UserError(f"{name}: {what}", code="data-columns")
         self.num_rows = self._file.metadata.num_rows
@@ -377,7 +400,11 @@ class ParquetParts(PartReader):
         num_rows = max(0, min(self.rows_per_part, self.num_rows - place.offset))
         end = Place(place.offset + num_rows, 0, place.offset + num_rows)
         try:
-            if self._row < 0 or place.offset < self._row or self._group_of(place.offset) > self._group_of(self._row):
+            if (
+                self._row < 0
+                or place.offset < self._row
+                or self._group_of(place.offset) > self._group_of(self._row)
+            ):
                 group = self._group_of(place.offset)
                 self._row = sum(self._group_rows[:group])
                 self._left, self._slices = self.schema.empty_table(), self._slices_from(group)
@@ -385,7 +412,10 @@ class ParquetParts(PartReader):
                 self._take(min(self.rows_per_part, place.offset - self._row))
             table = self._take(num_rows)
             columns = [
-                zip(*(table.column(i).cast(self._pyarrow.string()).to_pylist() for i in text), strict=True)
+                zip(
+                    *(table.column(i).cast(self._pyarrow.string()).to_pylist() for i in text),
+                    strict=True,
+                )
                 for text in self._texts
             ]
         except self._unreadable as error:
@@ -396,7 +426,9 @@ class ParquetParts(PartReader):
             texts = [joined(text) for text in cells]
             problem = _problem_of(texts)
             if problem:
-                part.problems[position] = f"{self._name} row {place.offset + position + 1}: {problem}"
+                part.problems[position] = (
+                    f"{self._name} row {place.offset + position + 1}: {problem}"
+                )
             part.texts.append(None if problem else _text_of(texts))
         return part
 
@@ -410,7 +442,9 @@ class ParquetParts(PartReader):
     def _slices_from(self, first: int) -> Iterator[pyarrow.Table]:
         for group in range(first, len(self._group_rows)):
             # On this thread: the cores belong to the model.
-            for batch in self._file.iter_batches(self.rows_per_part, row_groups=[group], use_threads=False):
+            for batch in self._file.iter_batches(
+                self.rows_per_part, row_groups=[group], use_threads=False
+            ):
                 yield self._pyarrow.Table.from_batches([batch], schema=self.schema)
 
     def _take(self, num_rows: int) -> pyarrow.Table:

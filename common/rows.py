@@ -91,7 +91,9 @@ class Columns:
     def missing(self, found: Sequence[str]) -> str:
         """Which of them are missing from the names found, ignoring case; empty if all are there."""
         names = [name.strip().lower() for name in found]
-        missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
+        missing = [
+            name for name in itertools.chain(*self._parts(found)) if name.lower() not in names
+        ]
         if not missing:
             return ""
         named = some_of(found, lambda name: printable(name.strip()[:_LONGEST_NAME], keep=""))
@@ -109,7 +111,9 @@ class Columns:
         for name in itertools.chain(*self._parts(found)):
             if (count := names.count(name.lower())) > 1:
                 raise ValueError(f"{count} columns are named {name}; rename one")
-        return tuple(tuple(names.index(name.lower()) for name in parts) for parts in self._parts(found))
+        return tuple(
+            tuple(names.index(name.lower()) for name in parts) for parts in self._parts(found)
+        )
 
 
 TEXT_AND_LABEL = Columns()
@@ -156,12 +160,17 @@ class Layout:
             UnusableRow: a field too many or too few, text in a column without a name, or the header once more.
         """
         width = len(self.header)
-        if tuple(field.strip(' \ufeff"').lower() for field in fields[:width]) == tuple(map(str.lower, self.header)):
+        if tuple(field.strip(' \ufeff"').lower() for field in fields[:width]) == tuple(
+            map(str.lower, self.header)
+        ):
             raise UnusableRow(REPEATED_HEADER)
         quote = f"a text with {self.separator!r} in it needs quotes"
         fewest = width + self.surplus if self.surplus else self.num_named
         if not fewest <= len(fields) <= width + self.surplus:
-            expected = f"the header has {width}" + f" and the first row {width + self.surplus}" * bool(self.surplus)
+            expected = (
+                f"the header has {width}"
+                + f" and the first row {width + self.surplus}" * bool(self.surplus)
+            )
             raise UnusableRow(f"{len(fields)} fields, but {expected}; {quote}")
         if any(field.strip() for field in fields[self.num_named :]):
             raise UnusableRow(f"text in a column that has no name in the header; {quote}")
@@ -187,38 +196,55 @@ def find_layout(lines: Lines, columns: Columns, suffix: str) -> Layout | None:
         return None
     layout = replace(_layout_of(lines[first], columns, candidates), first=first)
     is_tsv = layout.separator == "\t"
-    layout = replace(layout, quotes=not is_tsv or not quotes_are_text(lines, first, has_header=bool(layout.places)))
+    layout = replace(
+        layout,
+        quotes=not is_tsv or not quotes_are_text(lines, first, has_header=bool(layout.places)),
+    )
     # What the first row shows: a quote behind a space only opens a field if such spaces are not part of the fields.
     begin = lines[first] + next(iter(_lines_from(lines, first + 1)), "")
     spaced = layout.quotes and bool(re.search(rf'{re.escape(layout.separator)} +"', begin))
-    spaced = spaced or (bool(layout.places) and bool(re.search(rf"{re.escape(layout.separator)} +\S", lines[first])))
+    spaced = spaced or (
+        bool(layout.places) and bool(re.search(rf"{re.escape(layout.separator)} +\S", lines[first]))
+    )
     layout = replace(layout, spaced=spaced)
     if not layout.places:
         return layout
     records = csv_records("", lines, layout, Reading(columns, skip=True))
     row = next((fields for _, fields in records if fields), [])
     surplus = row[len(layout.header) :]
-    return layout if any(field.strip() for field in surplus) else replace(layout, surplus=len(surplus))
+    return (
+        layout if any(field.strip() for field in surplus) else replace(layout, surplus=len(surplus))
+    )
 
 
 def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
     """The separator and the columns that a first line names."""
     rows = {
-        separator: next(csv.reader([line], delimiter=separator, skipinitialspace=separator != "\t"), [])
+        separator: next(
+            csv.reader([line], delimiter=separator, skipinitialspace=separator != "\t"), []
+        )
         for separator in candidates
     }
     for separator, fields in rows.items():
         if not columns.missing(fields):
-            return Layout(separator, columns.among(fields), tuple(field.strip() for field in fields))
+            return Layout(
+                separator, columns.among(fields), tuple(field.strip() for field in fields)
+            )
     for separator, fields in rows.items():
-        if columns in (Columns(), Columns(label="")) and len(fields) > 1 and fields[0].strip().isdecimal():
+        if (
+            columns in (Columns(), Columns(label=""))
+            and len(fields) > 1
+            and fields[0].strip().isdecimal()
+        ):
             if fields == [str(i) for i in range(len(fields))]:
                 raise ValueError(f"the header only numbers the columns: {', '.join(fields)}")
             return Layout(separator, None)
     check_utf8(line)
     fields = max(rows.values(), key=len)
     # Names of columns are no numbers and few words; "no column text among 0.0, a fine lamp" would not say enough.
-    is_row = any(re.fullmatch(r"-?\d+(\.\d*)?", field.strip()) or len(field.split()) > 3 for field in fields)
+    is_row = any(
+        re.fullmatch(r"-?\d+(\.\d*)?", field.strip()) or len(field.split()) > 3 for field in fields
+    )
     header = " (the first line must be a header such as text,label)" if is_row else ""
     raise ValueError(columns.missing(fields) + header)
 
@@ -253,7 +279,9 @@ def utf8_bytes(data: bytes) -> bytes:
         try:
             data = data.decode("utf-16").encode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"UTF-16 text that is damaged at byte {error.start}; save it as UTF-8") from error
+            raise ValueError(
+                f"UTF-16 text that is damaged at byte {error.start}; save it as UTF-8"
+            ) from error
     # A NUL here and there is a character like others, but of most letters UTF-16 makes a byte and a NUL.
     head = data[:1000]
     if max(head[::2].count(0), head[1::2].count(0)) > len(head) // 4:
@@ -298,7 +326,9 @@ class Lines(Sequence[str]):
     def __getitem__(self, number: int) -> str:  # type: ignore[override]
         while number >= self._next:
             if self._offset - self._begin > LONGEST_RECORD:
-                raise csv.Error(f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?")
+                raise csv.Error(
+                    f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?"
+                )
             raw = self._file.readline(LONGEST_RECORD)
             if not raw:
                 raise IndexError(number)
@@ -310,7 +340,9 @@ class Lines(Sequence[str]):
             start = self._offset
             for line in raw.splitlines(keepends=True):
                 self._offset += len(line)
-                data = line.removeprefix(b"\xef\xbb\xbf") if start == 0 and self._next == 0 else line
+                data = (
+                    line.removeprefix(b"\xef\xbb\xbf") if start == 0 and self._next == 0 else line
+                )
                 self._held[self._next] = (data.decode(errors="surrogateescape"), self._offset)
                 self._next += 1
         return self._held[number][0]
@@ -375,7 +407,9 @@ class Reading:
         self.count = 0
         self.named: list[str] = []
         self.lost: Counter[Label] = Counter()  # how many rows of each label were left out
-        self.declared: list[str] | None = None  # the classes that the first file to declare any declares
+        self.declared: list[str] | None = (
+            None  # the classes that the first file to declare any declares
+        )
         self.without_header: dict[str, list[str]] = {}  # how their classes are named, and files
         self.hint = ""  # what else to do if a file has no labels
 
@@ -386,7 +420,9 @@ class Reading:
         self.count += rows
         with contextlib.suppress(UnusableRow):
             found = self.problem_type.read_label(self.label_of(label))
-            self.lost.update([found] if isinstance(found, str) else found if isinstance(found, tuple) else [])
+            self.lost.update(
+                [found] if isinstance(found, str) else found if isinstance(found, tuple) else []
+            )
         if len(self.named) < MOST_NAMED:
             self.named.append(f"{where}: {why}")
 
@@ -412,7 +448,9 @@ class Reading:
             try:
                 for each in text if isinstance(text, tuple) else (text,):
                     if not isinstance(each, str) or not each.strip():
-                        raise UnusableRow(f"the text is {'empty' if isinstance(each, str) else 'not a string'}")
+                        raise UnusableRow(
+                            f"the text is {'empty' if isinstance(each, str) else 'not a string'}"
+                        )
                 read = self.problem_type.read_label(self.label_of(label), labels)
             except UnusableRow as error:
                 about_text = str(error).startswith("the text")
@@ -444,7 +482,9 @@ class Reading:
         """Leaving rows out must not change which classes there are."""
         if not self.lost:
             return
-        kept = Counter(itertools.chain.from_iterable([one] if isinstance(one, str) else one for one in found))
+        kept = Counter(
+            itertools.chain.from_iterable([one] if isinstance(one, str) else one for one in found)
+        )
         for label, count in self.lost.items():
             if count > kept[label] and (label in labels or not labels):
                 raise UserError(
@@ -508,7 +548,9 @@ class Reading:
         return [*names, *unused, *([left_out] if self.count else [])]
 
 
-def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = None) -> Iterator[FoundRow]:
+def read_file(
+    path: Path, reading: Reading, label_names: Sequence[str] | None = None
+) -> Iterator[FoundRow]:
     """The rows of a file, one by one.
 
     Args:
@@ -536,7 +578,9 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
         else:
             yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
     except OSError as error:
-        raise UserError(f"{reading.flag} {path}: {error.strerror or error}", code="data-unreadable") from error
+        raise UserError(
+            f"{reading.flag} {path}: {error.strerror or error}", code="data-unreadable"
+        ) from error
 
 
 def text_lines(name: Path | str, data: bytes) -> list[str]:
@@ -574,12 +618,16 @@ def _check_encoding(text: str) -> None:
         raise UnusableRow(str(error)) from error
 
 
-def _read_csv(path: Path, reading: Reading, label_names: Sequence[str] | None) -> Iterator[FoundRow]:
+def _read_csv(
+    path: Path, reading: Reading, label_names: Sequence[str] | None
+) -> Iterator[FoundRow]:
     with _open_lines(path) as lines:
         yield from _csv_rows(path, lines, reading, label_names)
 
 
-def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[str] | None) -> Iterator[FoundRow]:
+def _csv_rows(
+    path: Path, lines: Lines, reading: Reading, label_names: Sequence[str] | None
+) -> Iterator[FoundRow]:
     try:
         layout = find_layout(lines, reading.columns, path.suffix.lower())
     except ValueError as error:
@@ -590,10 +638,16 @@ def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[
     try:
         check_utf8(lines[layout.first] if layout.places else "")
     except ValueError as error:
-        raise UserError(f"{path} line {layout.first + 1}: {error}", code="data-unreadable") from error
+        raise UserError(
+            f"{path} line {layout.first + 1}: {error}", code="data-unreadable"
+        ) from error
     reading.unused |= dict.fromkeys(layout.unused)
     if not layout.places and not path.with_name("classes.txt").is_file():
-        named = f"named {', '.join(label_names)} as in AG News" if label_names else "called by their numbers"
+        named = (
+            f"named {', '.join(label_names)} as in AG News"
+            if label_names
+            else "called by their numbers"
+        )
         reading.without_header.setdefault(named, []).append(path.name)
     for line, fields in csv_records(path, lines, layout, reading):
         lines.place_after(line)
@@ -689,7 +743,9 @@ def ag_news_classes(path: Path) -> list[str] | None:
             layout = find_layout(lines, TEXT_AND_LABEL, path.suffix.lower())
             if layout is None or layout.places:
                 return None
-            for line, fields in csv_records(path, lines, layout, Reading(TEXT_AND_LABEL, skip=True)):
+            for line, fields in csv_records(
+                path, lines, layout, Reading(TEXT_AND_LABEL, skip=True)
+            ):
                 lines.place_after(line)
                 if fields and (len(fields) > 3 or fields[0].strip() not in ("1", "2", "3", "4")):
                     return None
@@ -708,14 +764,20 @@ def class_names_beside(file: Path) -> list[str] | None:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: must be UTF-8 text ({first_line(error)}); save it as such", code="data-unreadable"
+            f"{path}: must be UTF-8 text ({first_line(error)}); save it as such",
+            code="data-unreadable",
         ) from error
     return [line.strip() for line in lines if line.strip()]
 
 
 def _leading_label(fields: list[str], places: Places) -> str | None:
     """The label of a row that may have too many fields, if it is in front of the text that was torn apart."""
-    if len(places) < 2 or len(places[1]) > 1 or places[1][0] > min(places[0]) or places[1][0] >= len(fields):
+    if (
+        len(places) < 2
+        or len(places[1]) > 1
+        or places[1][0] > min(places[0])
+        or places[1][0] >= len(fields)
+    ):
         return None
     return fields[places[1][0]]
 
@@ -724,7 +786,9 @@ def _headed_row(cells: list[str], layout: Layout) -> tuple[Any, Any]:
     places = cast("Places", layout.places)
     for place in places[1] if len(places) > 1 else ():
         if cells[place].startswith(" ") and re.fullmatch(r'\s*".*"\s*', cells[place], re.DOTALL):
-            raise UnusableRow(f"a space before the quote of the label {cells[place].strip()}; delete it")
+            raise UnusableRow(
+                f"a space before the quote of the label {cells[place].strip()}; delete it"
+            )
     return text_and_label(*([cells[place] for place in parts] for parts in places))
 
 
@@ -737,7 +801,16 @@ def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
 
 def _applies(name: str, cell: Any) -> bool:
     said = str(cell).strip().lower()
-    if said not in (yes_and_no := {"1": True, "0": False, "true": True, "false": False, "1.0": True, "0.0": False}):
+    if said not in (
+        yes_and_no := {
+            "1": True,
+            "0": False,
+            "true": True,
+            "false": False,
+            "1.0": True,
+            "0.0": False,
+        }
+    ):
         raise UnusableRow(f"{cell!r} in the column {name} must be 0 or 1")
     return yes_and_no[said]
 
@@ -833,10 +906,20 @@ def parse_json(line: str) -> Any:
     _check_encoding(line)
     try:
         found = json.loads(line, object_pairs_hook=_without_repeats)
-        if isinstance(found, dict) and len(found) > 1 and all(name == value for name, value in found.items()):
+        if (
+            isinstance(found, dict)
+            and len(found) > 1
+            and all(name == value for name, value in found.items())
+        ):
             raise UnusableRow(REPEATED_HEADER)
-        if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold
-            whole = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if (
+            "\\ud" in line.lower()
+        ):  # half a character, spelt as an escape, is text that no file can hold
+            whole = (
+                json.dumps(found, ensure_ascii=False)
+                .encode("utf-16", "surrogatepass")
+                .decode("utf-16", "replace")
+            )
             return json.loads(whole)
         return found
     except UnusableRow:
@@ -844,7 +927,9 @@ def parse_json(line: str) -> Any:
     except json.JSONDecodeError as error:
         if line.lstrip().startswith("["):
             raise UnusableRow(f"a JSON array over several lines; {_ONE_OBJECT}") from error
-        raise UnusableRow(f"not valid JSON ({error.msg}); each line must hold one object") from error
+        raise UnusableRow(
+            f"not valid JSON ({error.msg}); each line must hold one object"
+        ) from error
     except RecursionError as error:
         raise UnusableRow("JSON that is nested too deep") from error
     except ValueError as error:
@@ -860,7 +945,9 @@ _ONE_OBJECT = (
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
         raise UnusableRow(f"two values are named {twice}; rename one")
     return row
 
@@ -868,7 +955,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     row = parse_json(line)
     if not isinstance(row, dict):
-        what = f"; it holds a JSON array, but {_ONE_OBJECT}" if isinstance(row, list) and len(row) > 1 else ""
+        what = (
+            f"; it holds a JSON array, but {_ONE_OBJECT}"
+            if isinstance(row, list) and len(row) > 1
+            else ""
+        )
         raise UnusableRow(f"must be an object with text and label{what}")
     try:
         places = reading.columns.among(names := list(row))
@@ -888,34 +979,54 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
         file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
         found = file.schema_arrow.names
     except unreadable as error:
-        raise UserError(f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable") from error
+        raise UserError(
+            f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable"
+        ) from error
     columns = reading.find_columns(str(path), found)
-    classes = _declared_classes(file.schema_arrow.metadata, columns[1]) if reading.columns.label else None
+    classes = (
+        _declared_classes(file.schema_arrow.metadata, columns[1]) if reading.columns.label else None
+    )
     reading.declared = reading.declared or classes
     first = 1
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         try:
             table = file.read_row_group(group, columns=[*dict.fromkeys(itertools.chain(*columns))])
-            cells = [zip(*(table[name].to_pylist() for name in names), strict=True) for names in columns]
+            cells = [
+                zip(*(table[name].to_pylist() for name in names), strict=True) for names in columns
+            ]
         except unreadable as error:
-            reading.reject(f"{path} rows {first} to {first + rows - 1}", f"cannot be read ({first_line(error)})", rows)
+            reading.reject(
+                f"{path} rows {first} to {first + rows - 1}",
+                f"cannot be read ({first_line(error)})",
+                rows,
+            )
         else:
             for number, row in enumerate(zip(*cells, strict=True), start=first):
-                named = (row[0], [named_class(cell, classes) for cell in row[1]], *row[2:]) if classes else row
+                named = (
+                    (row[0], [named_class(cell, classes) for cell in row[1]], *row[2:])
+                    if classes
+                    else row
+                )
                 yield f"{path} row {number}", *text_and_label(*named)
         first += rows
 
 
-def _declared_classes(metadata: dict[bytes, bytes] | None, columns: Sequence[str]) -> list[str] | None:
+def _declared_classes(
+    metadata: dict[bytes, bytes] | None, columns: Sequence[str]
+) -> list[str] | None:
     """The names of a column of class numbers, or of lists of them, which `datasets` writes into its Parquet files."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         feature = features[columns[0]] if len(columns) == 1 else {}
-        names = (feature.get("feature", feature) if isinstance(feature, dict) else feature[0]).get("names")
+        names = (feature.get("feature", feature) if isinstance(feature, dict) else feature[0]).get(
+            "names"
+        )
     except (KeyError, ValueError, TypeError, IndexError, AttributeError):
         return None
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    return (
+        names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    )
 
 
 def named_class(label: Any, names: Sequence[str] | None) -> Any:
@@ -979,11 +1090,18 @@ def read_labelled_rows(
     """
     splits = split_files(path)
     training_files = splits.get("train", [])
-    files = (splits.get("test") or training_files) if path.is_dir() else [path] if path.is_file() else []
+    files = (
+        (splits.get("test") or training_files)
+        if path.is_dir()
+        else [path]
+        if path.is_file()
+        else []
+    )
     if not files:
         what = "holds no test.csv or test.jsonl" if path.is_dir() else "no such file or folder"
         raise UserError(
-            f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file", code="data-not-found"
+            f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file",
+            code="data-not-found",
         )
     if path.is_dir():
         check_shards("test" if files != training_files else "train", files)
@@ -1009,9 +1127,13 @@ def read_labelled_rows(
         raise UserError(f"{files[0]}: holds no labelled text", code="data-empty")
     calibration = texts
     if training_files and training_files != files:
-        calibration = [text for _, text, _ in _rows_of_model(training_files, labels, columns, problem_type)]
+        calibration = [
+            text for _, text, _ in _rows_of_model(training_files, labels, columns, problem_type)
+        ]
     chosen = evenly_spread(len(texts), limit)
-    return LabelledRows(str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration)
+    return LabelledRows(
+        str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration
+    )
 
 
 def evenly_spread(count: int, limit: int | None) -> list[int]:
@@ -1027,7 +1149,9 @@ def split_files(folder: Path, formats: Sequence[str] = FORMATS) -> dict[str, lis
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*")):
         if path.suffix in formats and path.name != "classes.txt" and path.is_file():
-            found.setdefault(shard[1] if (shard := _SHARD.fullmatch(path.stem)) else path.stem, []).append(path)
+            found.setdefault(
+                shard[1] if (shard := _SHARD.fullmatch(path.stem)) else path.stem, []
+            ).append(path)
     return found
 
 
@@ -1038,7 +1162,9 @@ def check_shards(split: str, paths: Sequence[Path]) -> None:
         UserError: a shard is missing, or the split is there in two formats.
     """
     shards = [shard for path in paths if (shard := _SHARD.fullmatch(path.stem))]
-    is_whole = {(int(shard[2]), int(shard[3])) for shard in shards} == {(i, len(paths)) for i in range(len(paths))}
+    is_whole = {(int(shard[2]), int(shard[3])) for shard in shards} == {
+        (i, len(paths)) for i in range(len(paths))
+    }
     if (len(paths) > 1 or shards) and not (is_whole and len({path.suffix for path in paths}) == 1):
         raise UserError(
             f"{paths[0].parent}: of the split {split} it has {some_of([path.name for path in paths])}, "
@@ -1051,7 +1177,9 @@ def other_shards(path: Path) -> list[Path]:
     """The files that hold the rest of the split of which a file is one shard."""
     if not (shard := _SHARD.fullmatch(path.stem)):
         return []
-    return [one for one in path.parent.glob(f"{glob.escape(shard[1])}-*-of-{shard[3]}.*") if one != path]
+    return [
+        one for one in path.parent.glob(f"{glob.escape(shard[1])}-*-of-{shard[3]}.*") if one != path
+    ]
 
 
 def _rows_of_model(
@@ -1061,7 +1189,9 @@ def _rows_of_model(
     reading = Reading(columns, skip=False, flag="--rows", remedy=remedy, problem_type=problem_type)
     # Numbers without a header mean AG News' classes to a model that answers with these.
     names = AG_NEWS_LABELS if labels and set(labels) <= set(AG_NEWS_LABELS) else None
-    rows = itertools.chain.from_iterable(read_file(file, reading, class_names_beside(file) or names) for file in files)
+    rows = itertools.chain.from_iterable(
+        read_file(file, reading, class_names_beside(file) or names) for file in files
+    )
     for where, text, label in rows:
         parts = [text] if not columns.pair else list(text)
         if not all(isinstance(part, str) for part in parts):

@@ -118,7 +118,9 @@ def _clean_once_traced(text: str, places: list[int]) -> tuple[str, list[int]]:
         for match in pattern.finditer(text):
             new = replacement if isinstance(replacement, str) else replacement(match)
             parts += [text[end : match.start()], new]
-            kept += places[end : match.start()] + places[match.start() : match.start() + 1] * len(new)
+            kept += places[end : match.start()] + places[match.start() : match.start() + 1] * len(
+                new
+            )
             end = match.end()
         text, places = "".join([*parts, text[end:]]), kept + places[end:]
     if _INVISIBLE.fullmatch(text):
@@ -247,7 +249,9 @@ class TextTokenizer:
         reads_pairs: bool = False,
     ) -> None:
         if max_length < 3:
-            raise ValueError(f"max_length {max_length}: must be at least 3 (two special tokens and one word)")
+            raise ValueError(
+                f"max_length {max_length}: must be at least 3 (two special tokens and one word)"
+            )
         self.max_length = max_length
         self.windows = windows
         self.reads_pairs = reads_pairs
@@ -255,7 +259,9 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         # A saved tokenizer.json may contain settings for truncation and padding. Only the side is the model's.
         side = (tokenizer.truncation or {}).get("direction", "right")
-        self._tokenizer.enable_truncation(max_length, stride=windows.overlap if windows else 0, direction=side)
+        self._tokenizer.enable_truncation(
+            max_length, stride=windows.overlap if windows else 0, direction=side
+        )
         self._tokenizer.no_padding()
         # An unknown word is a word, although its token is a special one.
         unknown = getattr(tokenizer.model, "unk_token", None)
@@ -267,7 +273,11 @@ class TextTokenizer:
 
     @classmethod
     def from_file(
-        cls, path: str | Path, max_length: int, cleaning: str = "news", windows: Windows | None = None
+        cls,
+        path: str | Path,
+        max_length: int,
+        cleaning: str = "news",
+        windows: Windows | None = None,
     ) -> TextTokenizer:
         """Read a ``tokenizer.json``; ``cleaning`` is one of `CLEANINGS`.
 
@@ -316,11 +326,19 @@ class TextTokenizer:
 
     def clean_all(self, text: Text) -> Text:
         """Clean a text, or both texts of a pair."""
-        return self.clean(text) if isinstance(text, str) else (self.clean(text[0]), self.clean(text[1]))
+        return (
+            self.clean(text)
+            if isinstance(text, str)
+            else (self.clean(text[0]), self.clean(text[1]))
+        )
 
     def examples(self, texts: Sequence[str]) -> list[Text]:
         """These texts as the model reads them: one by one, or each together with the one after it."""
-        return list(zip(texts, [*texts[1:], texts[0]], strict=True)) if self.reads_pairs else list(texts)
+        return (
+            list(zip(texts, [*texts[1:], texts[0]], strict=True))
+            if self.reads_pairs
+            else list(texts)
+        )
 
     def locate(self, text: str, passages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Where passages of the cleaned text are in the text itself."""
@@ -329,7 +347,10 @@ class TextTokenizer:
         cleaned, places = _clean_traced(text)
         # Up to the character that follows, without the white space between.
         places.append(len(text))
-        return [(places[start], len(text[: places[min(end, len(cleaned))]].rstrip())) for start, end in passages]
+        return [
+            (places[start], len(text[: places[min(end, len(cleaned))]].rstrip()))
+            for start, end in passages
+        ]
 
     def encode_cleaned(self, texts: Sequence[Text]) -> list[Encoded]:
         """Tokenise texts that `clean` gave; else as `encode`."""
@@ -340,11 +361,16 @@ class TextTokenizer:
             # "Fast" leaves out the places in the text, which nobody asks for.
             encodings = self._tokenizer.encode_batch_fast(texts)
             found = [
-                _encoded(one) if isinstance(text, str) or not one.overflowing else self._cut_pair(one, text)
+                _encoded(one)
+                if isinstance(text, str) or not one.overflowing
+                else self._cut_pair(one, text)
                 for one, text in zip(encodings, texts, strict=True)
             ]
         blank = [self._blank_texts(*one) for one in zip(encodings, texts, strict=True)]
-        return [replace(one, blank=which) if which else one for one, which in zip(found, blank, strict=True)]
+        return [
+            replace(one, blank=which) if which else one
+            for one, which in zip(found, blank, strict=True)
+        ]
 
     def is_blank(self, ids: Iterable[int]) -> bool:
         """Whether these ids of a text have nothing to classify: there are none, or only special ones."""
@@ -354,13 +380,19 @@ class TextTokenizer:
         if isinstance(text, str):
             return (0,) if self.is_blank(encoding.ids) else ()
         places = list(zip(encoding.sequence_ids, encoding.ids, strict=True))
-        return tuple(which for which in (0, 1) if self.is_blank(id_ for place, id_ in places if place == which))
+        return tuple(
+            which
+            for which in (0, 1)
+            if self.is_blank(id_ for place, id_ in places if place == which)
+        )
 
     def _cut_pair(self, encoding: Encoding, pair: tuple[str, str]) -> Encoded:
         # What was cut off comes in all combinations of the two texts, so each is counted alone.
         alone = sum(_encoded(one).num_tokens for one in self._tokenizer.encode_batch_fast(pair))
         special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]
-        return Encoded(ids=encoding.ids, num_tokens=alone - 2 * special[0] + special[1], truncated=True)
+        return Encoded(
+            ids=encoding.ids, num_tokens=alone - 2 * special[0] + special[1], truncated=True
+        )
 
 
 def _encoded(encoding: Encoding) -> Encoded:
@@ -386,7 +418,11 @@ def _in_windows(encoding: Encoding, windows: Windows) -> Encoded:
 
 
 def _passage(part: Encoding) -> tuple[int, int]:
-    words = [place for place, special in zip(part.offsets, part.special_tokens_mask, strict=True) if not special]
+    words = [
+        place
+        for place, special in zip(part.offsets, part.special_tokens_mask, strict=True)
+        if not special
+    ]
     return words[0][0], words[-1][1]
 
 
@@ -403,7 +439,9 @@ class ManyTexts:
         self._words: dict[str, list[int]] = {}
         self._num_chars = 0
         self.num_cut = 0  # texts so far
-        self.blank: list[int] = []  # the positions of those of the last call that have nothing to classify
+        self.blank: list[
+            int
+        ] = []  # the positions of those of the last call that have nothing to classify
         self._frame = _frame_of(tokenizer)
 
     def token_ids(self, texts: Sequence[Text]) -> list[list[int]]:
@@ -418,7 +456,9 @@ class ManyTexts:
             self._words, self._num_chars = {}, 0
         split = [text.split(" ") for text in texts]
         new = list(set().union(*split) - self._words.keys())
-        for word, encoding in zip(new, self._tokenizer.encode_batch_fast(new, add_special_tokens=False), strict=True):
+        for word, encoding in zip(
+            new, self._tokenizer.encode_batch_fast(new, add_special_tokens=False), strict=True
+        ):
             self._words[word] = encoding.ids
             self._num_chars += len(word)
         found = []
@@ -434,7 +474,9 @@ class ManyTexts:
             starts = range(0, len(ids) - windows.overlap, step)
             self.num_cut += len(starts) > windows.most
             starts = starts[: windows.most]
-            found.append([id_ for start in starts for id_ in (*begin, *ids[start : start + room], *end)])
+            found.append(
+                [id_ for start in starts for id_ in (*begin, *ids[start : start + room], *end)]
+            )
         self.blank = [i for i, ids in enumerate(found) if self._texts.is_blank(ids)]
         return found
 
@@ -457,4 +499,6 @@ def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
     word = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     starts = [i for i in range(len(whole)) if whole[i : i + len(word)] == word]
-    return (whole[: starts[0]], whole[starts[0] + len(word) :]) if word and len(starts) == 1 else None
+    return (
+        (whole[: starts[0]], whole[starts[0] + len(word) :]) if word and len(starts) == 1 else None
+    )

@@ -17,10 +17,31 @@ OPTIONAL_FILES = (ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE)
 
 # Classes of transformers, or types of models, that build their tokenizer around the vocabulary of tokenizer.json, with
 # these settings, here with their defaults.
-_BERT_LIKE = ("bert", "distilbert", "electra", "layoutlm", "lxmert", "megatron-bert", "mobilebert", "squeezebert")
-_BYTE_LEVEL = ("bart", "deberta", "gpt2", "led", "longformer", "mvp", "roberta", "roberta-prelayernorm")
+_BERT_LIKE = (
+    "bert",
+    "distilbert",
+    "electra",
+    "layoutlm",
+    "lxmert",
+    "megatron-bert",
+    "mobilebert",
+    "squeezebert",
+)
+_BYTE_LEVEL = (
+    "bart",
+    "deberta",
+    "gpt2",
+    "led",
+    "longformer",
+    "mvp",
+    "roberta",
+    "roberta-prelayernorm",
+)
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    **{kind: {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True} for kind in _BERT_LIKE},
+    **{
+        kind: {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}
+        for kind in _BERT_LIKE
+    },
     **{kind: {"add_prefix_space": False} for kind in _BYTE_LEVEL},
 }
 _NORMALIZER_FLAGS = {
@@ -30,12 +51,21 @@ _NORMALIZER_FLAGS = {
 }
 # Classes that take tokenizer.json as it is, and types of models that never do, whatever class is named.
 _GENERIC = ("pretrained", "tokenizersbackend", "pythonbackend")
-_OWN_CLASS_ALWAYS = ("hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "siglip2")
+_OWN_CLASS_ALWAYS = (
+    "hyperclovax_vision_v2",
+    "qwen2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_text",
+    "siglip2",
+)
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def combined(
-    tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any] | None = None
+    tokenizer_json: str,
+    files: Mapping[str, Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
 ) -> str:
     """Return tokenizer.json as the other files change it.
 
@@ -61,9 +91,15 @@ def combined(
     _set_normalizer(content, values, obeyed=kind in _DEFAULTS)
     _set_prefix_space(content, values, obeyed=kind in _DEFAULTS)
     if settings.get("split_special_tokens"):
-        raise _contradiction("split_special_tokens", True, "special tokens in a text are never split")
+        raise _contradiction(
+            "split_special_tokens", True, "special tokens in a text are never split"
+        )
     _add_tokens(content, files, config.get("vocab_size") or 0)
-    return tokenizer_json if _without_model(content) == before else json.dumps(content, ensure_ascii=False)
+    return (
+        tokenizer_json
+        if _without_model(content) == before
+        else json.dumps(content, ensure_ascii=False)
+    )
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -71,7 +107,9 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "")
 
 
-def is_built_by_its_class(tokenizer_json: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def is_built_by_its_class(
+    tokenizer_json: str, settings: Mapping[str, Any], config: Mapping[str, Any]
+) -> bool:
     """Whether transformers takes little more than the vocabulary from tokenizer.json, in ways that `combined` does not
     know: XLM-RoBERTa, DeBERTa-v2, ALBERT and many others have classes that normalize and split texts in their own way.
     """
@@ -99,9 +137,15 @@ def without_unused_tokens(made: str, before: str, num_weights: int) -> str:
     content["added_tokens"] = [
         token
         for token in tokens
-        if token["id"] < num_weights or token["content"] in kept or json.dumps(token["content"]) in used
+        if token["id"] < num_weights
+        or token["content"] in kept
+        or json.dumps(token["content"]) in used
     ]
-    return made if len(content["added_tokens"]) == len(tokens) else json.dumps(content, ensure_ascii=False)
+    return (
+        made
+        if len(content["added_tokens"]) == len(tokens)
+        else json.dumps(content, ensure_ascii=False)
+    )
 
 
 def _kind(name: Any) -> str:
@@ -114,7 +158,9 @@ def _without_model(content: Mapping[str, Any]) -> str:
 
 
 def _contradiction(name: str, value: Any, found: str) -> ValueError:
-    return ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {name} is {value!r}, but {found}")
+    return ValueError(
+        f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {name} is {value!r}, but {found}"
+    )
 
 
 def _set_direction(content: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -164,7 +210,11 @@ def _found_instead(nodes: list[dict[str, Any]], name: str, value: bool | None) -
     if name != "do_lower_case" or not nodes:
         return ""
     found = any(node.get("type") == "Lowercase" for node in nodes)
-    return "" if found == value else f"its normalizer {'makes' if found else 'does not make'} lower case"
+    return (
+        ""
+        if found == value
+        else f"its normalizer {'makes' if found else 'does not make'} lower case"
+    )
 
 
 def _in_effect(node: Mapping[str, Any], flag: str) -> Any:
@@ -187,7 +237,9 @@ def _set_prefix_space(content: dict[str, Any], values: Mapping[str, Any], *, obe
         else:
             continue
         if found != value and not obeyed:
-            raise _contradiction("add_prefix_space", value, f"that of its pre-tokenizer is {found!r}")
+            raise _contradiction(
+                "add_prefix_space", value, f"that of its pre-tokenizer is {found!r}"
+            )
         node["add_prefix_space"] = value
 
 
@@ -199,7 +251,9 @@ def _nodes(node: Any, parts: str) -> Iterator[dict[str, Any]]:
             yield from _nodes(part, parts)
 
 
-def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]], num_weights: int) -> None:
+def _add_tokens(
+    content: dict[str, Any], files: Mapping[str, Mapping[str, Any]], num_weights: int
+) -> None:
     """Tokens that are matched in a text before it is split into pieces; the model has weights for so many."""
     known = {token["content"]: token for token in content.get("added_tokens") or []}
     vocabulary = _vocabulary(content["model"])
@@ -214,7 +268,9 @@ def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]],
         has = known[text]["id"] if text in known else vocabulary.get(text, index)
         if other != text or has != index:
             what = f"{has}" if has != index else f"that of {other!r}"
-            raise ValueError(f"{file} and {TOKENIZER_FILE} disagree: the token {text!r} has the id {index}, not {what}")
+            raise ValueError(
+                f"{file} and {TOKENIZER_FILE} disagree: the token {text!r} has the id {index}, not {what}"
+            )
         known[text] = token
         taken[index] = text
     content["added_tokens"] = sorted(known.values(), key=lambda token: token["id"])
@@ -222,7 +278,10 @@ def _add_tokens(content: dict[str, Any], files: Mapping[str, Mapping[str, Any]],
 
 
 def _found_tokens(
-    known: Mapping[str, Any], vocabulary: Mapping[str, int], files: Mapping[str, Mapping[str, Any]], num_weights: int
+    known: Mapping[str, Any],
+    vocabulary: Mapping[str, int],
+    files: Mapping[str, Mapping[str, Any]],
+    num_weights: int,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The tokens in the other files, each with the name of its file."""
     settings = files.get(SETTINGS_FILE, {})
@@ -231,7 +290,9 @@ def _found_tokens(
     for index, token in (settings.get("added_tokens_decoder") or {}).items():
         token = token if isinstance(token, dict) else {"content": str(token)}
         usual = _token(int(index), token["content"], is_special=bool(token.get("special", False)))
-        found.append((SETTINGS_FILE, usual | {flag: bool(token[flag]) for flag in _FLAGS if flag in token}))
+        found.append(
+            (SETTINGS_FILE, usual | {flag: bool(token[flag]) for flag in _FLAGS if flag in token})
+        )
     seen = {*known, *(token["content"] for _, token in found)}
     for text, index in files.get(ADDED_TOKENS_FILE, {}).items():
         if text not in seen:
@@ -267,7 +328,11 @@ def _check_numbers(tokens: list[dict[str, Any]], vocabulary: Mapping[str, int]) 
 
 def _special_tokens(settings: Mapping[str, Any]) -> list[str]:
     """The tokens that settings name for a purpose, such as ``cls_token``."""
-    named = [value for key, value in settings.items() if key.endswith("_token") and not key.startswith("add_")]
+    named = [
+        value
+        for key, value in settings.items()
+        if key.endswith("_token") and not key.startswith("add_")
+    ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(key) or []
         named += more.values() if isinstance(more, dict) else more

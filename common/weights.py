@@ -24,7 +24,11 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     import torch
     from safetensors.torch import load_file
 
-    found = torch.load(path, map_location="cpu", weights_only=True) if path.suffix == ".bin" else load_file(path)
+    found = (
+        torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".bin"
+        else load_file(path)
+    )
     return {_current_name(name): tensor.clone() for name, tensor in found.items()}
 
 

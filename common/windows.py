@@ -97,7 +97,9 @@ def window_lengths(num_ids: NDArray[np.integer], length: int) -> NDArray[np.int6
     return lengths
 
 
-def pool(outputs: NDArray[np.float32], counts: NDArray[np.integer]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def pool(
+    outputs: NDArray[np.float32], counts: NDArray[np.integer]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """One row of scores per text from the outputs for its windows.
 
     Args:

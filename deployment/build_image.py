@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only its own folder by itself
 
 from common.errors import ForeseenError, OneLineParser, run_command
 from deployment.image_context import (
@@ -71,18 +73,28 @@ def main() -> None:
         image = serving_image(options.model, options.tag, options.extras, options.suffix)
     print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
     if code := build(builder, image, options.flags):
-        raise BuildFailure(f"{builder} ended with code {code}, its last lines say why", code="image-build-failed")
+        raise BuildFailure(
+            f"{builder} ended with code {code}, its last lines say why", code="image-build-failed"
+        )
     print(f"Built {' and '.join(image.tags)}", flush=True)
     if options.push:
         repository, digest = push(builder, image.tags[0])
-        print(_HOW_TO_USE.format(tag=image.tags[0], name=image.name, repository=repository, digest=digest))
+        print(
+            _HOW_TO_USE.format(
+                tag=image.tags[0], name=image.name, repository=repository, digest=digest
+            )
+        )
 
 
 def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
-    what.add_argument("--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it")
+    what.add_argument(
+        "--model", type=Path, help="the model folder to serve, exported for native, onnx or both"
+    )
+    what.add_argument(
+        "--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it"
+    )
     parser.add_argument(
         "--with",
         dest="extras",
@@ -92,11 +104,20 @@ def _parse() -> argparse.Namespace:
         help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, Ray (only with --torch); default: none",
     )
     parser.add_argument(
-        "--tag", help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and latest"
+        "--tag",
+        help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and latest",
     )
-    parser.add_argument("--suffix", help="end of the default tag, such as amd64, for images that one name will join")
-    parser.add_argument("--push", action="store_true", help="push the image to its registry and print its digest")
-    parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that is installed and answers")
+    parser.add_argument(
+        "--suffix", help="end of the default tag, such as amd64, for images that one name will join"
+    )
+    parser.add_argument(
+        "--push", action="store_true", help="push the image to its registry and print its digest"
+    )
+    parser.add_argument(
+        "--builder",
+        choices=BUILDERS,
+        help="default: the first of these that is installed and answers",
+    )
     parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --no-cache")
     options = parser.parse_args()
     if options.model and (refused := set(options.extras) - set(SERVING_EXTRAS)):
@@ -117,14 +138,18 @@ def find_builder() -> str:
         if shutil.which(name) and _answers(name):
             return name
     raise DeploymentError(
-        f"none of {', '.join(BUILDERS)} is installed and running; install or start one of them", code="image-no-builder"
+        f"none of {', '.join(BUILDERS)} is installed and running; install or start one of them",
+        code="image-no-builder",
     )
 
 
 def _answers(name: str) -> bool:
     # docker is of no use without its daemon, nor podman on a Mac without its machine.
     try:
-        return subprocess.run([name, "info"], capture_output=True, timeout=_ANSWER_SECONDS).returncode == 0
+        return (
+            subprocess.run([name, "info"], capture_output=True, timeout=_ANSWER_SECONDS).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
@@ -141,7 +166,9 @@ def serving_image(
     return Image("distrinews", DOCKERFILE, image_files(model), arguments, tags)
 
 
-def torch_image(build: str, tag: str | None = None, extras: tuple[str, ...] = (), suffix: str | None = None) -> Image:
+def torch_image(
+    build: str, tag: str | None = None, extras: tuple[str, ...] = (), suffix: str | None = None
+) -> Image:
     arguments = {"TORCH": build, "VERSION": version(), "WITH": " ".join(extras)}
     tags = _tags("distrinews-torch", tag, [version(), *extras], suffix)
     return Image("distrinews-torch", TORCH_DOCKERFILE, torch_image_files(), arguments, tags)
@@ -184,21 +211,35 @@ def push(builder: str, tag: str) -> tuple[str, str]:
         if code := subprocess.run([builder, "push", *flags, tag]).returncode:
             what = f"{builder} push {tag} ended with code {code}"
             raise BuildFailure(
-                f"{what}; log in with {builder} login, or name a registry with --tag", code="image-push-failed"
+                f"{what}; log in with {builder} login, or name a registry with --tag",
+                code="image-push-failed",
             )
-        digest = _digest_of_docker(tag, repository) if builder == "docker" else file.read_text().strip()
+        digest = (
+            _digest_of_docker(tag, repository) if builder == "docker" else file.read_text().strip()
+        )
     if not digest.startswith("sha256:"):
-        raise BuildFailure(f"{tag}: was pushed, but {builder} does not know its digest", code="image-push-failed")
+        raise BuildFailure(
+            f"{tag}: was pushed, but {builder} does not know its digest", code="image-push-failed"
+        )
     return repository, digest
 
 
 def _digest_of_docker(tag: str, repository: str) -> str:
     # Docker has no --digestfile; it keeps the digest of each repository that an image was pushed to.
     shown = subprocess.run(
-        ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag], capture_output=True, text=True
+        ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag],
+        capture_output=True,
+        text=True,
     )
     known = json.loads(shown.stdout or "null") or []
-    return next((digest for name, _, digest in (entry.partition("@") for entry in known) if name == repository), "")
+    return next(
+        (
+            digest
+            for name, _, digest in (entry.partition("@") for entry in known)
+            if name == repository
+        ),
+        "",
+    )
 
 
 if __name__ == "__main__":

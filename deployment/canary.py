@@ -19,9 +19,19 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 from urllib.request import urlopen
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only its own folder by itself
 
-from common.errors import ForeseenError, OneLineParser, UserError, above_zero, first_line, positive, run_command
+from common.errors import (
+    ForeseenError,
+    OneLineParser,
+    UserError,
+    above_zero,
+    first_line,
+    positive,
+    run_command,
+)
 
 # A rate needs a few scrapes, which are 15 s apart.
 _SHORTEST_WINDOW_S = 60
@@ -89,26 +99,40 @@ class Route:
                     operations.append({"op": "add", "path": f"{place}/weight", "value": weight})
         if not operations:
             what = f"no rule has both backends, {self.stable} and {self.canary}"
-            raise UserError(f"httproute {self.name}: {what}; see deployment/kubernetes/gateway", code="canary-route")
-        self._kubectl("patch", "httproute", self.name, "--type=json", f"--patch={json.dumps(operations)}")
+            raise UserError(
+                f"httproute {self.name}: {what}; see deployment/kubernetes/gateway",
+                code="canary-route",
+            )
+        self._kubectl(
+            "patch", "httproute", self.name, "--type=json", f"--patch={json.dumps(operations)}"
+        )
 
     def _backends(self) -> dict[str, list[dict[str, Any]]]:
         route = json.loads(self._kubectl("get", "httproute", self.name, "--output=json"))
         rules = enumerate(route["spec"].get("rules", []))
-        return {f"/spec/rules/{number}/backendRefs": rule.get("backendRefs", []) for number, rule in rules}
+        return {
+            f"/spec/rules/{number}/backendRefs": rule.get("backendRefs", [])
+            for number, rule in rules
+        }
 
     def _kubectl(self, *arguments: str) -> str:
         command = ["kubectl", f"--namespace={self.namespace}", *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_KUBECTL_SECONDS)
         except FileNotFoundError as error:
-            raise UserError("kubectl is not on the PATH; install it", code="canary-route") from error
+            raise UserError(
+                "kubectl is not on the PATH; install it", code="canary-route"
+            ) from error
         except subprocess.TimeoutExpired as error:
             what = f"kubectl {arguments[0]}: no answer within {_KUBECTL_SECONDS} s"
-            raise UserError(f"{what}; check the connection to the cluster", code="canary-route") from error
+            raise UserError(
+                f"{what}; check the connection to the cluster", code="canary-route"
+            ) from error
         if done.returncode:
             said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"kubectl {arguments[0]} httproute {self.name}: {said}", code="canary-route")
+            raise UserError(
+                f"kubectl {arguments[0]} httproute {self.name}: {said}", code="canary-route"
+            )
         return done.stdout
 
 
@@ -122,14 +146,18 @@ class Rule:
 
     def broken(self, canary: Measured, stable: Measured) -> str | None:
         """Why the canary should get no more requests; None if it may."""
-        if canary.ready == 0:  # what the gateway answers in its place is in no metric of the servers
+        if (
+            canary.ready == 0
+        ):  # what the gateway answers in its place is in no metric of the servers
             return "none of its servers is ready"
         if canary.failed > stable.failed + self.most_failed:
             return f"it fails {canary.failed:.2%} of its requests, the stable servers {stable.failed:.2%}"
         if canary.p99_s is None or stable.p99_s is None or canary.p99_s <= _ALWAYS_FAST_ENOUGH_S:
             return None
         if canary.p99_s > stable.p99_s * self.most_slower:
-            return f"its p99 is {canary.p99_s:.3f} s, that of the stable servers {stable.p99_s:.3f} s"
+            return (
+                f"its p99 is {canary.p99_s:.3f} s, that of the stable servers {stable.p99_s:.3f} s"
+            )
         return None
 
 
@@ -158,13 +186,17 @@ def measure(prometheus: str, route: Route, path: str, seconds: int) -> dict[str,
     for service in (route.stable, route.canary):
         requests = values["requests"].get(service, 0.0)
         failed = values["failed"].get(service, 0.0) / requests if requests else 0.0
-        found[service] = Measured(requests, failed, values["p99_s"].get(service), values["ready"].get(service, 0.0))
+        found[service] = Measured(
+            requests, failed, values["p99_s"].get(service), values["ready"].get(service, 0.0)
+        )
     return found
 
 
 def _ask(prometheus: str, query: str) -> dict[str, float]:
     try:
-        with urlopen(f"{prometheus}/api/v1/query?{urlencode({'query': query})}", timeout=30) as response:
+        with urlopen(
+            f"{prometheus}/api/v1/query?{urlencode({'query': query})}", timeout=30
+        ) as response:
             answer = json.load(response)
         result = answer["data"]["result"]
         values = {one["metric"]["service"]: float(one["value"][1]) for one in result}
@@ -196,18 +228,25 @@ def main() -> None:
             reason = "stopped" if isinstance(error, KeyboardInterrupt) else str(error)
             raise CanaryFailure(f"{route.canary}: rolled back, because {reason}") from error
         raise
-    print(f"Promoted. Roll the same image out to {route.stable}, then give it its requests back with --weight 0.")
+    print(
+        f"Promoted. Roll the same image out to {route.stable}, then give it its requests back with --weight 0."
+    )
 
 
 def _check_ready(route: Route, options: argparse.Namespace) -> None:
     try:
         found = measure(options.prometheus, route, options.path, _SHORTEST_WINDOW_S)
     except Unanswered as error:
-        raise UserError(f"--prometheus {options.prometheus}: no answer ({error})", code="canary-route") from error
+        raise UserError(
+            f"--prometheus {options.prometheus}: no answer ({error})", code="canary-route"
+        ) from error
     for service in (route.stable, route.canary):
         if found[service].ready == 0:
             what = "Prometheus knows of no server of it that is ready"
-            raise UserError(f"{service} in {route.namespace}: {what}; see its pods and monitor", code="canary-route")
+            raise UserError(
+                f"{service} in {route.namespace}: {what}; see its pods and monitor",
+                code="canary-route",
+            )
 
 
 def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measured) -> Measured:
@@ -221,12 +260,16 @@ def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measur
         time.sleep(options.every_s)
         elapsed = time.monotonic() - began
         try:
-            found = measure(options.prometheus, route, options.path, max(_SHORTEST_WINDOW_S, round(elapsed)))
+            found = measure(
+                options.prometheus, route, options.path, max(_SHORTEST_WINDOW_S, round(elapsed))
+            )
         except Unanswered as error:
             silence += 1
             print(f"{elapsed:6.0f} s  Prometheus did not answer ({error})", flush=True)
             if silence >= _MOST_SILENCE:
-                raise CanaryFailure(f"Prometheus did not answer {silence} times in a row") from error
+                raise CanaryFailure(
+                    f"Prometheus did not answer {silence} times in a row"
+                ) from error
             continue
         silence, canary, stable = 0, found[route.canary], found[route.stable]
         print(f"{elapsed:6.0f} s  {route.canary}: {canary}; {route.stable}: {stable}", flush=True)
@@ -250,7 +293,8 @@ def _roll_back(route: Route) -> None:
             route.set_weight(0)
         except UserError as error:
             print(
-                f"{error}; {'next attempt in 2 s' if attempt < _ATTEMPTS_TO_ROLL_BACK - 1 else 'giving up'}", flush=True
+                f"{error}; {'next attempt in 2 s' if attempt < _ATTEMPTS_TO_ROLL_BACK - 1 else 'giving up'}",
+                flush=True,
             )
             reason = error
             time.sleep(2)
@@ -270,16 +314,40 @@ def _parse() -> argparse.Namespace:
         description=__doc__,
         epilog="Exit codes: 0 promoted, 1 rolled back, 2 nothing was changed. Ctrl-C and SIGTERM roll back.",
     )
-    parser.add_argument("route", metavar="ROUTE", help="the HTTPRoute (deployment/kubernetes/gateway)")
-    parser.add_argument("--namespace", required=True, help="of the route, both Services and their metrics")
-    parser.add_argument("--prometheus", type=_address, metavar="URL", help="its address, without /api")
-    parser.add_argument("--stable", default="distrinews", metavar="SERVICE", help="what serves now (distrinews)")
-    parser.add_argument("--canary", default="distrinews-canary", metavar="SERVICE", help="what may replace it")
-    parser.add_argument("--steps", type=_steps, default=[5, 25, 50, 100], metavar="N,N", help="percent (5,25,50,100)")
-    parser.add_argument("--step_s", type=above_zero, default=600.0, metavar="N", help="seconds per step (600)")
-    parser.add_argument("--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between checks (30)")
     parser.add_argument(
-        "--least_requests", type=positive, default=200, metavar="N", help="with fewer, nothing is decided (200)"
+        "route", metavar="ROUTE", help="the HTTPRoute (deployment/kubernetes/gateway)"
+    )
+    parser.add_argument(
+        "--namespace", required=True, help="of the route, both Services and their metrics"
+    )
+    parser.add_argument(
+        "--prometheus", type=_address, metavar="URL", help="its address, without /api"
+    )
+    parser.add_argument(
+        "--stable", default="distrinews", metavar="SERVICE", help="what serves now (distrinews)"
+    )
+    parser.add_argument(
+        "--canary", default="distrinews-canary", metavar="SERVICE", help="what may replace it"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        default=[5, 25, 50, 100],
+        metavar="N,N",
+        help="percent (5,25,50,100)",
+    )
+    parser.add_argument(
+        "--step_s", type=above_zero, default=600.0, metavar="N", help="seconds per step (600)"
+    )
+    parser.add_argument(
+        "--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between checks (30)"
+    )
+    parser.add_argument(
+        "--least_requests",
+        type=positive,
+        default=200,
+        metavar="N",
+        help="with fewer, nothing is decided (200)",
     )
     parser.add_argument(
         "--most_failed",
@@ -295,8 +363,12 @@ def _parse() -> argparse.Namespace:
         metavar="N",
         help="its p99 may be up to this many times theirs (1.5)",
     )
-    parser.add_argument("--path", default="/predict", help="the route of the server whose p99 counts (/predict)")
-    parser.add_argument("--weight", type=_percent, metavar="N", help="only set the canary's percentage, and exit")
+    parser.add_argument(
+        "--path", default="/predict", help="the route of the server whose p99 counts (/predict)"
+    )
+    parser.add_argument(
+        "--weight", type=_percent, metavar="N", help="only set the canary's percentage, and exit"
+    )
     options = parser.parse_args()
     if options.prometheus is None and options.weight is None:
         parser.error("--prometheus is needed, because its metrics decide")
@@ -305,7 +377,9 @@ def _parse() -> argparse.Namespace:
 
 def _address(text: str) -> str:
     if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
-        raise argparse.ArgumentTypeError(f"{text}: must be an address such as http://localhost:9090")
+        raise argparse.ArgumentTypeError(
+            f"{text}: must be an address such as http://localhost:9090"
+        )
     return text.rstrip("/")
 
 

@@ -24,7 +24,10 @@ BROWSER_FILES = {
     "kernels.wasm": (_SIMD, ("wasm.c",)),
     "kernels-threads.wasm": (f"{_SIMD}+{_THREADS}", ("wasm.c",)),
     "kernels-relaxed.wasm": (f"{_SIMD}+{_RELAXED}", ("wasm_relaxed.c", "wasm_dot.c")),
-    "kernels-relaxed-threads.wasm": (f"{_SIMD}+{_RELAXED}+{_THREADS}", ("wasm_relaxed.c", "wasm_dot.c")),
+    "kernels-relaxed-threads.wasm": (
+        f"{_SIMD}+{_RELAXED}+{_THREADS}",
+        ("wasm_relaxed.c", "wasm_dot.c"),
+    ),
 }
 _SOURCES = (
     "browser.c",
@@ -36,7 +39,15 @@ _SOURCES = (
     "wasm_dot.c",
     "wasm_relaxed.c",
 )
-_EXPORTS = ("aligned_alloc", "free", "open_pool", "close_pool", "open_session", "close_session", "forward")
+_EXPORTS = (
+    "aligned_alloc",
+    "free",
+    "open_pool",
+    "close_pool",
+    "open_session",
+    "close_session",
+    "forward",
+)
 _EXPORTS += ("instruction_set", "prepare_weights", "widen_words")
 _THREAD_EXPORTS = ("run_thread", "__stack_pointer")
 _STACK_BYTES, _FIRST_MEMORY, _MOST_MEMORY = 65536, 2**20, 2**32 - 65536
@@ -49,7 +60,16 @@ def main() -> int:
     (module,) = tomllib.loads(pyproject.read_text())["tool"]["setuptools"]["ext-modules"]
     target = Path(*module["name"].split(".")).with_suffix(EXTENSION_SUFFIXES[0])
     libraries = [f"-l{name}" for name in module["libraries"]]
-    command = ["gcc", "-shared", "-fPIC", *module["extra-compile-args"], *module["sources"], "-o", target, *libraries]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        *module["extra-compile-args"],
+        *module["sources"],
+        "-o",
+        target,
+        *libraries,
+    ]
     return subprocess.run(command).returncode
 
 
@@ -58,7 +78,15 @@ def _browser_command(name: str) -> list[str]:
     has_threads = _THREADS in features
     flags = ["-target", "wasm32-wasi", f"-mcpu=generic+{features}", "-mexec-model=reactor"]
     # Loops are unrolled in the sources where it pays; more only makes the file larger.
-    flags += ["-O3", "-fno-unroll-loops", "-g0", "-s", "-std=gnu11", "-ffp-contract=off", "-DFOR_BROWSERS"]
+    flags += [
+        "-O3",
+        "-fno-unroll-loops",
+        "-g0",
+        "-s",
+        "-std=gnu11",
+        "-ffp-contract=off",
+        "-DFOR_BROWSERS",
+    ]
     flags += ["-Wl,--import-memory", f"-Wl,-z,stack-size={_STACK_BYTES}"]
     exports = _EXPORTS + _THREAD_EXPORTS if has_threads else _EXPORTS
     flags += [f"-Wl,--export={function}" for function in exports]
@@ -77,7 +105,9 @@ def sources_hash(name: str) -> bytes:
 
 def _compile_for_browsers(name: str) -> int:
     target = _ROOT / _WEB / name
-    done = subprocess.run([sys.executable, "-m", "ziglang", "cc", *_browser_command(name), "-o", target], cwd=_ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "ziglang", "cc", *_browser_command(name), "-o", target], cwd=_ROOT
+    )
     if done.returncode == 0:
         # A custom section, which browsers ignore: its number 0, its length, its name with a length, its content.
         section = b"\x07sources" + sources_hash(name)

@@ -83,15 +83,21 @@ def main() -> None:
     )
     print("grow with the number of cores. Only the machines' hours cost anything.")
     for rate in rates:
-        print(f"\n{rate.what}: {rate.texts_per_second:,.0f} texts/s measured on {rate.cores} cores ({rate.source})")
+        print(
+            f"\n{rate.what}: {rate.texts_per_second:,.0f} texts/s measured on {rate.cores} cores ({rate.source})"
+        )
         print(_table(rate, options.hire or _HIRED, options.texts, options.machines))
     print("\nPrices per hour")
     lists = dict.fromkeys(machine.prices for machine in options.hire or _HIRED)
     for prices in lists:
-        print(f"  {prices.name}: {prices.address}, {prices.date}" if prices else "  your own: --hire")
+        print(
+            f"  {prices.name}: {prices.address}, {prices.date}" if prices else "  your own: --hire"
+        )
 
 
-def simulate(rate: Rate, machine: Machine, texts: int, machines: int = 1) -> tuple[float, float, float]:
+def simulate(
+    rate: Rate, machine: Machine, texts: int, machines: int = 1
+) -> tuple[float, float, float]:
     """Texts per second, hours and dollars of so many machines of one kind, all kept busy."""
     texts_per_second = rate.per_core * machine.cores * machines
     hours = texts / texts_per_second / 3600
@@ -99,7 +105,9 @@ def simulate(rate: Rate, machine: Machine, texts: int, machines: int = 1) -> tup
 
 
 def _table(rate: Rate, hired: Sequence[Machine], texts: int, machines: int) -> str:
-    rows = [("machine", "cores", "$/hour", "texts/s (simulated)", "hours (simulated)", "$ (simulated)")]
+    rows = [
+        ("machine", "cores", "$/hour", "texts/s (simulated)", "hours (simulated)", "$ (simulated)")
+    ]
     for machine in hired:
         texts_per_second, hours, dollars = simulate(rate, machine, texts, machines)
         price = f"{machine.dollars_per_hour:.4f}".removesuffix("00")
@@ -108,7 +116,10 @@ def _table(rate: Rate, hired: Sequence[Machine], texts: int, machines: int) -> s
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            [f"  {name:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))]
+            [
+                f"  {name:<{widths[0]}}",
+                *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)),
+            ]
         )
         for name, *cells in rows
     )
@@ -116,15 +127,28 @@ def _table(rate: Rate, hired: Sequence[Machine], texts: int, machines: int) -> s
 
 def _parse() -> argparse.Namespace:
     parser = OneLineParser(prog="python -m deployment.costs", description=__doc__)
-    parser.add_argument("--texts", type=_count, default=10**9, metavar="N", help="texts to classify (default: 1e9)")
-    parser.add_argument("--machines", type=positive, default=1, metavar="N", help="machines of each kind (default: 1)")
+    parser.add_argument(
+        "--texts", type=_count, default=10**9, metavar="N", help="texts to classify (default: 1e9)"
+    )
+    parser.add_argument(
+        "--machines",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="machines of each kind (default: 1)",
+    )
     parser.add_argument(
         "--texts_per_second",
         type=above_zero,
         metavar="N",
         help="a rate that you measured yourself, on --cores cores (default: the rates of our benchmarks)",
     )
-    parser.add_argument("--cores", type=positive, metavar="N", help="the cores that --texts_per_second was measured on")
+    parser.add_argument(
+        "--cores",
+        type=positive,
+        metavar="N",
+        help="the cores that --texts_per_second was measured on",
+    )
     parser.add_argument(
         "--hire",
         type=_machine,
@@ -137,7 +161,9 @@ def _parse() -> argparse.Namespace:
         raise UserError("--texts_per_second and --cores: a rate needs both", code="usage")
     options.rate = None
     if options.cores:
-        options.rate = Rate("your rate", options.texts_per_second, options.cores, "--texts_per_second, --cores")
+        options.rate = Rate(
+            "your rate", options.texts_per_second, options.cores, "--texts_per_second, --cores"
+        )
     return options
 
 

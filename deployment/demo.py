@@ -30,8 +30,19 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a model folder or .pt file")
     parser.add_argument("--port", type=int, default=7860, help="default: 7860")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "inference.serve", "--host", "127.0.0.1", "--port", str(options.port)]
-    environment = os.environ | {"MODEL_CHECKPOINT": str(options.model.resolve()), "LOG_LEVEL": "error"}
+    command = [
+        sys.executable,
+        "-m",
+        "inference.serve",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(options.port),
+    ]
+    environment = os.environ | {
+        "MODEL_CHECKPOINT": str(options.model.resolve()),
+        "LOG_LEVEL": "error",
+    }
     root = Path(__file__).resolve().parents[1]
     server = subprocess.Popen(command, env=environment, cwd=root)
     try:
@@ -57,7 +68,9 @@ def _ask(server: subprocess.Popen[bytes], model: Path, address: str) -> int:
         server.wait()
     else:
         port = address.rpartition(":")[2]
-        print(f"Next: MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port {port}")
+        print(
+            f"Next: MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port {port}"
+        )
     return 0
 
 
@@ -85,7 +98,9 @@ def _get(url: str) -> dict[str, Any]:
 
 
 def _post(url: str, body: dict[str, str]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 

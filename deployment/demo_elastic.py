@@ -40,8 +40,29 @@ ROOT = Path(__file__).resolve().parents[1]
 # 250 steps of 24 rows. The learning rate is low enough for rounding to stay rounding: sums over two ranks and over
 # three differ in their last bits, which a high one would blow up over some hundred steps.
 FLAGS = (
-    *("--dataset", "sample", "--model", "tiny", "--device", "cpu", "--precision", "fp32", "--deterministic"),
-    *("--epochs", "5", "--batch_size", "8", "--learning_rate", "3e-4", "--save_every", "20", "--log_every", "1"),
+    *(
+        "--dataset",
+        "sample",
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--deterministic",
+    ),
+    *(
+        "--epochs",
+        "5",
+        "--batch_size",
+        "8",
+        "--learning_rate",
+        "3e-4",
+        "--save_every",
+        "20",
+        "--log_every",
+        "1",
+    ),
 )
 STEPS_BETWEEN = 20
 DEADLINE = 300.0  # seconds that any one thing may take
@@ -139,11 +160,18 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
 
     def wait_for_steps(name: str, since: float) -> None:
         """Wait until the ranks have taken a first step since then, and a few more."""
-        wait_until(lambda: list_starts(stage.run_dir, since), f"a first step after: {name}", cluster, stage)
+        wait_until(
+            lambda: list_starts(stage.run_dir, since), f"a first step after: {name}", cluster, stage
+        )
         start = list_starts(stage.run_dir, since)[-1]
         stage.say(f"{start.world_size} ranks train, from step {start.step} on.")
         due = start.step + STEPS_BETWEEN
-        wait_until(lambda: last_saved_step(stage.run_dir) >= due, f"a checkpoint after: {name}", cluster, stage)
+        wait_until(
+            lambda: last_saved_step(stage.run_dir) >= due,
+            f"a checkpoint after: {name}",
+            cluster,
+            stage,
+        )
 
     def do(name: str, deed: Callable[[], None]) -> None:
         fault = Fault(name, time.time(), current_step(stage.run_dir))
@@ -165,7 +193,12 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
     do("Machine B is lost", lambda: cluster.lose("B"))
     do("Machine C joins", lambda: cluster.start("C", 1, cores[-1:]))
     launchers = cluster.machines.values()
-    wait_until(lambda: all(launcher.poll() == 0 for launcher in launchers), "the end of the run", cluster, stage)
+    wait_until(
+        lambda: all(launcher.poll() == 0 for launcher in launchers),
+        "the end of the run",
+        cluster,
+        stage,
+    )
     return faults
 
 
@@ -179,7 +212,9 @@ def wait_until(holds: Callable[[], object], what: str, cluster: Cluster, stage: 
     while not holds():
         cluster.check()
         if time.monotonic() > end:
-            raise TrainingFailure(f"{what}: not within {DEADLINE:.0f} s; see {cluster.log('A')}", code="demo-failed")
+            raise TrainingFailure(
+                f"{what}: not within {DEADLINE:.0f} s; see {cluster.log('A')}", code="demo-failed"
+            )
         stage.redraw()
         time.sleep(0.25)
 
@@ -189,7 +224,9 @@ def train_undisturbed(output_dir: Path) -> None:
     flags = (*FLAGS, "--output_dir", str(output_dir))
     # As training/launch.py does it, which keeps torchrun's own log back.
     private = tempfile.TemporaryDirectory(prefix="meeting_")
-    meeting = f"--rdzv_backend=c10d --rdzv_conf=store_type=file --rdzv_endpoint={private.name}/store"
+    meeting = (
+        f"--rdzv_backend=c10d --rdzv_conf=store_type=file --rdzv_endpoint={private.name}/store"
+    )
     launcher = launch((*meeting.split(), "--nproc_per_node=3"), flags, log, usable_cores()[:3])
     try:
         code = launcher.wait(DEADLINE)
@@ -199,12 +236,18 @@ def train_undisturbed(output_dir: Path) -> None:
         kill_tree(launcher)
         private.cleanup()
     if code != 0:
-        raise TrainingFailure(f"the undisturbed run ended with {code}; see {log}", code="demo-failed")
+        raise TrainingFailure(
+            f"the undisturbed run ended with {code}; see {log}", code="demo-failed"
+        )
 
 
 def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
     """Remove what an earlier demonstration left; anything else is refused."""
-    folders = [path.with_name(path.name + ending) for path in (output_dir, undisturbed) for ending in ("", ".run")]
+    folders = [
+        path.with_name(path.name + ending)
+        for path in (output_dir, undisturbed)
+        for ending in ("", ".run")
+    ]
     found = next((folder for folder in folders if folder.exists()), None)
     if found and not undisturbed_log(undisturbed).exists():
         raise UserError(
@@ -235,7 +278,10 @@ def current_step(run_dir: Path) -> int:
 
 
 def last_saved_step(run_dir: Path) -> int:
-    return max((event["step"] for event in read_events(run_dir) if event["kind"] == "checkpoint"), default=0)
+    return max(
+        (event["step"] for event in read_events(run_dir) if event["kind"] == "checkpoint"),
+        default=0,
+    )
 
 
 def recovery_table(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
@@ -262,7 +308,9 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     whole = sorted(ours) == sorted(theirs) == list(steps)
     same = next((step - 1 for step in steps if ours.get(step) != theirs.get(step)), len(steps))
     apart = max(abs(ours.get(step, np.inf) - theirs[step]) / theirs[step] for step in steps)
-    weights, expected = (load_file(folder / "model.safetensors") for folder in (output_dir, undisturbed))
+    weights, expected = (
+        load_file(folder / "model.safetensors") for folder in (output_dir, undisturbed)
+    )
     farthest = max(float(np.abs(weights[name] - expected[name]).max()) for name in expected)
     lines = (
         f"Each of the {len(steps)} steps was recorded exactly once: {'yes' if whole else 'NO'}.",
@@ -273,7 +321,10 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     )
     console.print("", *lines, sep="\n", soft_wrap=True)
     equal = whole and apart < LOSSES_MAY_DIFFER and farthest < WEIGHTS_MAY_DIFFER
-    console.print("The run ended as if nothing had happened." if equal else "error: the runs differ.", style="bold")
+    console.print(
+        "The run ended as if nothing had happened." if equal else "error: the runs differ.",
+        style="bold",
+    )
     return 0 if equal else 1
 
 

@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only its own folder by itself
 
 from huggingface_hub import HfApi, Volume
 
@@ -32,7 +34,9 @@ _ADDRESS = re.compile(
     r"hf://(?P<kind>datasets|buckets)/(?P<name>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.+?))?/?"
 )
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
-_CREDIT = "Jobs are paid from a credit balance: add to it at https://huggingface.co/settings/billing"
+_CREDIT = (
+    "Jobs are paid from a credit balance: add to it at https://huggingface.co/settings/billing"
+)
 _RIGHT = "the token may not start Jobs for this account; give it that right at https://huggingface.co/settings/tokens"
 
 
@@ -52,10 +56,21 @@ def main() -> None:
     options, flags = _parse()
     jobs = _jobs(options.addresses)
     machine = HUB_FLAVORS[options.flavor]
-    price = machine.dollars_per_hour if options.dollars_per_hour is None else options.dollars_per_hour
+    price = (
+        machine.dollars_per_hour if options.dollars_per_hour is None else options.dollars_per_hour
+    )
     model = Volume(type="model", source=options.model, mount_path="/model")
     commands = [
-        ["python", "-m", "inference.score", source.mounted, target.mounted, "--model", model.mount_path, *flags]
+        [
+            "python",
+            "-m",
+            "inference.score",
+            source.mounted,
+            target.mounted,
+            "--model",
+            model.mount_path,
+            *flags,
+        ]
         for source, target in jobs
     ]
     for (source, target), command in zip(jobs, commands, strict=True):
@@ -65,11 +80,16 @@ def main() -> None:
     # To the next cent; the rounding inside keeps 3.0000000000000004 from becoming four.
     most = math.ceil(round(len(jobs) * options.timeout / 3600 * price * 100, 6)) / 100
     count = "1 Job" if len(jobs) == 1 else f"{len(jobs)} Jobs, each"
-    agreed = f"{HUB_JOBS.address}, {HUB_JOBS.date}" if options.dollars_per_hour is None else "--dollars_per_hour"
+    agreed = (
+        f"{HUB_JOBS.address}, {HUB_JOBS.date}"
+        if options.dollars_per_hour is None
+        else "--dollars_per_hour"
+    )
     print(f"{count} on {machine}, in {options.image}")
     print(f"Price: ${price:.2f} per hour and Job ({agreed}).")
     print(
-        f"At most ${most:.2f}: after {_in_words(options.timeout)} the hub ends what still runs (--timeout).", flush=True
+        f"At most ${most:.2f}: after {_in_words(options.timeout)} the hub ends what still runs (--timeout).",
+        flush=True,
     )
     if not options.yes:
         print("Nothing was started. The same command with --yes starts it.")
@@ -78,7 +98,10 @@ def main() -> None:
     _check_price(api, options.flavor, price)
     for (source, target), command in zip(jobs, commands, strict=True):
         # A Job that is sent twice is paid twice, so nothing is sent again without a look.
-        with _job_errors(shlex.join(command), "check with hf jobs ps whether it has started before you start it again"):
+        with _job_errors(
+            shlex.join(command),
+            "check with hf jobs ps whether it has started before you start it again",
+        ):
             job = api.run_job(
                 image=options.image,
                 command=command,
@@ -88,7 +111,10 @@ def main() -> None:
                 volumes=[source.volume, target.volume, model],
                 namespace=options.namespace or account,
             )
-        print(f"Started {job.url}\n    hf jobs logs --follow {job.id}\n    hf jobs cancel {job.id}", flush=True)
+        print(
+            f"Started {job.url}\n    hf jobs logs --follow {job.id}\n    hf jobs cancel {job.id}",
+            flush=True,
+        )
 
 
 def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
@@ -102,7 +128,10 @@ def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
     """
     *sources, target = addresses
     if not sources:
-        raise UserError("IN and OUT: two addresses are needed, what is read and where it is written", code="usage")
+        raise UserError(
+            "IN and OUT: two addresses are needed, what is read and where it is written",
+            code="usage",
+        )
     if not target.startswith("hf://buckets/"):
         raise UserError(
             f"{target}: a Job can only write to a bucket; make one with hf buckets create NAME, and name it as "
@@ -119,7 +148,10 @@ def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
             "with one command each",
             code="hub-jobs-address",
         )
-    return [(source, _place(f"{target.rstrip('/')}/{name}", "/out")) for source, name in zip(reads, names, strict=True)]
+    return [
+        (source, _place(f"{target.rstrip('/')}/{name}", "/out"))
+        for source, name in zip(reads, names, strict=True)
+    ]
 
 
 def _place(address: str, mount_path: str) -> Place:
@@ -146,7 +178,8 @@ def _check_price(api: HfApi, flavor: str, price: float) -> None:
         offered = {one.name: one for one in api.list_jobs_hardware()}
     if flavor not in offered:
         raise UserError(
-            f"--flavor {flavor}: the hub does not offer it now; it has {', '.join(offered)}", code="hub-jobs-price"
+            f"--flavor {flavor}: the hub does not offer it now; it has {', '.join(offered)}",
+            code="hub-jobs-price",
         )
     # In millionths of a dollar per minute, so the price of an hour is only known to the cent.
     now = round(offered[flavor].unit_cost_micro_usd * 60 / 1e6, 2)
@@ -169,7 +202,9 @@ def _job_errors(what: str, after_a_break: str) -> Iterator[None]:
 
 def _in_words(seconds: int) -> str:
     hours, minutes = divmod(seconds // 60, 60)
-    return " ".join(filter(None, [f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""]))
+    return " ".join(
+        filter(None, [f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""])
+    )
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -179,9 +214,17 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         epilog="All other flags are those of python -m inference.score, and go to the Job.",
     )
     parser.add_argument(
-        "addresses", nargs="+", metavar="IN ... OUT", help="what is read, and the bucket it is written to"
+        "addresses",
+        nargs="+",
+        metavar="IN ... OUT",
+        help="what is read, and the bucket it is written to",
     )
-    parser.add_argument("--model", required=True, metavar="ACCOUNT/NAME", help="a model repository with its artefacts")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="ACCOUNT/NAME",
+        help="a model repository with its artefacts",
+    )
     parser.add_argument(
         "--image",
         required=True,
@@ -208,7 +251,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help="the most that you agree to (default: the price of our list)",
     )
-    parser.add_argument("--namespace", metavar="NAME", help="the organization that pays (default: your account)")
+    parser.add_argument(
+        "--namespace", metavar="NAME", help="the organization that pays (default: your account)"
+    )
     parser.add_argument("--yes", action="store_true", help="start it, and pay for it")
     return parser.parse_known_args()
 
@@ -216,7 +261,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 def _duration(text: str) -> int:
     found = re.fullmatch(r"(\d+)([mhd])", text)
     if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text}: must be minutes, hours or days, such as 90m, 2h or 1d")
+        raise argparse.ArgumentTypeError(
+            f"{text}: must be minutes, hours or days, such as 90m, 2h or 1d"
+        )
     return int(found[1]) * _SECONDS[found[2]]
 
 

@@ -30,7 +30,21 @@ TORCH_BUILDS = ("cuda", "cpu")
 SERVING_EXTRAS, EXTRAS = ("otel", "s3"), ("otel", "s3", "ray")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # An allowlist, so that files which tools and people leave among the sources are not copied.
-_SOURCES = {".py", ".c", ".h", ".html", ".css", ".js", ".svg", ".wasm", ".sh", ".csv", ".txt", ".yaml", ".json"}
+_SOURCES = {
+    ".py",
+    ".c",
+    ".h",
+    ".html",
+    ".css",
+    ".js",
+    ".svg",
+    ".wasm",
+    ".sh",
+    ".csv",
+    ".txt",
+    ".yaml",
+    ".json",
+}
 
 
 class DeploymentError(UserError): ...
@@ -49,7 +63,10 @@ def image_files(model: Path) -> dict[str, Path]:
     for engine, manifest in artefacts.items():
         names += [f"{engine}/{name}" for name in sorted({*manifest.files, MANIFEST_FILE})]
     locks = ["deployment/requirements.txt", *_extra_locks(SERVING_EXTRAS)]
-    files = {name: ROOT / name for name in (*locks, *_KERNEL_FILES, *_sources("common"), *_sources("inference"))}
+    files = {
+        name: ROOT / name
+        for name in (*locks, *_KERNEL_FILES, *_sources("common"), *_sources("inference"))
+    }
     try:
         return files | {f"{MODEL_FOLDER}/{name}": file_inside(model, name) for name in names}
     except ModelLoadError as error:
@@ -58,7 +75,10 @@ def image_files(model: Path) -> dict[str, Path]:
 
 def torch_image_files() -> dict[str, Path]:
     """The same for the image with PyTorch, which contains no model."""
-    locks = ("requirements-torch.txt", *(f"requirements-torch-{build}.txt" for build in TORCH_BUILDS))
+    locks = (
+        "requirements-torch.txt",
+        *(f"requirements-torch-{build}.txt" for build in TORCH_BUILDS),
+    )
     packages = ("common", "inference", "training", "deployment/ray")
     names = [*(f"deployment/{lock}" for lock in locks), *_extra_locks(EXTRAS), *_KERNEL_FILES]
     names += [name for package in packages for name in _sources(package)]
@@ -79,25 +99,33 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
     """The verified manifests of a model folder's artefacts that the image can serve, by engine."""
     if not model.is_dir():
         raise DeploymentError(
-            f"{model}: no such model folder; train one (python -m training.train_single)", code="model-not-found"
+            f"{model}: no such model folder; train one (python -m training.train_single)",
+            code="model-not-found",
         )
     if is_artefact(model):
         raise DeploymentError(
-            f"{model}: is one exported artefact; give the model folder above it", code="model-folder-needed"
+            f"{model}: is one exported artefact; give the model folder above it",
+            code="model-folder-needed",
         )
     try:
-        found = {name: verified_manifest(model / name, model) for name in ENGINES if is_artefact(model / name)}
+        found = {
+            name: verified_manifest(model / name, model)
+            for name in ENGINES
+            if is_artefact(model / name)
+        }
     except ModelLoadError as error:
         raise DeploymentError(str(error), code=error.code) from error
     if not found:
         what = f"no {' or '.join(ENGINES)} artefact in it"
         raise DeploymentError(
-            f"{model}: {what}; write one with python -m inference.export {model}", code="artefact-missing"
+            f"{model}: {what}; write one with python -m inference.export {model}",
+            code="artefact-missing",
         )
     if len({manifest.source["weights_sha256"] for manifest in found.values()}) > 1:
         what = f"{' and '.join(found)} were made from different weights"
         raise DeploymentError(
-            f"{model}: {what}; write them again with python -m inference.export {model}", code="artefact-missing"
+            f"{model}: {what}; write them again with python -m inference.export {model}",
+            code="artefact-missing",
         )
     return found
 

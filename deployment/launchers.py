@@ -17,7 +17,11 @@ TRAIN = Path(__file__).resolve().parents[1] / "training" / "train_ddp.py"
 # How long the others wait for one machine more, and how soon one that says nothing counts as lost: seconds.
 RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
 # The launchers' own store is kept from the ranks: PyTorch 2.13 would wait in it for ever where a machine joins anew.
-ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class Cluster:
@@ -35,7 +39,9 @@ class Cluster:
     def start(self, name: str, processes: int, cores: Sequence[int]) -> None:
         """Start a machine with some ranks on some cores."""
         launcher = (
-            *(f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --local_addr=127.0.0.1".split()),
+            *(
+                f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --local_addr=127.0.0.1".split()
+            ),
             *("--rdzv_backend=c10d", "--rdzv_id=demo"),
             # Real machines would need a port, which torchrun opens to everyone; these share a file of this user.
             f"--rdzv_endpoint={self._meeting.name}/store",
@@ -55,7 +61,8 @@ class Cluster:
         for name, launcher in self.machines.items():
             if launcher.poll():
                 raise TrainingFailure(
-                    f"machine {name} ended with code {launcher.returncode}; see {self.log(name)}", code="demo-failed"
+                    f"machine {name} ended with code {launcher.returncode}; see {self.log(name)}",
+                    code="demo-failed",
                 )
 
     def close(self) -> None:
@@ -64,7 +71,9 @@ class Cluster:
         self._meeting.cleanup()
 
 
-def launch(launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+def launch(
+    launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequence[int]
+) -> subprocess.Popen[bytes]:
     """Start torchrun, pinned to ``cores`` if any; as many as ranks, so that each rank computes with one thread."""
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(TRAIN), *flags]
     with log.open("wb") as file:

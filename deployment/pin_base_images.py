@@ -14,16 +14,23 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only its own folder by itself
 
 from common.errors import ForeseenError, OneLineParser, run_command
 from common.files import write_whole
 from deployment.image_context import DOCKERFILE, ROOT, TORCH_DOCKERFILE
 
 FILES = (DOCKERFILE, TORCH_DOCKERFILE, ROOT / "deployment" / "compose.yaml")
-PINNED = re.compile(r"(?P<name>[a-z0-9][\w./-]*(?::\d+/[\w./-]+)?):(?P<tag>[\w.-]+)@(?P<digest>sha256:[0-9a-f]{64})")
+PINNED = re.compile(
+    r"(?P<name>[a-z0-9][\w./-]*(?::\d+/[\w./-]+)?):(?P<tag>[\w.-]+)@(?P<digest>sha256:[0-9a-f]{64})"
+)
 # A list of one image per platform; a single image would leave ARM out.
-_LISTS = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+_LISTS = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
 _PLATFORMS = {"amd64", "arm64"}
 _SECONDS = 30
 
@@ -34,18 +41,31 @@ class BaseUnknown(ForeseenError):
 
 def main() -> None:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, default=FILES, help="default: the Dockerfiles and compose.yaml")
-    parser.add_argument("--registry", help="ask this address (https://...) instead of each image's own registry")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        default=FILES,
+        help="default: the Dockerfiles and compose.yaml",
+    )
+    parser.add_argument(
+        "--registry", help="ask this address (https://...) instead of each image's own registry"
+    )
     options = parser.parse_args()
     texts = {path: path.read_text() for path in options.files}
     found = {match[0]: match for text in texts.values() for match in PINNED.finditer(text)}
     # All are known before one file changes.
-    newest = {old: newest_digest(match["name"], match["tag"], options.registry) for old, match in found.items()}
+    newest = {
+        old: newest_digest(match["name"], match["tag"], options.registry)
+        for old, match in found.items()
+    }
     for old, match in found.items():
         state = "is the newest" if newest[old] == match["digest"] else f"was {match['digest']}"
         print(f"{match['name']}:{match['tag']}@{newest[old]} ({state})")
     for path, text in texts.items():
-        renewed = PINNED.sub(lambda match: f"{match['name']}:{match['tag']}@{newest[match[0]]}", text)
+        renewed = PINNED.sub(
+            lambda match: f"{match['name']}:{match['tag']}@{newest[match[0]]}", text
+        )
         if renewed != text:
             write_whole(path, renewed.encode())
 
@@ -71,9 +91,14 @@ def newest_digest(name: str, tag: str, registry: str | None = None) -> str:
         raise BaseUnknown(
             f"{name}:{tag}: {address} does not report its digest ({error}); the files are unchanged"
         ) from error
-    listed = {entry.get("platform", {}).get("architecture") for entry in json.loads(content).get("manifests", [])}
+    listed = {
+        entry.get("platform", {}).get("architecture")
+        for entry in json.loads(content).get("manifests", [])
+    }
     if missing := _PLATFORMS - listed:
-        raise BaseUnknown(f"{name}:{tag}: has no image for {', '.join(sorted(missing))}; the files are unchanged")
+        raise BaseUnknown(
+            f"{name}:{tag}: has no image for {', '.join(sorted(missing))}; the files are unchanged"
+        )
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 

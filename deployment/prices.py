@@ -14,8 +14,14 @@ class PriceList:
     date: str
 
 
-HUB_JOBS = PriceList("Hugging Face Jobs", "https://huggingface.co/docs/hub/jobs-pricing", "2026-08-22")
-EC2 = PriceList("Amazon EC2 on demand, US East, quoted by", "https://www.doit.com/blog/aws-ec2-pricing", "2026-11-23")
+HUB_JOBS = PriceList(
+    "Hugging Face Jobs", "https://huggingface.co/docs/hub/jobs-pricing", "2026-08-22"
+)
+EC2 = PriceList(
+    "Amazon EC2 on demand, US East, quoted by",
+    "https://www.doit.com/blog/aws-ec2-pricing",
+    "2026-11-23",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only its own folder by itself
 
 from huggingface_hub import HfApi, SpaceInfo
 
@@ -33,7 +35,9 @@ from training.publishing.hub_upload import (
 )
 
 DRY_RUN_FOLDER, STATIC_DRY_RUN_FOLDER = Path("build/space"), Path("build/page")
-PLAN = "a Docker Space needs a paid plan: PRO for an account, Team or Enterprise for an organization"
+PLAN = (
+    "a Docker Space needs a paid plan: PRO for an account, Team or Enterprise for an organization"
+)
 PRICES = "https://huggingface.co/pricing"
 
 
@@ -46,7 +50,9 @@ def main() -> None:
     if options.dry_run:
         show(files)
         write_files(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
-        print(f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent.")
+        print(
+            f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent."
+        )
         print(f"On the hub {PLAN} ({PRICES}).")
         return
     weights, model = build_arguments(options.model)["MODEL_SHA256"], read_saved_model(options.model)
@@ -78,7 +84,9 @@ def _publish_page(options: argparse.Namespace) -> None:
     with hub_errors(str(target)):
         space = api.space_info(target.name)
     address = space.host or f"https://{space.subdomain}.static.hf.space"
-    wait_until_shown(address, api.token if space.private else None, "model/model.json", files["model/model.json"])
+    wait_until_shown(
+        address, api.token if space.private else None, "model/model.json", files["model/model.json"]
+    )
     print(f"The Space: {api.endpoint}/spaces/{target.name}\nIts page: {address}")
 
 
@@ -86,9 +94,15 @@ def _parse() -> argparse.Namespace:
     static = "--static" in sys.argv[1:]
     folder = STATIC_DRY_RUN_FOLDER if static else DRY_RUN_FOLDER
     parser = publishing_parser("deployment/publish_space.py", str(__doc__), folder)
-    parser.add_argument("--static", action="store_true", help="a page that runs the model in the visitor's browser")
-    parser.add_argument("name", metavar="NAME", help="the Space: ACCOUNT/NAME, or NAME in your own account")
-    parser.add_argument("--model", metavar="FOLDER", type=Path, required=True, help="an exported model folder")
+    parser.add_argument(
+        "--static", action="store_true", help="a page that runs the model in the visitor's browser"
+    )
+    parser.add_argument(
+        "name", metavar="NAME", help="the Space: ACCOUNT/NAME, or NAME in your own account"
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", type=Path, required=True, help="an exported model folder"
+    )
     return parser.parse_args()
 
 

@@ -53,12 +53,18 @@ class Expected:
         """The answer in words; None if no model of this kind gives it."""
         if self.problem_type is REGRESSION:
             value = answer.get("value")
-            return f"{value:.6g}" if isinstance(value, int | float) and math.isfinite(value) else None
+            return (
+                f"{value:.6g}" if isinstance(value, int | float) and math.isfinite(value) else None
+            )
         if self.problem_type is MULTI_LABEL:
             given = answer.get("labels")
             is_known = isinstance(given, list) and all(label in self.labels for label in given)
             return (", ".join(given) or "no label") if is_known else None
-        return f"{answer['label']} {answer['confidence']:.1%}" if answer.get("label") in self.labels else None
+        return (
+            f"{answer['label']} {answer['confidence']:.1%}"
+            if answer.get("label") in self.labels
+            else None
+        )
 
 
 def wait_until_running(api: HfApi, name: str, commit: str) -> None:
@@ -97,7 +103,8 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
     revision = _get(_request(f"{address}/model", token)).get("revision")
     if revision != expected.revision:
         raise PublishFailure(
-            f"{address}: serves the model {revision}, not {expected.revision}; start again", code="space-not-up"
+            f"{address}: serves the model {revision}, not {expected.revision}; start again",
+            code="space-not-up",
         )
     texts = {"text": TEXT, **({"text_pair": TEXT} if expected.reads_pairs else {})}
     question = _request(f"{address}/predict", token, json.dumps(texts).encode())
@@ -163,7 +170,9 @@ def _failure(api: HfApi, name: str, runtime: SpaceRuntime) -> str:
 
 
 def _log_page(api: HfApi, name: str, stage: str) -> str:
-    return f"{api.endpoint}/spaces/{name}?logs={'container' if stage == 'RUNTIME_ERROR' else 'build'}"
+    return (
+        f"{api.endpoint}/spaces/{name}?logs={'container' if stage == 'RUNTIME_ERROR' else 'build'}"
+    )
 
 
 def _wait_until_healthy(url: str, token: str | None) -> None:
@@ -176,7 +185,8 @@ def _wait_until_healthy(url: str, token: str | None) -> None:
             reason = first_line(error)
         time.sleep(0.5)
     raise PublishFailure(
-        f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log", code="space-not-up"
+        f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log",
+        code="space-not-up",
     )
 
 
@@ -184,7 +194,9 @@ def _request(url: str, token: str | None, body: bytes | None = None) -> Request:
     request = Request(url, body, {"Content-Type": "application/json"} if body else {})
     if token:
         if not url.startswith("https://") and "HF_ENDPOINT" not in os.environ:
-            raise PublishFailure(f"{url}: is not https, so the token is not sent there", code="space-not-up")
+            raise PublishFailure(
+                f"{url}: is not https, so the token is not sent there", code="space-not-up"
+            )
         # The token may write to the account. urllib would send an ordinary header to any host that it is redirected to.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     return request

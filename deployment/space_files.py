@@ -58,7 +58,11 @@ def space_files(model: Path) -> Files:
     except DeploymentError as error:
         raise UserError(str(error), code=error.code) from error
     metrics = json.loads(content_of(files[_METRICS])) if _METRICS in files else {}
-    return {"Dockerfile": dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
+    return {
+        "Dockerfile": dockerfile(arguments),
+        _CARD: _card(metrics),
+        **without_local_paths(files),
+    }
 
 
 def static_files(model: Path) -> Files:
@@ -71,10 +75,13 @@ def static_files(model: Path) -> Files:
     files: dict[str, Path | bytes] = {
         f"demo/{path.name}": path
         for path in sorted(_WEB.iterdir())
-        if path.suffix in (".js", ".css", ".svg", ".wasm") and path.name not in (_SERVICE_WORKER, *_OF_SERVER)
+        if path.suffix in (".js", ".css", ".svg", ".wasm")
+        and path.name not in (_SERVICE_WORKER, *_OF_SERVER)
     }
     files[_PAGE] = _static_page()
-    version = hashlib.sha256(b"".join(content_of(source) for source in files.values())).hexdigest()[:16]
+    version = hashlib.sha256(b"".join(content_of(source) for source in files.values())).hexdigest()[
+        :16
+    ]
     kept = sorted(name for name in files if not name.endswith(".wasm"))
     worker = (_WEB / _SERVICE_WORKER).read_text(encoding="utf-8")
     worker = _replaced(worker, 'VERSION = ""', f'VERSION = "{version}"')
@@ -110,7 +117,11 @@ def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | No
             if model.private and not target.private:
                 continue
             for file in api.get_paths_info(model.id, [WEIGHTS_FILE]):
-                if isinstance(file, RepoFile) and file.lfs is not None and file.lfs.sha256 == weights_sha256:
+                if (
+                    isinstance(file, RepoFile)
+                    and file.lfs is not None
+                    and file.lfs.sha256 == weights_sha256
+                ):
                     return model.id
     return None
 
@@ -119,8 +130,12 @@ def dockerfile(arguments: dict[str, str]) -> bytes:
     """The image's Dockerfile with these arguments as defaults, because the hub passes none."""
     text = DOCKERFILE.read_text(encoding="utf-8")
     for name, value in arguments.items():
-        if not re.fullmatch(r"[\w.,:/+-]*", value):  # it would end the line, or be more than one word
-            raise UserError(f"Dockerfile: {name}={value!r} is not one plain word", code="model-unusable")
+        if not re.fullmatch(
+            r"[\w.,:/+-]*", value
+        ):  # it would end the line, or be more than one word
+            raise UserError(
+                f"Dockerfile: {name}={value!r} is not one plain word", code="model-unusable"
+            )
         text = re.sub(rf"(?m)^ARG {name}=.*$", lambda found, line=f"ARG {name}={value}": line, text)
     return text.encode()
 

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only its own folder by itself
 
 from common.errors import OneLineParser, UserError, run_command
 from deployment.build_image import BUILDERS, find_builder
@@ -43,13 +45,17 @@ class SbomError(UserError): ...
 
 def main() -> int:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("build/sbom"), help="default: build/sbom")
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/sbom"), help="default: build/sbom"
+    )
     parser.add_argument("--osv_url", help="an OSV service to ask instead of the public one")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--image", help="a built image, to list all that is in it")
     what.add_argument("--rootfs", type=Path, help="the same for an unpacked image")
     parser.add_argument(
-        "--builder", choices=BUILDERS, help="the program that has the image; default: the first that answers"
+        "--builder",
+        choices=BUILDERS,
+        help="the program that has the image; default: the first that answers",
     )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -68,16 +74,30 @@ def main() -> int:
         print(f"Written: {bill}", flush=True)
     packages = audit(LOCKS, options.output / "audit.json", options.osv_url)
     found = [
-        f"{package['name']} {package['version']}: {flaw['id']}" for package in packages for flaw in package["vulns"]
+        f"{package['name']} {package['version']}: {flaw['id']}"
+        for package in packages
+        for flaw in package["vulns"]
     ]
-    print("\n".join([f"{len(packages)} packages audited, known vulnerabilities: {len(found)}", *found]))
+    print(
+        "\n".join(
+            [f"{len(packages)} packages audited, known vulnerabilities: {len(found)}", *found]
+        )
+    )
     return 1 if found else 0
 
 
 def write_bill(lock: Path, target: Path) -> None:
     """Write the CycloneDX list of a lock's packages with their hashes."""
-    described = ["--output-reproducible", "--no-validate", "--pyproject", str(ROOT / "pyproject.toml")]
-    _run(["cyclonedx_py", "requirements", *described, "--output-file", str(target), str(lock)], target)
+    described = [
+        "--output-reproducible",
+        "--no-validate",
+        "--pyproject",
+        str(ROOT / "pyproject.toml"),
+    ]
+    _run(
+        ["cyclonedx_py", "requirements", *described, "--output-file", str(target), str(lock)],
+        target,
+    )
 
 
 def write_image_bill(name: str, files: dict[str, bytes], target: Path) -> str:
@@ -86,17 +106,31 @@ def write_image_bill(name: str, files: dict[str, bytes], target: Path) -> str:
     Raises:
         SbomError: they tell of no system.
     """
-    system = dict(re.findall(r'^(\w+)="?([^"\n]*)', files.get("usr/lib/os-release", b"").decode(), re.MULTILINE))
-    debian = [component for path in files if "dpkg/status" in path for component in _debian(files[path], system)]
+    system = dict(
+        re.findall(
+            r'^(\w+)="?([^"\n]*)', files.get("usr/lib/os-release", b"").decode(), re.MULTILINE
+        )
+    )
+    debian = [
+        component
+        for path in files
+        if "dpkg/status" in path
+        for component in _debian(files[path], system)
+    ]
     if not debian:
         raise SbomError(
-            f"{name}: holds no list of Debian's packages; is it the root of an image?", code="sbom-incomplete"
+            f"{name}: holds no list of Debian's packages; is it the root of an image?",
+            code="sbom-incomplete",
         )
     python = [_python(content) for path, content in files.items() if path.endswith("/METADATA")]
     other = [found for path, content in files.items() if (found := _other(path, content))]
     components = sorted((*debian, *python, *other), key=lambda component: component["bom-ref"])
     unique = {component["bom-ref"]: component for component in components}
-    described = {"type": "operating-system", "name": system["ID"], "version": system.get("VERSION_ID", "")}
+    described = {
+        "type": "operating-system",
+        "name": system["ID"],
+        "version": system.get("VERSION_ID", ""),
+    }
     bill = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -112,13 +146,20 @@ def _debian(status: bytes, system: dict[str, str]) -> Iterator[Component]:
     for paragraph in status.decode().strip().split("\n\n"):
         package = Parser().parsestr(paragraph, headersonly=True)
         if "installed" in package.get("Status", "installed").split():
-            where = {"arch": package["Architecture"], "distro": f"{system['ID']}-{system.get('VERSION_ID', '')}"}
-            yield _component("library", package["Package"], package["Version"], "deb", system["ID"], where)
+            where = {
+                "arch": package["Architecture"],
+                "distro": f"{system['ID']}-{system.get('VERSION_ID', '')}",
+            }
+            yield _component(
+                "library", package["Package"], package["Version"], "deb", system["ID"], where
+            )
 
 
 def _python(metadata: bytes) -> Component:
     package = BytesParser().parsebytes(metadata, headersonly=True)
-    return _component("library", re.sub(r"[-_.]+", "-", package["Name"]).lower(), package["Version"], "pypi")
+    return _component(
+        "library", re.sub(r"[-_.]+", "-", package["Name"]).lower(), package["Version"], "pypi"
+    )
 
 
 def _other(path: str, content: bytes) -> Component | None:
@@ -129,16 +170,28 @@ def _other(path: str, content: bytes) -> Component | None:
         }
     if path.endswith(".so"):
         sha256 = hashlib.sha256(content).hexdigest()
-        return {"type": "file", "name": path, "bom-ref": path, "hashes": [{"alg": "SHA-256", "content": sha256}]}
+        return {
+            "type": "file",
+            "name": path,
+            "bom-ref": path,
+            "hashes": [{"alg": "SHA-256", "content": sha256}],
+        }
     if path.endswith("/manifest.json"):
         sha256 = json.loads(content)["source"]["weights_sha256"]
-        hashes = [{"alg": "SHA-256", "content": sha256}]  # of the weights that the artefact was made from
+        hashes = [
+            {"alg": "SHA-256", "content": sha256}
+        ]  # of the weights that the artefact was made from
         return {"type": "machine-learning-model", "name": path, "bom-ref": path, "hashes": hashes}
     return None
 
 
 def _component(
-    kind: str, name: str, version: str, ecosystem: str, namespace: str = "", where: dict[str, str] | None = None
+    kind: str,
+    name: str,
+    version: str,
+    ecosystem: str,
+    namespace: str = "",
+    where: dict[str, str] | None = None,
 ) -> Component:
     place = "/".join(part for part in (ecosystem, namespace, quote(name, safe="")) if part)
     purl = f"pkg:{place}@{quote(version, safe=':')}" + (f"?{urlencode(where)}" if where else "")
@@ -166,7 +219,11 @@ def _of_image(image: str, builder: str) -> Iterator[tuple[str, bytes]]:
         ):
             for member in root:
                 path = member.name.removeprefix("./")
-                if member.isfile() and _TELLING.fullmatch(path) and (file := root.extractfile(member)):
+                if (
+                    member.isfile()
+                    and _TELLING.fullmatch(path)
+                    and (file := root.extractfile(member))
+                ):
                     yield path, file.read()
     finally:
         _output(builder, "rm", container)
@@ -176,20 +233,33 @@ def _output(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         what = " ".join(command)
-        raise SbomError(f"{what} failed ({done.stderr.strip().splitlines()[-1:]})", code="sbom-incomplete")
+        raise SbomError(
+            f"{what} failed ({done.stderr.strip().splitlines()[-1:]})", code="sbom-incomplete"
+        )
     return done.stdout.strip()
 
 
 def audit(locks: list[Path], target: Path, osv_url: str | None) -> list[dict[str, Any]]:
     """Query the known vulnerabilities of all locked packages; returns each package with its own."""
-    command = ["pip_audit", "--disable-pip", "--require-hashes", "--format", "json", "--progress-spinner", "off"]
+    command = [
+        "pip_audit",
+        "--disable-pip",
+        "--require-hashes",
+        "--format",
+        "json",
+        "--progress-spinner",
+        "off",
+    ]
     service = ["--vulnerability-service", "osv", *(["--osv-url", osv_url] if osv_url else [])]
     requirements = [word for lock in locks for word in ("--requirement", str(lock))]
     _run([*command, *service, *requirements, "--output", str(target)], target)
     packages = json.loads(target.read_text())["dependencies"]
     # The tool itself counts what it could not look up as harmless.
     if skipped := [package["name"] for package in packages if "skip_reason" in package]:
-        raise SbomError(f"{target}: not audited: {', '.join(skipped)}; the file says why", code="sbom-incomplete")
+        raise SbomError(
+            f"{target}: not audited: {', '.join(skipped)}; the file says why",
+            code="sbom-incomplete",
+        )
     return packages
 
 
@@ -201,7 +271,9 @@ def _run(command: list[str], target: Path) -> None:
         return
     last = ([line for line in done.stderr.splitlines() if line.strip()] or ["no output"])[-1]
     if "No module named" in last:
-        raise SbomError(f"{last}; install the tools with pip install -e '.[dev]'", code="package-missing")
+        raise SbomError(
+            f"{last}; install the tools with pip install -e '.[dev]'", code="package-missing"
+        )
     if "ConnectionError" in last:
         raise SbomError(
             f"{target}: not written, the vulnerability service cannot be reached; the bills are complete",

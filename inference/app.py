@@ -62,9 +62,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     else:
         load()  # the port opens immediately: /health reports honestly while the model loads in the background
     # A reload is for all workers or none, so one that is asked for it passes that on.
-    parts.lifecycle.take_signals(reload=load if parts.line is None else partial(os.kill, os.getppid(), signal.SIGHUP))
+    parts.lifecycle.take_signals(
+        reload=load if parts.line is None else partial(os.kill, os.getppid(), signal.SIGHUP)
+    )
     settings = parts.settings
-    keeper = ConnectionKeeper(settings.max_connections, settings.request_timeout_s, settings.max_connection_age_s)
+    keeper = ConnectionKeeper(
+        settings.max_connections, settings.request_timeout_s, settings.max_connection_age_s
+    )
     if parts.line is not None:
         leave = partial(parts.lifecycle.leave, server)
         follow = parts.line.follow(parts.metrics.snapshot, parts.limits.take_elsewhere, leave)
@@ -109,7 +113,9 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
 
 
 def create_app(
-    settings: Settings | None = None, load_model: LoadModel | None = None, line: SupervisorLine | None = None
+    settings: Settings | None = None,
+    load_model: LoadModel | None = None,
+    line: SupervisorLine | None = None,
 ) -> FastAPI:
     """Build the server, by default for the settings in the environment; ``line`` if it is one of several workers.
 
@@ -125,10 +131,16 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # it would redirect to an absolute address; `error_responses` does it relatively
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # looks at the environment on every request
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+        },  # looks at the environment on every request
     )
     app.state.parts = parts
-    routes = [route for group in _GROUPS for route in group.router.routes if isinstance(route, Route)]
+    routes = [
+        route for group in _GROUPS for route in group.router.routes if isinstance(route, Route)
+    ]
     json_routes = [route for route in routes if isinstance(route, JsonRoute)]
     app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
     app.add_middleware(RequestGate, parts=parts, routes=routes)

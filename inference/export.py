@@ -15,7 +15,14 @@ from rich.table import Table
 from common.errors import OneLineParser, UserError, first_line, positive, run_command
 from common.escaping import printable
 from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
-from common.rows import SAMPLE_NEWS, TEXT_AND_LABEL, Columns, LabelledRows, find_rows, read_labelled_rows
+from common.rows import (
+    SAMPLE_NEWS,
+    TEXT_AND_LABEL,
+    Columns,
+    LabelledRows,
+    find_rows,
+    read_labelled_rows,
+)
 from common.text import counted
 from inference.engines import native
 from inference.engines.native.architecture import EncoderShape
@@ -37,7 +44,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="engine that will run the artefact (default: native if it supports this processor and model, else onnx)",
     )
     parser.add_argument(
-        "--precision", choices=["int8", "fp32"], default="int8", help="fp32 is available for onnx only (default: int8)"
+        "--precision",
+        choices=["int8", "fp32"],
+        default="int8",
+        help="fp32 is available for onnx only (default: int8)",
     )
     parser.add_argument(
         "--rows",
@@ -53,7 +63,9 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "micro-F1, for a regression model percent of RMSE (default: 0.5)",
     )
     parser.add_argument(
-        "--limit", type=positive, help="measure on this many rows, spread evenly over the file (default: all)"
+        "--limit",
+        type=positive,
+        help="measure on this many rows, spread evenly over the file (default: all)",
     )
     return parser.parse_args(arguments)
 
@@ -74,14 +86,18 @@ def main(arguments: list[str] | None = None) -> None:
             supported = " and ".join(PRECISIONS[engine])
             what = f"--precision {options.precision}: the {engine} engine supports {supported} only"
             raise UserError(what, code="export-failed")
-        console.print(printable(f"Exporting {options.model} for the {engine} engine"), soft_wrap=True)
+        console.print(
+            printable(f"Exporting {options.model} for the {engine} engine"), soft_wrap=True
+        )
         # Importing PyTorch takes seconds, so it waits until the arguments are known to be good.
         from inference.exporting.build import end_unfinished, export
 
         signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
         exported = export(saved, engine, options.precision, rows, options.max_drop, console)
     except ImportError as error:
-        raise UserError(f"needs the package {error.name}; pip install {error.name}", code="package-missing") from error
+        raise UserError(
+            f"needs the package {error.name}; pip install {error.name}", code="package-missing"
+        ) from error
     except (OSError, ValueError) as error:
         names_file = isinstance(error, OSError) and error.filename
         what = f"{error.filename}: {error.strerror}" if names_file else first_line(error)
@@ -96,7 +112,8 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     pair = str(saved.metadata.get("pair_column", "text_pair")) if saved.reads_pairs else ""
     if saved.reads_pairs and path == SAMPLE_NEWS:
         what = (
-            f"{options.model}: reads pairs of texts, and the sample news has only single texts; name rows with --rows"
+            f"{options.model}: reads pairs of texts, and the sample news has only single "
+            "texts; name rows with --rows"
         )
         raise UserError(what, code="data-not-found")
     columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label, pair)
@@ -124,14 +141,23 @@ def _print_result(console: Console, exported: Exported, model: Path) -> None:
         title=f"{manifest.engine} {manifest.precision}, measured on {counted(manifest.accuracy['rows'], 'row')}",
         title_justify="left",
     )
-    for column, justify in (("", "left"), ("before", "right"), ("after", "right"), ("change", "right")):
+    for column, justify in (
+        ("", "left"),
+        ("before", "right"),
+        ("after", "right"),
+        ("change", "right"),
+    ):
         table.add_column(column, justify=justify)
     for row in exported.measured:
         table.add_row(*row)
     before, after = size["before_bytes"], size["after_bytes"]
-    table.add_row("size", f"{before / 1e6:.1f} MB", f"{after / 1e6:.1f} MB", f"{after / before:.0%}")
+    table.add_row(
+        "size", f"{before / 1e6:.1f} MB", f"{after / 1e6:.1f} MB", f"{after / before:.0%}"
+    )
     before, after = speed["before_texts_per_second"], speed["after_texts_per_second"]
-    table.add_row("texts per second", f"{before:.0f}", f"{after:.0f}", f"{after / before:.1f} times")
+    table.add_row(
+        "texts per second", f"{before:.0f}", f"{after:.0f}", f"{after / before:.1f} times"
+    )
     console.print(table)
     console.print(printable(f"Written to {exported.folder}"), soft_wrap=True)
     serve = f"MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port 7860"

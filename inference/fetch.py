@@ -53,7 +53,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "possible.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="where the model is")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to put it; not a mount point itself")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="where to put it; not a mount point itself"
+    )
     parser.add_argument(
         "--manifest_sha256",
         metavar="HASH",
@@ -62,8 +64,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="take only this manifest.json, of one artefact; then it does not matter who can write to ADDRESS "
         "(default: MANIFEST_SHA256)",
     )
-    parser.add_argument("--most_gb", metavar="N", type=above_zero, default=4.0, help="refuse a larger model (4)")
-    parser.add_argument("--timeout_s", metavar="N", type=above_zero, default=1800.0, help="give up after (1800)")
+    parser.add_argument(
+        "--most_gb", metavar="N", type=above_zero, default=4.0, help="refuse a larger model (4)"
+    )
+    parser.add_argument(
+        "--timeout_s", metavar="N", type=above_zero, default=1800.0, help="give up after (1800)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -81,7 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _within(options.timeout_s, options.address), _locked(folder):
             if options.manifest_sha256 and _has_manifest(folder, options.manifest_sha256):
-                print(f"{folder}: is already there, with the manifest that --manifest_sha256 names", flush=True)
+                print(
+                    f"{folder}: is already there, with the manifest that --manifest_sha256 names",
+                    flush=True,
+                )
                 return
             source = source_at(options.address, is_pinned=bool(options.manifest_sha256))
             manifests = _find_manifests(source, deadline, options.manifest_sha256)
@@ -92,7 +101,10 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         raise UserError(_in_one_line(folder, error), code="not-writable") from error
     engines = ", ".join(engine or "one artefact" for engine in manifests)
-    print(f"{folder}: {engines}, {num_bytes / 1e6:,.1f} MB in {time.monotonic() - began:.1f} s", flush=True)
+    print(
+        f"{folder}: {engines}, {num_bytes / 1e6:,.1f} MB in {time.monotonic() - began:.1f} s",
+        flush=True,
+    )
 
 
 @contextmanager
@@ -100,7 +112,9 @@ def _within(seconds: float, address: str) -> Iterator[None]:
     """Give up after this time, whatever is being waited for then: name resolution, a header, a bucket's driver."""
 
     def give_up(*_: object) -> None:
-        raise SourceUnreachable(f"{without_password(address)}: not complete within --timeout_s {seconds:g}")
+        raise SourceUnreachable(
+            f"{without_password(address)}: not complete within --timeout_s {seconds:g}"
+        )
 
     signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, min(seconds, _LONGEST_TIMER))
@@ -129,7 +143,9 @@ def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[st
         what = f"--manifest_sha256 names one manifest; give the address of one artefact: {source.address}/"
         raise UserError(what + next(iter(found)), code="fetch-address")
     if pin and (other := hashlib.sha256(found[""]).hexdigest()) != pin:
-        raise ModelLoadError(f"{source.address}/{MANIFEST_FILE}", f"its SHA-256 is {other}, not {pin}", _FETCH_AGAIN)
+        raise ModelLoadError(
+            f"{source.address}/{MANIFEST_FILE}", f"its SHA-256 is {other}, not {pin}", _FETCH_AGAIN
+        )
     return found
 
 
@@ -149,14 +165,17 @@ def _read_whole(source: Source, path: str, deadline: float) -> bytes:
     raise AssertionError
 
 
-def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float) -> int:
+def _fetch(
+    source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float
+) -> int:
     """Fetch the files of all manifests; the folder is there once every hash is right. Returns how many bytes."""
     if folder.is_symlink():
         what = f"is a symbolic link to {folder.readlink()}; fetch into a new folder, then let the link lead there"
         raise UserError(f"{folder}: {what}", code="not-writable")
     if folder.exists() and not _is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            f"{folder}: holds something other than a fetched model; name another FOLDER", code="not-writable"
+            f"{folder}: holds something other than a fetched model; name another FOLDER",
+            code="not-writable",
         )
     remove_unfinished(folder)
     num_bytes = 0
@@ -172,11 +191,15 @@ def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: 
                 what = f"{num_bytes:,} bytes are more than --most_gb {most_gb:g} allows"
                 raise UserError(f"{source.address}: {what}", code="fetch-address")
             for name, size in sizes.items():
-                _download(source, f"{engine}/{name}".lstrip("/"), aside / engine / name, size, deadline)
+                _download(
+                    source, f"{engine}/{name}".lstrip("/"), aside / engine / name, size, deadline
+                )
             with _naming(source, aside):
                 verify_files(aside / engine, manifest)
         _complete(source, aside, list(manifests))
-        signal.setitimer(signal.ITIMER_REAL, 0)  # all is here: the time must not end between two renames
+        signal.setitimer(
+            signal.ITIMER_REAL, 0
+        )  # all is here: the time must not end between two renames
     return num_bytes
 
 
@@ -185,7 +208,9 @@ def _sizes(address: str, manifest: Manifest) -> dict[str, int]:
         is_plain = re.fullmatch(r"\w[\w.-]*", name) and name != MANIFEST_FILE
         size = described.get("bytes") if isinstance(described, dict) else None
         if not is_plain or not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ModelLoadError(f"{address}/{MANIFEST_FILE}", f"{name!r} is not a file with a size", _FETCH_AGAIN)
+            raise ModelLoadError(
+                f"{address}/{MANIFEST_FILE}", f"{name!r} is not a file with a size", _FETCH_AGAIN
+            )
     return {name: described["bytes"] for name, described in manifest.files.items()}
 
 
@@ -229,7 +254,9 @@ def _complete(source: Source, folder: Path, engines: list[str]) -> None:
     weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
     if len(weights) > 1:
         what = f"{' and '.join(engines)} were made from different weights"
-        raise ModelLoadError(source.address, what, f"{_FETCH_AGAIN}, or give the address of one: /{engines[0]}")
+        raise ModelLoadError(
+            source.address, what, f"{_FETCH_AGAIN}, or give the address of one: /{engines[0]}"
+        )
     for name in (*DESCRIPTION_FILES, "metrics.json"):
         if (copy := folder / engines[0] / name).is_file():
             shutil.copyfile(copy, folder / name)
@@ -240,12 +267,17 @@ def _holds(folder: Path, manifests: dict[str, bytes]) -> bool:
     there = [engine for engine in ("", *PRECISIONS) if is_artefact(folder / engine)]
     if there != list(manifests):
         return False
-    if any((folder / engine / MANIFEST_FILE).read_bytes() != data for engine, data in manifests.items()):
+    if any(
+        (folder / engine / MANIFEST_FILE).read_bytes() != data for engine, data in manifests.items()
+    ):
         return False
     try:
         for engine in manifests:
             manifest = verified_manifest(folder / engine, folder if engine else None)
-            if engine and any(name in manifest.files and not (folder / name).is_file() for name in DESCRIPTION_FILES):
+            if engine and any(
+                name in manifest.files and not (folder / name).is_file()
+                for name in DESCRIPTION_FILES
+            ):
                 return False
     except ModelLoadError:
         return False

@@ -15,7 +15,25 @@ from prometheus_client.process_collector import ProcessCollector
 # The creation time of each series would make up half the page.
 disable_created_metrics()
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 _CONFIDENCE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -42,29 +60,51 @@ class ServerMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        self._requests = counter("requests", "Requests by route, method and status.", "route", "method", "status")
-        self._request_seconds = histogram("request_seconds", "Seconds of a request.", _SECONDS, "route")
+        self._requests = counter(
+            "requests", "Requests by route, method and status.", "route", "method", "status"
+        )
+        self._request_seconds = histogram(
+            "request_seconds", "Seconds of a request.", _SECONDS, "route"
+        )
         self.in_progress = gauge("requests_in_progress", "Requests that are not answered yet.")
-        self._refusals = counter("refusals", "Requests refused or failed, by the code of the error shape.", "code")
-        stage = histogram("stage_seconds", "Seconds of a text or batch in each stage.", _SECONDS, "stage")
-        self._tokenize, self._queue, self._forward = (stage.labels(name) for name in ("tokenize", "queue", "forward"))
+        self._refusals = counter(
+            "refusals", "Requests refused or failed, by the code of the error shape.", "code"
+        )
+        stage = histogram(
+            "stage_seconds", "Seconds of a text or batch in each stage.", _SECONDS, "stage"
+        )
+        self._tokenize, self._queue, self._forward = (
+            stage.labels(name) for name in ("tokenize", "queue", "forward")
+        )
         self._batch_texts = histogram("batch_texts", "Texts in a forward pass.", _TEXTS)
         self._batch_tokens = histogram("batch_tokens", "Tokens in a forward pass.", _TOKENS)
         self._tokenized = counter("tokenized_texts", "Texts cleaned and tokenized.")
-        self._deduplicated = counter("deduplicated_texts", "Texts answered by the same text already in flight.")
+        self._deduplicated = counter(
+            "deduplicated_texts", "Texts answered by the same text already in flight."
+        )
         cache = counter("cache_lookups", "Texts looked up among remembered answers.", "result")
         self._cache_hit, self._cache_miss = cache.labels("hit"), cache.labels("miss")
-        self._dropped = counter("dropped_texts", "Texts that left the queue before a forward pass.", "reason")
+        self._dropped = counter(
+            "dropped_texts", "Texts that left the queue before a forward pass.", "reason"
+        )
         self._worker_failures = counter("worker_failures", "Forward passes that failed.")
-        self._predictions = counter("predictions", "Texts classified, by label: watch it for drift.", "label")
-        self._unlabelled = counter("unlabelled_texts", "Texts of which no label reached its threshold.")
-        self._confidence = histogram("confidence", "Probability of the label: watch it for drift.", _CONFIDENCE)
+        self._predictions = counter(
+            "predictions", "Texts classified, by label: watch it for drift.", "label"
+        )
+        self._unlabelled = counter(
+            "unlabelled_texts", "Texts of which no label reached its threshold."
+        )
+        self._confidence = histogram(
+            "confidence", "Probability of the label: watch it for drift.", _CONFIDENCE
+        )
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
         # Shown as 0 from the start: to Prometheus, a series that appears with 1 has not increased.
         for result in ("served", "refused"):
             self.reloads.labels(result)
-        self._model = gauge("model_info", "1 for the model that is served.", "name", "revision", "engine")
+        self._model = gauge(
+            "model_info", "1 for the model that is served.", "name", "revision", "engine"
+        )
         # One dictionary lookup per request instead of prometheus_client's check of all label values.
         self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._label_children: dict[str, Counter] = {}
@@ -75,8 +115,12 @@ class ServerMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"distrinews_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"distrinews_{name}", text, labels, buckets=buckets, registry=self.registry)
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            f"distrinews_{name}", text, labels, buckets=buckets, registry=self.registry
+        )
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is read when the metrics are requested."""
@@ -96,11 +140,16 @@ class ServerMetrics:
 
     # Called by the gate and the routes.
 
-    def request_done(self, route: str, method: str, status: int, seconds: float, error_code: str | None) -> None:
+    def request_done(
+        self, route: str, method: str, status: int, seconds: float, error_code: str | None
+    ) -> None:
         """Count a request; `route` and `method` must come from a bounded set."""
         children = self._request_children.get((route, method, status))
         if children is None:
-            children = (self._requests.labels(route, method, status), self._request_seconds.labels(route))
+            children = (
+                self._requests.labels(route, method, status),
+                self._request_seconds.labels(route),
+            )
             self._request_children[route, method, status] = children
         children[0].inc()
         children[1].observe(seconds)
@@ -156,15 +205,23 @@ class ServerMetrics:
 def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snapshot:
     """What several processes count and measure together; of one that has ended, only what it counted matters."""
     families: dict[str, tuple[str, str, dict[Any, tuple[str, dict[str, str], float]]]] = {}
-    for name, documentation, kind, samples in (family for snapshot in snapshots for family in snapshot):
+    for name, documentation, kind, samples in (
+        family for snapshot in snapshots for family in snapshot
+    ):
         if only_counts and kind not in ("counter", "histogram"):
             continue
         combine = min if name in _LEAST else max if name in _MOST else float.__add__
         found = families.setdefault(name, (documentation, kind, {}))[2]
         for sample, labels, value in samples:
             key = (sample, *sorted(labels.items()))
-            found[key] = (sample, labels, combine(found[key][2], value) if key in found else float(value))
-    return [(name, text, kind, list(found.values())) for name, (text, kind, found) in families.items()]
+            found[key] = (
+                sample,
+                labels,
+                combine(found[key][2], value) if key in found else float(value),
+            )
+    return [
+        (name, text, kind, list(found.values())) for name, (text, kind, found) in families.items()
+    ]
 
 
 def render_merged(snapshots: Sequence[Snapshot], accept: str) -> tuple[bytes, str]:

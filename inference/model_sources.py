@@ -64,10 +64,13 @@ def source_at(address: str, *, is_pinned: bool) -> Source:
         url = _checked(address)
         if url.scheme == "http" and not _is_loopback(url) and not is_pinned:
             message = (
-                "anyone on the network path could change what arrives over http; use https, or give --manifest_sha256"
+                "anyone on the network path could change what arrives over http; use https, or "
+                "give --manifest_sha256"
             )
             raise UserError(f"{address}: {message}", code="fetch-address")
-        return HttpSource(address, address, header_token("FETCH_TOKEN", os.environ.get("FETCH_TOKEN")))
+        return HttpSource(
+            address, address, header_token("FETCH_TOKEN", os.environ.get("FETCH_TOKEN"))
+        )
     return StoredSource(address)
 
 
@@ -83,7 +86,9 @@ class HttpSource:
         request = Request(f"{self.base}/{quote(path)}", headers={"Accept-Encoding": "identity"})
         if self.token:
             if urlsplit(self.base).scheme == "http" and not _is_loopback(urlsplit(self.base)):
-                raise UserError(f"{self.address}: a token is sent over https only", code="fetch-address")
+                raise UserError(
+                    f"{self.address}: a token is sent over https only", code="fetch-address"
+                )
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         try:
             redirects = Redirects()
@@ -105,7 +110,11 @@ class HttpSource:
         # of a ValueError, which quotes what it rejects: a header, a length.
         except (OSError, HTTPException, ValueError) as error:
             quotes = isinstance(error, ValueError) and not isinstance(error, OSError)
-            reason = type(error).__name__ if quotes else first_line(getattr(error, "reason", None) or error)
+            reason = (
+                type(error).__name__
+                if quotes
+                else first_line(getattr(error, "reason", None) or error)
+            )
             raise SourceUnreachable(f"{self.address}/{path}: no answer ({reason})") from error
 
     def answered(self, headers: HTTPMessage) -> None:
@@ -130,7 +139,9 @@ class HubSource(HttpSource):
         if match is None:
             what = "not an address of the hub; write hf://owner/name[@revision][/folder]"
             raise UserError(f"{without_password(address)}: {what}", code="fetch-address")
-        self._repository = f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/{match['name']}/resolve"
+        self._repository = (
+            f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/{match['name']}/resolve"
+        )
         self._folder = match["folder"]
         _checked(self._repository)
         super().__init__(address, "", _hub_token())
@@ -164,7 +175,9 @@ class StoredSource:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(place) from error
         except PermissionError as error:
-            raise UserError(f"{place}: may not be read ({first_line(error)})", code="fetch-address") from error
+            raise UserError(
+                f"{place}: may not be read ({first_line(error)})", code="fetch-address"
+            ) from error
         except Exception as error:  # every driver has its own errors
             raise SourceUnreachable(f"{place}: cannot be read ({first_line(error)})") from error
 
@@ -180,7 +193,9 @@ def _checked(address: str) -> SplitResult:
         what = "not an address; write https://host/folder"
         raise UserError(f"{without_password(address)}: {what}", code="fetch-address")
     if url.username is not None or url.query or url.fragment:
-        what = "the address of a folder has no user, query or fragment; a token comes from FETCH_TOKEN"
+        what = (
+            "the address of a folder has no user, query or fragment; a token comes from FETCH_TOKEN"
+        )
         raise UserError(f"{url.scheme}://{url.hostname}: {what}", code="fetch-address")
     return url
 

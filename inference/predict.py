@@ -35,15 +35,21 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="classify a file with one text per line, or, for a model that reads pairs, with two separated by a tab; - "
         "reads standard input",
     )
-    parser.add_argument("--pair", metavar="TEXT", help="the second text, for a model that reads pairs")
-    parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
+    parser.add_argument(
+        "--pair", metavar="TEXT", help="the second text, for a model that reads pairs"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)"
+    )
     parser.add_argument(
         "--engine",
         choices=ENGINES,
         metavar="NAME",
         help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; for a file, one object per line")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON; for a file, one object per line"
+    )
     options = parser.parse_args(arguments)
     if options.file is not None and options.pair is not None:
         parser.error("--pair belongs to a single text; the lines of --file have both texts")
@@ -62,14 +68,20 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader stopped early (`| head`). Without this, Python complains when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        raise UserError(f"{error.filename or 'standard output'}: {error.strerror}", code="prediction-failed") from error
+        raise UserError(
+            f"{error.filename or 'standard output'}: {error.strerror}", code="prediction-failed"
+        ) from error
     except (ForwardError, ValueError) as error:
         raise UserError(str(error), code="prediction-failed") from error
 
 
 def _load_model(options: argparse.Namespace) -> ModelLoader:
     settings = Settings.from_environment()
-    return ModelLoader(options.model or settings.model_checkpoint, options.engine or settings.engine, settings.hardware)
+    return ModelLoader(
+        options.model or settings.model_checkpoint,
+        options.engine or settings.engine,
+        settings.hardware,
+    )
 
 
 def _predict_text(options: argparse.Namespace) -> None:
@@ -94,7 +106,11 @@ def _chart(prediction: dict[str, Any], answering: Answering) -> str:
     else:
         headline = _given(prediction)
     lines = [headline, ""]
-    thresholds = dict(zip(answering.labels, answering.thresholds, strict=True)) if "labels" in prediction else {}
+    thresholds = (
+        dict(zip(answering.labels, answering.thresholds, strict=True))
+        if "labels" in prediction
+        else {}
+    )
     by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
     shown = {label: printable(label) for label, _ in by_probability[:_MOST_BARS]}
     width = max(map(len, shown.values()))
@@ -103,7 +119,9 @@ def _chart(prediction: dict[str, Any], answering: Answering) -> str:
         needed = f"  given if at least {thresholds[label]:.1%}" if thresholds else ""
         lines.append(f"{shown[label]:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
     if len(by_probability) > _MOST_BARS:
-        lines.append(f"and {len(by_probability) - _MOST_BARS:,} labels less likely (--json prints all)")
+        lines.append(
+            f"and {len(by_probability) - _MOST_BARS:,} labels less likely (--json prints all)"
+        )
     return "\n".join(lines)
 
 
@@ -155,7 +173,9 @@ def _lines(name: str, data: bytes) -> list[tuple[int, str]]:
     return lines
 
 
-def _print_lines(answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answering, *, as_json: bool) -> None:
+def _print_lines(
+    answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answering, *, as_json: bool
+) -> None:
     for text, prediction in answers:
         parts = [" ".join(part.split()) for part in texts_in(text)]
         if as_json:

@@ -31,7 +31,9 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
     def __init__(self) -> None:
         super().__init__()
         self.headers: list[HTTPMessage] = []  # of each redirect
-        self._source_kind = ""  # of the address that the user named; known once we have connected to it
+        self._source_kind = (
+            ""  # of the address that the user named; known once we have connected to it
+        )
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -39,7 +41,9 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
         self.headers.append(headers)
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         if new.scheme not in ("https", old.scheme):
-            raise RedirectRefused(f"redirected from {old.scheme} to {new.scheme}, which is not followed")
+            raise RedirectRefused(
+                f"redirected from {old.scheme} to {new.scheme}, which is not followed"
+            )
         # A proxy resolves names itself, so behind one the written addresses are all that can be checked.
         self._source_kind = self._source_kind or kind_of(_written_address(old.hostname))
         if address := _written_address(new.hostname):
@@ -115,7 +119,11 @@ def kind_of(address: str | None) -> str:
         return "loopback"
     if ip.is_link_local:
         return "link-local"
-    is_unicast = ip in _PUBLIC_V6 if isinstance(ip, IPv6Address) else not ip.is_multicast and ip not in _FOR_PROTOCOLS
+    is_unicast = (
+        ip in _PUBLIC_V6
+        if isinstance(ip, IPv6Address)
+        else not ip.is_multicast and ip not in _FOR_PROTOCOLS
+    )
     return "public" if ip.is_global and is_unicast else "private"
 
 

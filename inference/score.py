@@ -39,12 +39,20 @@ _EXAMPLE = (
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m inference.score", description=_DESCRIPTION.strip(), epilog=_EXAMPLE)
-    parser.add_argument("source", metavar="IN", help="a file, a folder (with all below it) or a pattern in quotes")
-    parser.add_argument(
-        "out", metavar="OUT", help="for a file, one that ends in .csv, .tsv, .jsonl or .parquet; otherwise a folder"
+    parser = OneLineParser(
+        prog="python -m inference.score", description=_DESCRIPTION.strip(), epilog=_EXAMPLE
     )
-    parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
+    parser.add_argument(
+        "source", metavar="IN", help="a file, a folder (with all below it) or a pattern in quotes"
+    )
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        help="for a file, one that ends in .csv, .tsv, .jsonl or .parquet; otherwise a folder",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)"
+    )
     parser.add_argument(
         "--engine",
         choices=ENGINES,
@@ -69,8 +77,15 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="a row without a text, or that cannot be read: refuse ends with its line, keep writes it without a label "
         "and with the reason in a column error (default: refuse)",
     )
-    parser.add_argument("--probabilities", action="store_true", help="also write the probability of every label")
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="what the names of the added columns begin with")
+    parser.add_argument(
+        "--probabilities", action="store_true", help="also write the probability of every label"
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        metavar="TEXT",
+        help="what the names of the added columns begin with",
+    )
     parser.add_argument(
         "--format",
         choices=("csv", "tsv", "jsonl", "parquet"),
@@ -111,7 +126,9 @@ def main(arguments: list[str] | None = None) -> None:
         what = f"--pair_column {options.pair_column}: this model reads single texts; leave the flag out"
         raise UserError(what, code="flags-conflict")
     if options.probabilities and model.answering.problem_type is REGRESSION:
-        what = "--probabilities: this model answers with a number, which has none; leave the flag out"
+        what = (
+            "--probabilities: this model answers with a number, which has none; leave the flag out"
+        )
         raise UserError(what, code="flags-conflict")
     scoring = Scoring(job, model, quiet=options.quiet)
     scoring.check_inputs()
@@ -131,7 +148,8 @@ def main(arguments: list[str] | None = None) -> None:
         scoring.run()
         print(scoring.progress.summary(), file=sys.stderr)
     done = (
-        f"{options.out}: {counted(job.record['rows'], 'row')}, {job.record['model']['name']} ({model.info['engine']})"
+        f"{options.out}: {counted(job.record['rows'], 'row')}, "
+        f"{job.record['model']['name']} ({model.info['engine']})"
     )
     print(printable(without_secrets(done)))
 
@@ -140,7 +158,9 @@ def _load_model(options: argparse.Namespace, job: Job) -> ModelLoader:
     settings = Settings.from_environment()
     # A job that has begun keeps its engine: which one is measured as the fastest may change from start to start.
     begun_with = None if options.restart else job.earlier_record().get("model", {}).get("runtime")
-    engine = options.engine or (settings.engine if settings.engine != "auto" else begun_with or "auto")
+    engine = options.engine or (
+        settings.engine if settings.engine != "auto" else begun_with or "auto"
+    )
     return ModelLoader(options.model or settings.model_checkpoint, engine, settings.hardware)
 
 
@@ -162,13 +182,19 @@ def _meaning(answering: Answering) -> dict[str, Any]:
     # What is not part of the weights, and so not of the revision. One label has none of it.
     if answering.problem_type is SINGLE_LABEL:
         return {}
-    thresholds = {"thresholds": answering.thresholds} if answering.problem_type is MULTI_LABEL else {}
+    thresholds = (
+        {"thresholds": answering.thresholds} if answering.problem_type is MULTI_LABEL else {}
+    )
     return {"problem_type": answering.problem_type.name, **thresholds}
 
 
 def _stop(number: int, frame: object) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # a scheduler and its script may both send it
-    print("stopped; finished parts are kept, rerun the same command to resume", file=sys.stderr, flush=True)
+    print(
+        "stopped; finished parts are kept, rerun the same command to resume",
+        file=sys.stderr,
+        flush=True,
+    )
     sys.exit(128 + number)
 
 

@@ -51,8 +51,12 @@ def main(arguments: list[str] | None = None, load_model: LoadModel | None = None
             uvicorn.Server(_config(settings, app, host=options.host, port=options.port)).run()
         else:
             _application().create_app(settings)  # refuses invalid settings once, not in each worker
-            load_model = load_model or partial(ModelLoader, hardware=share_of(settings, workers).hardware)
-            Supervisor(settings, workers, load_model, _serve_as_worker).run(options.host, options.port)
+            load_model = load_model or partial(
+                ModelLoader, hardware=share_of(settings, workers).hardware
+            )
+            Supervisor(settings, workers, load_model, _serve_as_worker).run(
+                options.host, options.port
+            )
 
 
 def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argparse.Namespace:
@@ -97,7 +101,10 @@ def _refuse_unusable_address(host: str, port: int) -> None:
         elif isinstance(error, OverflowError | PermissionError):
             remedy, code = "give another --port, from 1024 to 65535", "flag-value"
         else:
-            remedy, code = "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1", "flag-value"
+            remedy, code = (
+                "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1",
+                "flag-value",
+            )
         raise UserError(f"{line}; {remedy}", code=code) from None
 
 
@@ -108,7 +115,9 @@ def _load_from_now_on(settings: Settings) -> LoadModel:
 
     def load() -> None:
         try:
-            first.set_result(ModelLoader(settings.model_checkpoint, settings.engine, settings.hardware))
+            first.set_result(
+                ModelLoader(settings.model_checkpoint, settings.engine, settings.hardware)
+            )
         except BaseException as error:  # raised where the result is asked for
             first.set_exception(error)
 
@@ -122,13 +131,19 @@ def _load_from_now_on(settings: Settings) -> LoadModel:
 
 
 def _application() -> ModuleType:
-    return importlib.import_module("inference.app")  # slow, so not before what can be refused at once
+    return importlib.import_module(
+        "inference.app"
+    )  # slow, so not before what can be refused at once
 
 
-def _serve_as_worker(settings: Settings, load_model: LoadModel, line: SupervisorLine, listening: socket.socket) -> None:
+def _serve_as_worker(
+    settings: Settings, load_model: LoadModel, line: SupervisorLine, listening: socket.socket
+) -> None:
     app = _application().create_app(settings, load_model, line)
     # The supervisor says where all of them listen.
-    config = _config(settings, app, log_level="warning" if settings.log_level == "info" else settings.log_level)
+    config = _config(
+        settings, app, log_level="warning" if settings.log_level == "info" else settings.log_level
+    )
     uvicorn.Server(config).run(sockets=[listening])
 
 

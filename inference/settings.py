@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from common.errors import invalid_value
@@ -25,7 +33,9 @@ MOST_WORKERS = 256
 class Settings(BaseModel):
     """What the server reads from its environment; an empty variable counts as unset, an argument goes first."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True
+    )
 
     model_checkpoint: Path = Field(
         default=Path("checkpoints/news"),
@@ -213,7 +223,9 @@ class Settings(BaseModel):
     @classmethod
     def _from_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
         # The package pydantic-settings does this too, and takes a tenth of a second to import.
-        return {name: value for name in cls.model_fields if (value := os.environ.get(name.upper()))} | given
+        return {
+            name: value for name in cls.model_fields if (value := os.environ.get(name.upper()))
+        } | given
 
     @field_validator("engine", "device", "log_level", mode="before")
     @classmethod
@@ -226,7 +238,9 @@ class Settings(BaseModel):
         # A secret that was made from a file often ends with its newline, which no header has.
         key = value.get_secret_value().strip() if value else None
         if key is not None and not (key and key.isprintable()):
-            raise PydanticCustomError("api_key", "must be a key without line breaks or other control characters")
+            raise PydanticCustomError(
+                "api_key", "must be a key without line breaks or other control characters"
+            )
         return SecretStr(key) if key else None
 
     @field_validator("model_name")
@@ -243,7 +257,9 @@ class Settings(BaseModel):
         if text == "auto":
             return text
         if not (text.isdecimal() and 1 <= int(text) <= MOST_WORKERS):
-            raise PydanticCustomError("workers", f"must be auto, or a number from 1 to {MOST_WORKERS}")
+            raise PydanticCustomError(
+                "workers", f"must be auto, or a number from 1 to {MOST_WORKERS}"
+            )
         return int(text)
 
     @classmethod
@@ -257,7 +273,10 @@ class Settings(BaseModel):
         try:
             return cls()
         except ValidationError as error:
-            problems = (f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}" for problem in error.errors())
+            problems = (
+                f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}"
+                for problem in error.errors()
+            )
             raise SettingsError("; ".join(problems)) from None
 
     @property
@@ -288,7 +307,9 @@ class Settings(BaseModel):
 
     @property
     def allowed_origins(self) -> list[str]:
-        return [origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()]
+        return [
+            origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()
+        ]
 
 
 def keep_tokenizer_on_one_thread() -> None:

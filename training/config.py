@@ -50,16 +50,52 @@ STARTER = "starter"
 STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 # What --help shows; the others are in --help all.
 MOST_USED = (
-    *("task", "dataset", "labels", "unlabelled", "text_column", "label_column", "max_length", "max_train_rows"),
-    *("model", "from_model", "method", "budget", "epochs", "batch_size", "learning_rate", "precision", "seed"),
+    *(
+        "task",
+        "dataset",
+        "labels",
+        "unlabelled",
+        "text_column",
+        "label_column",
+        "max_length",
+        "max_train_rows",
+    ),
+    *(
+        "model",
+        "from_model",
+        "method",
+        "budget",
+        "epochs",
+        "batch_size",
+        "learning_rate",
+        "precision",
+        "seed",
+    ),
     *("strategy", "device", "output_dir", "export", "resume"),
 )
 LONGEST_CHOICES = 60  # that fit into a line of the help
 TRACKERS = ("wandb", "mlflow", "trackio")
 # What decides, beside the dataset, which rows there are and how they are read.
 DATA_FLAGS = (
-    *("task", "text_column", "label_column", "pair_column", "train_split", "validation_split", "test_split"),
-    *("dataset_config", "dataset_revision", "bad_rows", "max_length", "clean", "model", "model_revision", "seed"),
+    *(
+        "task",
+        "text_column",
+        "label_column",
+        "pair_column",
+        "train_split",
+        "validation_split",
+        "test_split",
+    ),
+    *(
+        "dataset_config",
+        "dataset_revision",
+        "bad_rows",
+        "max_length",
+        "clean",
+        "model",
+        "model_revision",
+        "seed",
+    ),
 )
 # What training.data_report finds, and --fail_on may name.
 FAULTS = ("duplicates", "leakage", "conflicts")
@@ -87,7 +123,9 @@ CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fractio
 
 # A number or the word. Without the discriminator a wrong number would also be told that it is not the word.
 BATCH_SIZE = Annotated[int, Field(ge=1), Tag("rows")] | Annotated[Literal["auto"], Tag("auto")]
-BatchSize = Annotated[BATCH_SIZE, Discriminator(lambda value: "auto" if value == "auto" else "rows")]
+BatchSize = Annotated[
+    BATCH_SIZE, Discriminator(lambda value: "auto" if value == "auto" else "rows")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +142,12 @@ class Selection:
 def _is_within(place: str, folder: Path) -> bool:
     """Whether a path is in a folder, as written or by where links lead."""
     path = Path(place.removeprefix("file://")).expanduser()
-    path_as_written, folder_as_written = (Path(os.path.normpath(one.absolute())) for one in (path, folder))
-    return path_as_written.is_relative_to(folder_as_written) or path.resolve().is_relative_to(folder.resolve())
+    path_as_written, folder_as_written = (
+        Path(os.path.normpath(one.absolute())) for one in (path, folder)
+    )
+    return path_as_written.is_relative_to(folder_as_written) or path.resolve().is_relative_to(
+        folder.resolve()
+    )
 
 
 class TrainConfig(BaseModel):
@@ -558,7 +600,9 @@ class TrainConfig(BaseModel):
     @field_validator("freeze", mode="before")
     @classmethod
     def _check_freeze(cls, value: Any) -> str:
-        if not re.fullmatch(r"none|embeddings|[1-9]\d*", str(value)):  # YAML reads a number of blocks as a number
+        if not re.fullmatch(
+            r"none|embeddings|[1-9]\d*", str(value)
+        ):  # YAML reads a number of blocks as a number
             raise ValueError("must be none, embeddings or a number of blocks, such as 3")
         return str(value)
 
@@ -573,7 +617,9 @@ class TrainConfig(BaseModel):
     @classmethod
     def _check_model_version(cls, value: str) -> str:
         if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}", value):
-            raise ValueError("must be 1 to 64 letters, digits, . _ + or -, and begin with a letter or digit")
+            raise ValueError(
+                "must be 1 to 64 letters, digits, . _ + or -, and begin with a letter or digit"
+            )
         return value
 
     @field_validator("output_dir")
@@ -582,7 +628,9 @@ class TrainConfig(BaseModel):
         if not value.name:
             raise ValueError("must name a folder")
         if str(value).startswith(("s3:/", "gs:/", "hf:/")):
-            raise ValueError("must be a folder of this machine; only --checkpoint_dir may be an address")
+            raise ValueError(
+                "must be a folder of this machine; only --checkpoint_dir may be an address"
+            )
         return value.expanduser()
 
     @field_validator("budget")
@@ -603,7 +651,9 @@ class TrainConfig(BaseModel):
         for conflict in CONFLICTS:
             if conflict.when(self):
                 raise ValueError(
-                    conflict.message.format_map({name: self.shown(name) for name in type(self).model_fields})
+                    conflict.message.format_map(
+                        {name: self.shown(name) for name in type(self).model_fields}
+                    )
                 )
         self._check_uses()
         self._check_places()
@@ -611,7 +661,9 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="wrap")  # the last one, so that it sees what the others find
     @classmethod
-    def _as_user_error(cls, values: Any, validate: Callable[[Any], TrainConfig], info: ValidationInfo) -> TrainConfig:
+    def _as_user_error(
+        cls, values: Any, validate: Callable[[Any], TrainConfig], info: ValidationInfo
+    ) -> TrainConfig:
         """Report in one line what is wrong. ``info.context``: where each value comes from, if not from Python."""
         origins = info.context
         if origins is None and isinstance(values, Mapping):
@@ -622,7 +674,9 @@ class TrainConfig(BaseModel):
         except ValidationError as error:
             problems = error.errors()
             code = "flag-value" if problems[0]["loc"] else "flags-conflict"
-            raise UserError("; ".join(_describe(problem, origins or {}) for problem in problems), code=code) from None
+            raise UserError(
+                "; ".join(_describe(problem, origins or {}) for problem in problems), code=code
+            ) from None
 
     def _settle_by_others(self) -> None:
         """Decide what follows from other fields."""
@@ -661,7 +715,10 @@ class TrainConfig(BaseModel):
     def _check_places(self) -> None:
         """The finished model replaces what is in its folder."""
         for name in self.teachers:
-            if Path(name).expanduser().absolute() in (self.output_dir.absolute(), self.checkpoint_file.absolute()):
+            if Path(name).expanduser().absolute() in (
+                self.output_dir.absolute(),
+                self.checkpoint_file.absolute(),
+            ):
                 raise ValueError(
                     f"--distill {name} and --output_dir {self.output_dir}: the student would replace its teacher; "
                     "name another --output_dir"
@@ -671,7 +728,14 @@ class TrainConfig(BaseModel):
                 f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished "
                 "model replaces; name another folder"
             )
-        for flag in ("model", "from_model", "dataset", "distill_texts", "unlabelled", "class_weights"):
+        for flag in (
+            "model",
+            "from_model",
+            "dataset",
+            "distill_texts",
+            "unlabelled",
+            "class_weights",
+        ):
             place = Path(getattr(self, flag) or "none").expanduser()
             if place.exists() and _is_within(str(place), self.output_dir):
                 raise ValueError(
@@ -703,7 +767,9 @@ class TrainConfig(BaseModel):
     @property
     def longest_text(self) -> str:
         """Where longer texts are cut, in words."""
-        return f"{MOST_WINDOWS} windows of " * (self.long == "windows") + f"{self.max_length} tokens"
+        return (
+            f"{MOST_WINDOWS} windows of " * (self.long == "windows") + f"{self.max_length} tokens"
+        )
 
     @property
     def columns(self) -> Columns:
@@ -718,7 +784,11 @@ class TrainConfig(BaseModel):
     def how_to_resume(self) -> str:
         # With `--resume none` the same command would begin again, and move what there is aside.
         same = self.resume == "auto"
-        return "rerun the same command" if same else f"rerun the command without --resume {self.resume}"
+        return (
+            "rerun the same command"
+            if same
+            else f"rerun the command without --resume {self.resume}"
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -745,7 +815,11 @@ class TrainConfig(BaseModel):
     @property
     def frozen_depth(self) -> int:
         """The depth up to which parameters are not trained: 0 for the embeddings, n for the n-th block, -1 for none."""
-        return int(self.freeze) if self.freeze.isdigit() else {"none": -1, "embeddings": 0}[self.freeze]
+        return (
+            int(self.freeze)
+            if self.freeze.isdigit()
+            else {"none": -1, "embeddings": 0}[self.freeze]
+        )
 
     @property
     def tracker_names(self) -> tuple[str, ...]:
@@ -799,7 +873,9 @@ def parse_config(
     origins: dict[str, str] = {}
     environment = os.environ if environment is None else environment
     in_file = read_yaml(Path(config_file), f"--config {config_file}") if config_file else {}
-    in_file = {name: value for name, value in in_file.items() if not _is_of_earlier_version(name, value)}
+    in_file = {
+        name: value for name, value in in_file.items() if not _is_of_earlier_version(name, value)
+    }
     check_fields(in_file, f"--config {config_file}")
     for origin, source in (
         (str(config_file), in_file),
@@ -818,17 +894,25 @@ def parse_config(
     if print_config:
         for line in config.to_yaml().splitlines():
             name = line.partition(":")[0]
-            print(f"# {line}  # unset: chosen from the rows" if name in CHOSEN and not config.gives(name) else line)
+            print(
+                f"# {line}  # unset: chosen from the rows"
+                if name in CHOSEN and not config.gives(name)
+                else line
+            )
         raise SystemExit(0)
     return config
 
 
 def _asks_for_all_help(arguments: Sequence[str]) -> bool:
-    return "--help=all" in arguments or any(pair in (("--help", "all"), ("-h", "all")) for pair in pairwise(arguments))
+    return "--help=all" in arguments or any(
+        pair in (("--help", "all"), ("-h", "all")) for pair in pairwise(arguments)
+    )
 
 
 class _Help(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, flag: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: Any, value: Any, flag: str | None = None
+    ) -> None:
         if value not in (None, "all"):
             raise UserError(f"{flag} {value}: must be all, or nothing", code="usage")
         parser.print_help()
@@ -839,13 +923,23 @@ def _build_parser(description: str, shown: Collection[str]) -> OneLineParser:
     """A parser of all flags, whose help has those that are ``shown``."""
     more = "" if len(shown) == len(TrainConfig.model_fields) else "--help all shows all flags."
     parser = OneLineParser(description=description, epilog=more, add_help=False)
-    parser.add_argument("-h", "--help", nargs="?", metavar="all", action=_Help, help="show help and exit")
-    parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a file; flags win over it")
-    parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
+    parser.add_argument(
+        "-h", "--help", nargs="?", metavar="all", action=_Help, help="show help and exit"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="read fields from a file; flags win over it"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print the configuration as YAML and exit"
+    )
     groups: dict[str, Any] = {}
     for name, field in TrainConfig.model_fields.items():
         title = field.json_schema_extra["group"]  # type: ignore[index, call-overload]
-        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
+        group = (
+            groups.setdefault(title, parser.add_argument_group(title))
+            if title not in groups
+            else groups[title]
+        )
         add_flag(group, name, is_shown=name in shown)
     return parser
 
@@ -860,7 +954,9 @@ def add_flag(parser: Any, name: str, *, is_shown: bool = True) -> None:
 def _argument_form(field: FieldInfo) -> dict[str, Any]:
     if field.annotation is bool:
         return {"nargs": "?", "const": "true", "metavar": "true|false"}
-    choices = "|".join(get_args(field.annotation) if get_origin(field.annotation) is Literal else ())
+    choices = "|".join(
+        get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    )
     if len(choices) > LONGEST_CHOICES:  # the help text names them
         return {"metavar": "NAME"}
     return {
@@ -912,9 +1008,13 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{what}: {error.strerror}", code="config-unreadable") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{what}: not valid YAML: {' '.join(str(error).split())}", code="config-unreadable") from error
+        raise UserError(
+            f"{what}: not valid YAML: {' '.join(str(error).split())}", code="config-unreadable"
+        ) from error
     if not isinstance(values, dict):
-        raise UserError(f"{what}: must hold fields with values, such as `epochs: 3`", code="config-unreadable")
+        raise UserError(
+            f"{what}: must hold fields with values, such as `epochs: 3`", code="config-unreadable"
+        )
     # YAML 1.1 reads 2e-5 as text; pydantic then reads the text as the number that was meant.
     return values
 
@@ -939,7 +1039,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             if name not in TrainConfig.model_fields:
                 hint = _hint(name, TrainConfig.model_fields, repr)
-                raise UserError(f"environment variable {variable}: no such field{hint}", code="flag-unknown")
+                raise UserError(
+                    f"environment variable {variable}: no such field{hint}", code="flag-unknown"
+                )
             values[name] = value
     return values
 
@@ -966,7 +1068,11 @@ def _hint_of_value(name: str, problem: Mapping[str, Any]) -> str:
         return ""
     value = str(problem["input"]).lower().replace("-", "_")
     choices = get_args(TrainConfig.model_fields[name].annotation)
-    near = [OTHER_VALUES[name][value]] if value in OTHER_VALUES.get(name, ()) else near_names(value, choices)
+    near = (
+        [OTHER_VALUES[name][value]]
+        if value in OTHER_VALUES.get(name, ())
+        else near_names(value, choices)
+    )
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

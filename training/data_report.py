@@ -26,7 +26,9 @@ CROPPED = 40  # characters before the first difference that are shown of near du
 
 def main() -> None:
     parser = OneLineParser(prog="python -m training.data_report", description=__doc__)
-    parser.add_argument("data", metavar="DATA", help="as --dataset in training: a file, a folder, or a name")
+    parser.add_argument(
+        "data", metavar="DATA", help="as --dataset in training: a file, a folder, or a name"
+    )
     parser.add_argument(
         "--fail_on",
         type=_faults,
@@ -34,7 +36,9 @@ def main() -> None:
         metavar="FAULTS",
         help=f"exit with code 1 if there are any of these: {', '.join(FAULTS)}, several separated by commas",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON, with all rows found")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything as JSON, with all rows found"
+    )
     group = parser.add_argument_group("as in training")
     for name in DATA_FLAGS:
         add_flag(group, name)
@@ -53,7 +57,9 @@ def main() -> None:
         try:
             write_json(file, figures)
         except OSError as error:
-            raise UserError(f"--json {file}: cannot be written ({error.strerror})", code="not-writable") from error
+            raise UserError(
+                f"--json {file}: cannot be written ({error.strerror})", code="not-writable"
+            ) from error
     if found := [name for name in fail_on if figures[name]["count"]]:
         said = "; ".join(fault_in_words(name, figures) for name in found)
         raise ForeseenError(f"--fail_on {','.join(fail_on)}: {said}", code="data-faults")
@@ -62,7 +68,9 @@ def main() -> None:
 def _faults(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names or (unknown := [name for name in names if name not in FAULTS]):
-        raise argparse.ArgumentTypeError(f"{unknown[0] if names else text!r} is not one of {', '.join(FAULTS)}")
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0] if names else text!r} is not one of {', '.join(FAULTS)}"
+        )
     return names
 
 
@@ -96,7 +104,9 @@ def show(figures: Mapping[str, Any]) -> None:
         rows = figures.get(name, {}).get("rows", [])[:EXAMPLES]
         if not rows:
             continue
-        console.examples(f"{name.capitalize()}: {len(rows)} of {figures[name]['count']:,}", map(_lines, rows))
+        console.examples(
+            f"{name.capitalize()}: {len(rows)} of {figures[name]['count']:,}", map(_lines, rows)
+        )
     repeating = [figures[name] for name in ("duplicates", "leakage") if figures[name]["count"]]
     if repeating and "labels" in figures:
         flag = "drop_near" if any(fault["near"] for fault in repeating) else "drop"
@@ -108,11 +118,16 @@ def show(figures: Mapping[str, Any]) -> None:
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Row, label and text of both rows. Of texts that begin alike, what is before their difference is left out."""
     texts = found["text"], found["other_text"]
-    same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts))
+    )
     start = max(0, same - CROPPED) if found["near"] else 0
     return [
         (Path(found[row]).name, found.get(label, ""), "…" * bool(start) + found[text][start:])
-        for row, label, text in (("row", "label", "text"), ("other_row", "other_label", "other_text"))
+        for row, label, text in (
+            ("row", "label", "text"),
+            ("other_row", "other_label", "other_text"),
+        )
     ]
 
 

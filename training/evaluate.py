@@ -21,14 +21,21 @@ MOST_COLUMNS, MOST_CONFUSIONS = 16, 10
 
 def main() -> None:
     parser = OneLineParser(prog="python -m training.evaluate", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, or the .pt beside it")
     parser.add_argument(
-        "--dataset", help="as in training, such as my_rows.csv (default: what the model was trained on)"
+        "model", metavar="MODEL", type=Path, help="a model folder, or the .pt beside it"
+    )
+    parser.add_argument(
+        "--dataset",
+        help="as in training, such as my_rows.csv (default: what the model was trained on)",
     )
     parser.add_argument("--text_column", help="column with the text (default: as in training)")
     parser.add_argument("--label_column", help="column with the label (default: as in training)")
-    parser.add_argument("--pair_column", help="column with the second text of a pair (default: as in training)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
+    parser.add_argument(
+        "--pair_column", help="column with the second text of a pair (default: as in training)"
+    )
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto"
+    )
     parser.add_argument(
         "--robustness",
         action="store_true",
@@ -43,7 +50,12 @@ def main() -> None:
     with join_ranks(options.device) as ranks:
         columns = (options.text_column, options.label_column, options.pair_column)
         metrics = evaluate_saved(
-            options.model, options.dataset, ranks, columns, quiet=options.json, robustness=options.robustness
+            options.model,
+            options.dataset,
+            ranks,
+            columns,
+            quiet=options.json,
+            robustness=options.robustness,
         )
         if ranks.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))
@@ -56,7 +68,9 @@ def _table(metrics: dict[str, Any]) -> str:
     from training.monitoring.records import metrics_of
 
     width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
-    figures = {"loss": metrics["loss"]} | {one.title: metrics[name] for name, one in metrics_of(metrics).items()}
+    figures = {"loss": metrics["loss"]} | {
+        one.title: metrics[name] for name, one in metrics_of(metrics).items()
+    }
     lines = [
         printable(f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows"),
         "  ".join(f"{title} {value:.4f}" for title, value in figures.items()),
@@ -78,7 +92,9 @@ def _confusion(names: list[str], matrix: list[list[int]], width: int) -> list[st
     if len(names) <= MOST_COLUMNS:
         lines = ["confusion (a row is a true class, a column a predicted one):"]
         for name, counts in zip(names, matrix, strict=True):
-            lines.append(f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+            lines.append(
+                f"{printable(name):{width}}  {'  '.join(f'{count:5}' for count in counts)}"
+            )
         return lines
     pairs = [
         (count, names[true], names[predicted])

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from common.problem_types import MULTI_LABEL, PLAIN_TEXT, REGRESSION, SINGLE_LABEL, ProblemType
 
 TINY = "tiny"
-EPSILON = 1e-8  # what AdamW adds to the square root of the averaged squares before it divides by the sum
+EPSILON = (
+    1e-8  # what AdamW adds to the square root of the averaged squares before it divides by the sum
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ _OF_LABELS = ("accuracy", "macro_f1", "loss")
 _OF_TOKENS = ("perplexity", "token_accuracy", "loss")
 TASK_FACTS = {
     "classification": TaskFacts(SINGLE_LABEL, _OF_LABELS, "A text classifier"),
-    "pair": TaskFacts(SINGLE_LABEL, _OF_LABELS, "A classifier of pairs of texts", pair_column="text_pair"),
+    "pair": TaskFacts(
+        SINGLE_LABEL, _OF_LABELS, "A classifier of pairs of texts", pair_column="text_pair"
+    ),
     "multi_label": TaskFacts(
         MULTI_LABEL,
         ("micro_f1", "macro_f1", "exact_match", "loss"),
@@ -130,10 +134,14 @@ _PIPELINE = _strategies(lambda strategy: strategy.pipeline)
 
 # The tasks and the strategies that each of these flags is for. With any other it is refused instead of ignored.
 FLAGS_OF_TASKS = {
-    **dict.fromkeys(("class_weights", "sampling", "label_smoothing", "suspects", "unlabelled"), _ONE_LABEL),
+    **dict.fromkeys(
+        ("class_weights", "sampling", "label_smoothing", "suspects", "unlabelled"), _ONE_LABEL
+    ),
     **dict.fromkeys(("labels", "from_model"), ("classification",)),
     **dict.fromkeys(("rough_share", "distill"), _TEXTS),
-    **dict.fromkeys(("distill_share", "distill_texts", "export", "label_column", "duplicates"), _LABELLED),
+    **dict.fromkeys(
+        ("distill_share", "distill_texts", "export", "label_column", "duplicates"), _LABELLED
+    ),
     **dict.fromkeys(("network", "loss", "metric"), _LABELLED),
     "pair_column": ("pair", "multi_label", "regression"),
     "long": ("classification", "multi_label", "regression"),

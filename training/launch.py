@@ -55,9 +55,13 @@ def launch() -> int:
         # It is told so, because its own name may not resolve yet.
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"is_host={int(is_host)}")))
     with contextlib.ExitStack() as stack:
-        args.log_dir = args.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrun_"))
+        args.log_dir = args.log_dir or stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="torchrun_")
+        )
         if args.standalone:  # hidden, because run_ddp.sh looks for torchrun's own folder
-            private = tempfile.TemporaryDirectory(prefix=".rendezvous_", dir=args.log_dir)  # mode 0700
+            private = tempfile.TemporaryDirectory(
+                prefix=".rendezvous_", dir=args.log_dir
+            )  # mode 0700
             _meet_in_file(args, f"{stack.enter_context(private)}/store")
         try:
             run(args)
@@ -68,7 +72,11 @@ def launch() -> int:
                 # for the host alone: others may have joined a host that was about to end.
                 have_met = any(Path(args.log_dir).glob(f"*/{BEGUN}"))
                 return os.EX_TEMPFAIL if have_met or not is_host else 1
-            if code == EXIT_USER_ERROR and config is not None and (config.run_dir / "metrics.jsonl").exists():
+            if (
+                code == EXIT_USER_ERROR
+                and config is not None
+                and (config.run_dir / "metrics.jsonl").exists()
+            ):
                 return 1  # steps were made before: it may be this machine, or a lock that a lost one still holds
             return max(1, code)
         except SignalException as asked:
@@ -89,7 +97,12 @@ def _meet_in_file(args: argparse.Namespace, file: str) -> None:
     torchrun's own store listens on every interface, and torchrun unpickles what it finds there, so anyone who reaches
     the port could run code as this user.
     """
-    args.standalone, args.rdzv_backend, args.rdzv_id, args.rdzv_endpoint = False, "c10d", "one", file
+    args.standalone, args.rdzv_backend, args.rdzv_id, args.rdzv_endpoint = (
+        False,
+        "c10d",
+        "one",
+        file,
+    )
     # The file grows with each heartbeat, which tells other nodes that this one lives.
     args.rdzv_conf = "store_type=file,keep_alive_interval=86400"
     # Otherwise torchrun opens a port for the ranks; they meet in a file, too.
@@ -110,7 +123,9 @@ def _explain(failed: ChildFailedError) -> int:
                 "from the kernel when memory runs out (dmesg shows it): lower --batch_size [rank-killed]",
                 file=sys.stderr,
             )
-    causes = [failure for failure in failed.failures.values() if failure.exitcode not in CONSEQUENCES]
+    causes = [
+        failure for failure in failed.failures.values() if failure.exitcode not in CONSEQUENCES
+    ]
     return min(causes or failed.failures.values(), key=lambda failure: failure.timestamp).exitcode
 
 

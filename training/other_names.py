@@ -59,7 +59,10 @@ FORMER_FIELDS = {
 NOT_FLAGS = FORMER_FIELDS | {
     name: instead
     for names, instead in (
-        ("backend ddp_backend dist_backend", "it follows from --device and is NCCL on GPUs, gloo on CPUs"),
+        (
+            "backend ddp_backend dist_backend",
+            "it follows from --device and is NCCL on GPUs, gloo on CPUs",
+        ),
         (
             "num_workers dataloader_num_workers",
             "the rows are tokenized once and then read from a cache, so there are no workers",
@@ -70,7 +73,10 @@ NOT_FLAGS = FORMER_FIELDS | {
             "nproc_per_node nnodes node_rank master_addr master_port max_restarts rdzv_backend",
             "it is torchrun's: give it before the script",
         ),
-        ("devices num_gpus", "torchrun's --nproc_per_node, before the script, says how many to use"),
+        (
+            "devices num_gpus",
+            "torchrun's --nproc_per_node, before the script, says how many to use",
+        ),
     )
     for name in names.split()
 }

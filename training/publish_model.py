@@ -16,7 +16,15 @@ from huggingface_hub import ModelCard
 
 from common.errors import run_command
 from common.model_folder import PRECISIONS
-from training.publishing.hub_upload import Target, full_name, publishing_parser, show, sign_in, upload, write_files
+from training.publishing.hub_upload import (
+    Target,
+    full_name,
+    publishing_parser,
+    show,
+    sign_in,
+    upload,
+    write_files,
+)
 from training.publishing.published_files import model_files, named
 
 DRY_RUN_FOLDER = Path("build/model")
@@ -25,7 +33,9 @@ DRY_RUN_FOLDER = Path("build/model")
 def main() -> None:
     parser = publishing_parser("python -m training.publish_model", str(__doc__), DRY_RUN_FOLDER)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder")
-    parser.add_argument("--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account")
+    parser.add_argument(
+        "--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account"
+    )
     options = parser.parse_args()
     files = model_files(options.model)
     if options.dry_run:
@@ -41,7 +51,9 @@ def main() -> None:
     commit = upload(api, target, files, PRECISIONS)
     print(f"Published {api.endpoint}/{target.name} at {commit[:12]}; every file was read back.")
     print(f'transformers.pipeline("text-classification", model="{target.name}") loads it.')
-    if not ModelCard(bytes(files["README.md"]).decode(), ignore_metadata_errors=True).data.get("license"):
+    if not ModelCard(bytes(files["README.md"]).decode(), ignore_metadata_errors=True).data.get(
+        "license"
+    ):
         print("The card names no licence: add `license:` to the front matter of its README.md.")
 
 

@@ -18,7 +18,12 @@ STOP_SECONDS = 10.0
 
 
 def run_command_of_serving(
-    module: str, arguments: Sequence[str], flag: str, say: Callable[[str], None], *, quiet: bool = False
+    module: str,
+    arguments: Sequence[str],
+    flag: str,
+    say: Callable[[str], None],
+    *,
+    quiet: bool = False,
 ) -> None:
     """Run ``python -m MODULE ARGUMENTS`` to its end; it is stopped if this process is asked to stop.
 
@@ -29,9 +34,13 @@ def run_command_of_serving(
         UserError: it failed; the message is its own error.
     """
     environment = dict(os.environ)
-    if threads_asked_for() is None:  # torchrun's 1 is for each of its ranks, but the others wait meanwhile
+    if (
+        threads_asked_for() is None
+    ):  # torchrun's 1 is for each of its ranks, but the others wait meanwhile
         environment.pop("OMP_NUM_THREADS", None)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOUSE), os.environ.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(HOUSE), os.environ.get("PYTHONPATH")))
+    )
     sys.stdout.flush()
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -58,4 +67,6 @@ def run_command_of_serving(
         raise
     if code:
         reason = error["message"] if error else last or f"it ended with exit code {code}"
-        raise UserError(f"{flag}: python -m {module} failed: {reason}", code="serving-command-failed")
+        raise UserError(
+            f"{flag}: python -m {module} failed: {reason}", code="serving-command-failed"
+        )

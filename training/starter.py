@@ -103,9 +103,12 @@ def _shrink(options: Namespace, folder: Path) -> None:
     for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
         if not (teacher / name).is_file():
             raise UserError(
-                f"--teacher {options.teacher}: has no {name}; give the folder of an encoder", code="model-not-found"
+                f"--teacher {options.teacher}: has no {name}; give the folder of an encoder",
+                code="model-not-found",
             )
-    data = load_news(options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding)
+    data = load_news(
+        options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding
+    )
     texts, cleaning = data.train.texts, default_cleaning(options.dataset, data.label_names)
     asked = f"--teacher {options.teacher}"
     read = partial(read_network, AutoModelForSequenceClassification, str(teacher), asked)
@@ -119,7 +122,9 @@ def _shrink(options: Namespace, folder: Path) -> None:
             "it",
             code="model-layers-unknown",
         )
-    head_width = getattr(network.config, family.hidden_size_key) // getattr(network.config, family.num_heads_key)
+    head_width = getattr(network.config, family.hidden_size_key) // getattr(
+        network.config, family.num_heads_key
+    )
     if options.width % head_width:
         raise UserError(
             f"--width {options.width}: must be a multiple of {head_width}, the width of the teacher's heads",
@@ -153,10 +158,17 @@ def _go_on(options: Namespace, folder: Path) -> None:
     start = Path(options.start).expanduser()
     for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
         if not (start / name).is_file():
-            raise UserError(f"--start {options.start}: has no {name}; give a starter's folder", code="model-not-found")
-    data = load_news(options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding)
+            raise UserError(
+                f"--start {options.start}: has no {name}; give a starter's folder",
+                code="model-not-found",
+            )
+    data = load_news(
+        options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding
+    )
     weights = load_file(start / WEIGHTS_FILE)
-    parameters = sum(tensor.numel() for name, tensor in weights.items() if name.startswith("distilbert."))
+    parameters = sum(
+        tensor.numel() for name, tensor in weights.items() if name.startswith("distilbert.")
+    )
     about = {"texts": len(data.train.texts), "parameters": parameters}
     about["flags"] = {name: getattr(options, name) for name in SHRINKING}
     with writing_folder(folder) as aside:
@@ -169,19 +181,35 @@ def _tokenizer_config(teacher: Path) -> dict[str, Any]:
     file = teacher / "tokenizer_config.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "do_lower_case")
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {name: kept[name] for name in names if name in kept}
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {
+        name: kept[name] for name in names if name in kept
+    }
 
 
-def _train(options: Namespace, task: str, model: Path, output: Path, epochs: int, more: tuple[str, ...]) -> None:
+def _train(
+    options: Namespace, task: str, model: Path, output: Path, epochs: int, more: tuple[str, ...]
+) -> None:
     flags = [*("--task", task, "--dataset", options.dataset, "--text_column", options.text_column)]
-    flags += ["--model", str(model), "--epochs", str(epochs), "--output_dir", str(output), *COMMON, *more]
+    flags += [
+        "--model",
+        str(model),
+        "--epochs",
+        str(epochs),
+        "--output_dir",
+        str(output),
+        *COMMON,
+        *more,
+    ]
     flags += ["--distill", options.teacher] if task == "embedding" else []
     flags += ["--learning_rate", RATE_TO_GO_ON] if options.start else []
     print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
-    code = subprocess.run([ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False).returncode
+    code = subprocess.run(
+        [ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False
+    ).returncode
     if code:
         raise TrainingFailure(
-            f"--task {task} ended with code {code}; rerun the same command to resume", code="starter-failed"
+            f"--task {task} ended with code {code}; rerun the same command to resume",
+            code="starter-failed",
         )
     if not (output / WEIGHTS_FILE).is_file():
         raise SystemExit(0)  # it was asked to stop, and has saved
@@ -199,7 +227,9 @@ def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(model / name, aside / name)
         # One that began with stored halves says that it is to be loaded as such, and CPUs compute them slowly.
-        config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+        config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {
+            "dtype": "float32"
+        }
         write_json(aside / "config.json", config)
         (aside / "README.md").write_text(_card(options, small, model), encoding="utf-8")
     size = sum(file.stat().st_size for file in options.output_dir.iterdir())
@@ -224,9 +254,12 @@ def _card(options: Namespace, small: Path, model: Path) -> str:
     hashes = "\n".join(f"| {name} | `{sha}` |" for name, sha in cells)
     metrics = model / "metrics.json"
     learned = ""
-    if metrics.is_file() and "cosine" in (test := json.loads(metrics.read_text(encoding="utf-8"))["test"]):
+    if metrics.is_file() and "cosine" in (
+        test := json.loads(metrics.read_text(encoding="utf-8"))["test"]
+    ):
         learned = (
-            f" On {test['rows']:,} texts that it was not trained on, the cosine similarity is {test['cosine']:.3f}."
+            f" On {test['rows']:,} texts that it was not trained on, the cosine similarity is "
+            f"{test['cosine']:.3f}."
         )
     return f"""---
 library_name: transformers
@@ -262,25 +295,47 @@ The texts are those of {code_span(data.name)}. {terms}
 def _command(options: Namespace) -> str:
     defaults = vars(_parser().parse_args(["--dataset", "-", "--teacher", "-"]))
     given = {name: value for name, value in vars(options).items() if value != defaults[name]}
-    return printable("python -m training.starter " + " ".join(f"--{name} {value}" for name, value in given.items()))
+    return printable(
+        "python -m training.starter "
+        + " ".join(f"--{name} {value}" for name, value in given.items())
+    )
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m training.starter", description=__doc__)
     parser.add_argument(
-        "--dataset", required=True, help="texts: a file or folder, as for training; labels are not read"
+        "--dataset",
+        required=True,
+        help="texts: a file or folder, as for training; labels are not read",
     )
-    parser.add_argument("--text_column", default="text", help="column with the text, if the columns have names")
+    parser.add_argument(
+        "--text_column", default="text", help="column with the text, if the columns have names"
+    )
     parser.add_argument("--teacher", required=True, help="folder of BERT or a close relative of it")
-    parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/starter"), help="default: %(default)s")
-    parser.add_argument("--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)")
-    parser.add_argument("--width", type=positive, default=256, help="of the hidden states (default: %(default)s)")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("checkpoints/starter"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=positive,
+        default=8_800,
+        help="word pieces to keep (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--width", type=positive, default=256, help="of the hidden states (default: %(default)s)"
+    )
     parser.add_argument("--layers", type=positive, default=3, help="blocks (default: %(default)s)")
     for task, epochs in (("masked_lm", 1), ("embedding", 12)):
         text = f"epochs of --task {task} (default: %(default)s)"
         parser.add_argument(f"--{task}_epochs", type=int, default=epochs, help=text)
-    parser.add_argument("--start", default="", help="folder of a starter to train further, instead of making a new one")
-    parser.add_argument("--processes", type=positive, default=2, help="ranks of each run (default: %(default)s)")
+    parser.add_argument(
+        "--start",
+        default="",
+        help="folder of a starter to train further, instead of making a new one",
+    )
+    parser.add_argument(
+        "--processes", type=positive, default=2, help="ranks of each run (default: %(default)s)"
+    )
     return parser
 
 

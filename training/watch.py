@@ -41,7 +41,13 @@ PHASES = {
     "save": ("s", "red"),
 }
 OTHER = (".", "bright_black")
-STATES = {"running": "green", "finished": "bold green", "stopped": "yellow", "failed": "bold red", "silent": "red"}
+STATES = {
+    "running": "green",
+    "finished": "bold green",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "silent": "red",
+}
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_CELLS = 32
 PHASE_CELLS = 12
@@ -49,14 +55,34 @@ MOST_RANKS = 16
 MOST_EVENTS = 6
 MOST_REMARKS = 4
 # Fields of an event that every event has, or that are elsewhere in the frame.
-HIDDEN_FIELDS = {"kind", "time", "rank", "restart", "step", "total_steps", "seconds", "host", "pid", "process_started"}
-HIDDEN_FIELDS |= {"learning_rate", "is_best", "num_bytes", "blocked_seconds", "validation_loss", "validation_macro_f1"}
+HIDDEN_FIELDS = {
+    "kind",
+    "time",
+    "rank",
+    "restart",
+    "step",
+    "total_steps",
+    "seconds",
+    "host",
+    "pid",
+    "process_started",
+}
+HIDDEN_FIELDS |= {
+    "learning_rate",
+    "is_best",
+    "num_bytes",
+    "blocked_seconds",
+    "validation_loss",
+    "validation_macro_f1",
+}
 
 
 def main() -> None:
     parser = OneLineParser(prog="python -m training.watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, OUTPUT_DIR.run")
-    parser.add_argument("--once", action="store_true", help="print one frame and exit, as without a terminal")
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame and exit, as without a terminal"
+    )
     options = parser.parse_args()
     folder = RunFolder(options.run)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -75,7 +101,9 @@ def make_console() -> Console:
     """A console that prints frames; without a terminal plain and as wide as a log."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
     width = None if is_terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
-    return Console(force_terminal=is_terminal, width=width, markup=False, highlight=False, emoji=False)
+    return Console(
+        force_terminal=is_terminal, width=width, markup=False, highlight=False, emoji=False
+    )
 
 
 def _follow(folder: RunFolder, console: Console) -> None:
@@ -98,7 +126,11 @@ def _key_pressed() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
-        yield lambda seconds: sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+        yield (
+            lambda seconds: (
+                sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+            )
+        )
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
@@ -114,7 +146,13 @@ def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
 
     Of more than ``most_ranks`` ranks, those that need attention are shown first.
     """
-    parts = [_title(snapshot), _progress(snapshot), _figures(snapshot), _checkpoint(snapshot), Text("")]
+    parts = [
+        _title(snapshot),
+        _progress(snapshot),
+        _figures(snapshot),
+        _checkpoint(snapshot),
+        Text(""),
+    ]
     # Why ranks failed. Those that only lost another rank say nothing if that one gives a reason.
     failed = [rank for rank in snapshot.statuses if rank.message]
     with_reason = [rank for rank in failed if not rank.message.startswith(LOST)]
@@ -128,7 +166,9 @@ def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
     if snapshot.statuses:
         hidden = len(snapshot.statuses) - most_ranks
         legend = f"and {hidden} more ranks; " if hidden > 0 else ""
-        legend += "  ".join(f"{letter} {name}" for name, (letter, _) in PHASES.items()) + "  . other"
+        legend += (
+            "  ".join(f"{letter} {name}" for name, (letter, _) in PHASES.items()) + "  . other"
+        )
         parts += [_ranks(snapshot, most_ranks), Text(legend, "dim", no_wrap=True)]
     if snapshot.events:
         parts += [Text(""), *(_event(event) for event in list(snapshot.events)[-MOST_EVENTS:])]
@@ -155,7 +195,13 @@ def _title(snapshot: RunSnapshot) -> Text:
         facts.append(f"{size} rank{'s' * (size > 1)}")
     if snapshot.starts > 1:
         facts.append(f"{snapshot.starts - 1} restart{'s' * (snapshot.starts > 2)}")
-    parts = ((printable(snapshot.name), "bold"), "  ", (state, STATES.get(state, "")), "  ", (", ".join(facts), "dim"))
+    parts = (
+        (printable(snapshot.name), "bold"),
+        "  ",
+        (state, STATES.get(state, "")),
+        "  ",
+        (", ".join(facts), "dim"),
+    )
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
@@ -173,7 +219,11 @@ def _progress(snapshot: RunSnapshot) -> RenderableType:
     eta = f"ETA {format_time(left)}" if left and snapshot.state == "running" else ""
     share = format_percent(snapshot.step / snapshot.total_steps, digits=0)
     bar = ProgressBar(snapshot.total_steps, snapshot.step)
-    grid.add_row(f"step {snapshot.step:,}/{snapshot.total_steps:,}", bar, f"{share}  epoch {epoch}  {eta}".rstrip())
+    grid.add_row(
+        f"step {snapshot.step:,}/{snapshot.total_steps:,}",
+        bar,
+        f"{share}  epoch {epoch}  {eta}".rstrip(),
+    )
     return grid
 
 
@@ -205,7 +255,9 @@ def _checkpoint(snapshot: RunSnapshot) -> Text:
     if first.last_checkpoint_time is not None and snapshot.state == "running":
         parts.append(f"{format_time(max(0.0, first.written - first.last_checkpoint_time))} ago")
     if event.get("step") == first.last_checkpoint_step:
-        parts.append(f"{event.get('blocked_seconds', 0):.2f} s blocked of {event.get('seconds', 0):.2f} s")
+        parts.append(
+            f"{event.get('blocked_seconds', 0):.2f} s blocked of {event.get('seconds', 0):.2f} s"
+        )
         if event.get("num_bytes"):
             parts.append(_bytes(event["num_bytes"]))
     return Text(", ".join(parts))
@@ -215,10 +267,20 @@ def _ranks(snapshot: RunSnapshot, most: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for heading in ("rank", "host", "pid", "state", "phase", "step", "a step's time", "memory"):
         right = heading in ("rank", "pid", "step", "memory")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis"
+        )
 
     def urgency(rank: RankStatus) -> int:  # the most urgent first
-        return 0 if rank.state == "failed" else 1 if snapshot.is_silent(rank) else 2 if rank.slow_now else 3
+        return (
+            0
+            if rank.state == "failed"
+            else 1
+            if snapshot.is_silent(rank)
+            else 2
+            if rank.slow_now
+            else 3
+        )
 
     shown = sorted(snapshot.statuses, key=lambda rank: (urgency(rank), rank.rank))[:most]
     for rank in sorted(shown, key=lambda rank: rank.rank):
@@ -229,7 +291,14 @@ def _ranks(snapshot: RunSnapshot, most: int) -> Table:
             state = Text("slow", "bold yellow")
         phase = f"{rank.phase} {_short(rank.phase_seconds)}" if rank.state == "running" else ""
         process = [str(rank.rank), printable(rank.host[:10]), str(rank.pid)]
-        table.add_row(*process, state, phase, f"{rank.step:,}", _phase_bar(rank.phases), _bytes(rank.memory_bytes))
+        table.add_row(
+            *process,
+            state,
+            phase,
+            f"{rank.step:,}",
+            _phase_bar(rank.phases),
+            _bytes(rank.memory_bytes),
+        )
     return table
 
 
@@ -238,7 +307,10 @@ def _phase_bar(phases: dict[str, float]) -> Text:
     total, text = sum(phases.values()), Text()
     if total <= 0:
         return text
-    order = [*(name for name in PHASES if name in phases), *(name for name in phases if name not in PHASES)]
+    order = [
+        *(name for name in PHASES if name in phases),
+        *(name for name in phases if name not in PHASES),
+    ]
     until, ends = 0.0, []
     for name in order:
         until += phases[name] / total
@@ -252,14 +324,23 @@ def _phase_bar(phases: dict[str, float]) -> Text:
 def _event(event: dict[str, Any]) -> Text:
     fields = []
     for name, value in event.items():
-        if name not in HIDDEN_FIELDS and value not in (None, "") and not isinstance(value, dict | list):
+        if (
+            name not in HIDDEN_FIELDS
+            and value not in (None, "")
+            and not isinstance(value, dict | list)
+        ):
             fields.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     who = f"rank {event.get('rank', '?')}, step {event.get('step', '?')}"
-    style = {"failed": "red", "hang": "red", "checkpoint_failed": "red", "straggler": "yellow"}.get(event["kind"], "")
+    style = {"failed": "red", "hang": "red", "checkpoint_failed": "red", "straggler": "yellow"}.get(
+        event["kind"], ""
+    )
     what = f"{event['kind'].replace('_', ' ')}  {', '.join(fields)}".rstrip()
     return Text.assemble(
-        (printable(f"{clock}  {who:18} "), "dim"), (printable(what), style), no_wrap=True, overflow="ellipsis"
+        (printable(f"{clock}  {who:18} "), "dim"),
+        (printable(what), style),
+        no_wrap=True,
+        overflow="ellipsis",
     )
 
 

@@ -86,7 +86,8 @@ class Tally:
             # Closed loop: each client's answers over the time they took, which ends with its own last answer: counting
             # to a common end would add or drop whole batches of simultaneous answers. Open loop: answers while
             # requests were being sent; later ones belong to no steady state.
-            "texts_per_second": load.texts * (sum(self.client_rates) if load.clients else in_time / load.seconds),
+            "texts_per_second": load.texts
+            * (sum(self.client_rates) if load.clients else in_time / load.seconds),
             "texts_answered": load.texts * self.outcomes["200"],
             "lateness_p99": _quantiles(self.lateness)["p99"] if self.lateness else 0.0,
         }
@@ -96,7 +97,10 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     """Nearest-rank quantiles, which are values that really occurred."""
     ordered = sorted(values)
     last = len(ordered) - 1
-    return {name: ordered[round(q * last)] for name, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1))}
+    return {
+        name: ordered[round(q * last)]
+        for name, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1))
+    }
 
 
 @dataclass(eq=False)
@@ -137,7 +141,9 @@ class Client:
         self._connections: dict[int, Connection] = {}
         head = f"POST {load.path} HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\nContent-Type: application/json\r\n"
         bodies = Path(load.bodies).read_bytes().splitlines()
-        self._requests = [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
+        self._requests = [
+            f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies
+        ]
         self._next = load.first
 
     def closed_loop(self) -> float:
@@ -145,7 +151,9 @@ class Client:
         connections = [self._connect() for _ in range(self.load.clients)]
         began = time.perf_counter()
         end = began + self.load.seconds
-        waiting = {connection for connection in connections if self._send(connection, time.perf_counter())}
+        waiting = {
+            connection for connection in connections if self._send(connection, time.perf_counter())
+        }
         while waiting and (now := time.perf_counter()) < end + self.load.patience:
             for connection, status in self._answers(end + self.load.patience - now):
                 now = time.perf_counter()
@@ -159,7 +167,9 @@ class Client:
                 if now < end and self._send(connection, now):
                     waiting.add(connection)
         self.tally.outcomes[NO_ANSWER] += len(waiting)
-        self.tally.client_rates = [c.answered / (c.last_answer - began) for c in connections if c.answered]
+        self.tally.client_rates = [
+            c.answered / (c.last_answer - began) for c in connections if c.answered
+        ]
         return began
 
     def open_loop(self) -> float:
@@ -221,14 +231,18 @@ class Client:
         self._next += 1
         connection.since = since
         try:
-            connection.socket.sendall(request)  # loopback's buffer takes a whole body without blocking
+            connection.socket.sendall(
+                request
+            )  # loopback's buffer takes a whole body without blocking
         except OSError:
             self.tally.outcomes[BROKEN] += 1
             return False
         return True
 
     def _connect(self) -> Connection:
-        connection = Connection(socket.create_connection(("127.0.0.1", self.load.port), timeout=self.load.patience))
+        connection = Connection(
+            socket.create_connection(("127.0.0.1", self.load.port), timeout=self.load.patience)
+        )
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[connection.socket.fileno()] = connection
         self._epoll.register(connection.socket.fileno(), select.EPOLLIN)

@@ -73,7 +73,9 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
         # Runtimes compile for shapes that they have not seen yet: that belongs to no figure.
         for clients in (8, 64):
             seconds = min(2.0, plan.seconds / 4)
-            running.apply(Load(str(singles), running.port, server.paths[0], 1, seconds, clients=clients))
+            running.apply(
+                Load(str(singles), running.port, server.paths[0], 1, seconds, clients=clients)
+            )
         result["engine"] = running.ask_engine()
         result["labels"] = running.ask_labels(plan.texts[:BATCH])
         for name, clients in CLOSED.items():
@@ -90,7 +92,9 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
 def describe(figures: dict[str, Any]) -> str:
     """A load in one line."""
     latency = figures["latency"].get("200")
-    shown = f", p50 {latency['p50'] * 1e3:.0f} ms, p99 {latency['p99'] * 1e3:.0f} ms" if latency else ""
+    shown = (
+        f", p50 {latency['p50'] * 1e3:.0f} ms, p99 {latency['p99'] * 1e3:.0f} ms" if latency else ""
+    )
     others = {status: count for status, count in figures["outcomes"].items() if status != "200"}
     shown += f", also {others}" if others else ""
     share = figures["others_share"] + figures["stolen_share"]

@@ -154,7 +154,9 @@ def latency(load: str, quantile: str, status: str = "200") -> Figure:
 def refusal_latency(quantile: str) -> Figure:
     """Seconds to a refusal under overload, of the slower kind of refusal."""
     return lambda measured: max(
-        found[quantile] for status, found in measured[OVERLOAD]["latency"].items() if status in REFUSALS
+        found[quantile]
+        for status, found in measured[OVERLOAD]["latency"].items()
+        if status in REFUSALS
     )
 
 
@@ -171,7 +173,10 @@ def outcomes(load: str, counted: tuple[str, ...]) -> Callable[[Measured], int]:
 def unanswered(*loads: str) -> Callable[[Measured], int]:
     """How many requests of these loads ended in anything but a 200."""
     return lambda measured: sum(
-        count for load in loads for status, count in measured[load]["outcomes"].items() if status != "200"
+        count
+        for load in loads
+        for status, count in measured[load]["outcomes"].items()
+        if status != "200"
     )
 
 
@@ -194,7 +199,11 @@ class Results:
 
     def series(self, name: str, figure: Figure) -> list[float]:
         """A figure in each round that has it."""
-        return [value for measured in self.rounds(name) if (value := _value(figure, measured)) is not None]
+        return [
+            value
+            for measured in self.rounds(name)
+            if (value := _value(figure, measured)) is not None
+        ]
 
     def median(self, name: str, figure: Figure) -> float | None:
         """The median over rounds, if any round has the figure."""
@@ -206,7 +215,8 @@ class Results:
         ratios = [
             value
             for one in self.run["rounds"]
-            if (value := _value(lambda both: figure(both[name]) / figure(both[other]), one)) is not None
+            if (value := _value(lambda both: figure(both[name]) / figure(both[other]), one))
+            is not None
         ]
         return median(ratios) if ratios else None
 
@@ -287,7 +297,9 @@ def goals_table(results: Results) -> str:
     if OURS not in results.names:
         return ""
 
-    def against(others: tuple[str, ...], figure: Figure, best: Callable[..., float] = min) -> float | None:
+    def against(
+        others: tuple[str, ...], figure: Figure, best: Callable[..., float] = min
+    ) -> float | None:
         ratios = [results.ratio(OURS, other, figure) for other in others if other in results.names]
         return best((ratio for ratio in ratios if ratio is not None), default=None)
 
@@ -300,7 +312,9 @@ def goals_table(results: Results) -> str:
     tail = results.median(OURS, ratio_of(latency(MANY, "p99"), latency(MANY, "p50")))
     start = results.median(OURS, lambda measured: measured["start_s"])
     run = results.run
-    has_vnni = "vnni" in run["instruction_set"]  # PyTorch and the peers' runtimes gain less from it than the kernels
+    has_vnni = (
+        "vnni" in run["instruction_set"]
+    )  # PyTorch and the peers' runtimes gain less from it than the kernels
     served = results.median(OURS, rate(MANY))
     share = served and served * run["operations_per_text"] / run["bare_operations_per_second"]
     # What, measured, bound, goal, and how both are shown.
@@ -312,31 +326,116 @@ def goals_table(results: Results) -> str:
             14 if has_vnni else 8,
             "{:.1f}",
         ),
-        ("64 clients, × the best stock peer", against(STOCK, rate(MANY)), "at least", 2.2, "{:.2f}"),
-        ("64 clients, × mosec tuned", against(TUNED, rate(MANY)), "at least", 1.48 if has_vnni else 1.5, "{:.2f}"),
+        (
+            "64 clients, × the best stock peer",
+            against(STOCK, rate(MANY)),
+            "at least",
+            2.2,
+            "{:.2f}",
+        ),
+        (
+            "64 clients, × mosec tuned",
+            against(TUNED, rate(MANY)),
+            "at least",
+            1.48 if has_vnni else 1.5,
+            "{:.2f}",
+        ),
         ("64 clients, p99 ÷ median", tail, "at most", 1.5, "{:.2f}"),
-        ("8 clients, × mosec tuned", against(TUNED, rate(EIGHT)), "at least", 1.5 if has_vnni else 1.6, "{:.2f}"),
-        ("1 client, median ÷ mosec tuned's", against(TUNED, latency(ONE, "p50"), max), "at most", 0.7, "{:.2f}"),
-        ("lists of 64, × mosec tuned", against(TUNED, rate(LISTS)), "at least", 1.3 if has_vnni else 1.4, "{:.2f}"),
-        ("70% of capacity, p99 ÷ a lone client's median", results.median(OURS, STEADY_TAIL), "at most", 6, "{:.1f}"),
-        ("3 × capacity, goodput ÷ capacity", results.median(OURS, CAPACITY_KEPT), "at least", 0.9, "{:.2f}"),
-        ("3 × capacity, p99 of a refusal", worst(refusal_latency("p99"), 1e3), "at most", 10, "{:.1f} ms"),
-        ("3 × capacity, accepted and lost", worst(outcomes(OVERLOAD, LOST)), "at most", 0, "{:.0f}"),
+        (
+            "8 clients, × mosec tuned",
+            against(TUNED, rate(EIGHT)),
+            "at least",
+            1.5 if has_vnni else 1.6,
+            "{:.2f}",
+        ),
+        (
+            "1 client, median ÷ mosec tuned's",
+            against(TUNED, latency(ONE, "p50"), max),
+            "at most",
+            0.7,
+            "{:.2f}",
+        ),
+        (
+            "lists of 64, × mosec tuned",
+            against(TUNED, rate(LISTS)),
+            "at least",
+            1.3 if has_vnni else 1.4,
+            "{:.2f}",
+        ),
+        (
+            "70% of capacity, p99 ÷ a lone client's median",
+            results.median(OURS, STEADY_TAIL),
+            "at most",
+            6,
+            "{:.1f}",
+        ),
+        (
+            "3 × capacity, goodput ÷ capacity",
+            results.median(OURS, CAPACITY_KEPT),
+            "at least",
+            0.9,
+            "{:.2f}",
+        ),
+        (
+            "3 × capacity, p99 of a refusal",
+            worst(refusal_latency("p99"), 1e3),
+            "at most",
+            10,
+            "{:.1f} ms",
+        ),
+        (
+            "3 × capacity, accepted and lost",
+            worst(outcomes(OVERLOAD, LOST)),
+            "at most",
+            0,
+            "{:.0f}",
+        ),
         ("first answer after the start", start, "at most", 1.0, "{:.2f} s"),
-        ("memory after load, default engine", results.median(OURS, memory), "at most", 300, "{:.0f} MB"),
+        (
+            "memory after load, default engine",
+            results.median(OURS, memory),
+            "at most",
+            300,
+            "{:.0f} MB",
+        ),
     ]
     if not has_vnni:
-        goals.insert(3, ("64 clients, share of the bare int8 loop's rate", share, "at least", 0.8, "{:.0%}"))
+        goals.insert(
+            3, ("64 clients, share of the bare int8 loop's rate", share, "at least", 0.8, "{:.0%}")
+        )
     for name, manifest in results.run["accuracy"].items():
         found = manifest["accuracy"]
         if manifest["precision"] == "int8":
-            goals.append((f"{name} int8, points of accuracy lost", found["drop_points"], "at most", 0.3, "{:.2f}"))
-            goals.append((f"{name} int8, answers changed", found["disagreement_percent"], "at most", 1.0, "{:.2f}%"))
+            goals.append(
+                (
+                    f"{name} int8, points of accuracy lost",
+                    found["drop_points"],
+                    "at most",
+                    0.3,
+                    "{:.2f}",
+                )
+            )
+            goals.append(
+                (
+                    f"{name} int8, answers changed",
+                    found["disagreement_percent"],
+                    "at most",
+                    1.0,
+                    "{:.2f}%",
+                )
+            )
     rows = []
     for what, value, bound, goal, shape in goals:
         if value is not None:
             met = value >= goal if bound == "at least" else value <= goal
-            rows.append([what, f"{bound} {shape.format(goal)}", shape.format(value), "yes" if met else "**no**"])
+            rows.append(
+                [
+                    what,
+                    f"{bound} {shape.format(goal)}",
+                    shape.format(value),
+                    "yes" if met else "**no**",
+                ]
+            )
     return markdown_table(["", "goal", "measured", "met"], rows)
 
 
@@ -357,7 +456,9 @@ def _closed_loop(results: Results) -> list[str]:
     latencies: dict[str, Cell] = {"server": _title}
     for load in CLOSED:
         digits = 1 if load == ONE else 0
-        quantiles = (results.cell(latency(load, quantile), 1e3, digits) for quantile in ("p50", "p95", "p99"))
+        quantiles = (
+            results.cell(latency(load, quantile), 1e3, digits) for quantile in ("p50", "p95", "p99")
+        )
         latencies[f"{load}, p50 / p95 / p99 ms"] = _joined(" / ", *quantiles)
     texts = [table(loads, results.names), "\n", table(latencies, results.names)]
     if OURS in results.names:
@@ -442,11 +543,20 @@ def _accuracy(results: Results) -> list[str]:
     wanted = results.rounds(reference)[0]["labels"]
 
     def agreement(name: str) -> str:
-        same = (sum(a == b for a, b in zip(one["labels"], wanted, strict=True)) for one in results.rounds(name))
+        same = (
+            sum(a == b for a, b in zip(one["labels"], wanted, strict=True))
+            for one in results.rounds(name)
+        )
         return f"{min(same)} of {len(wanted)}"
 
-    labels: dict[str, Cell] = {"server": _title, f"same label as {_title(reference).strip('*')}": agreement}
-    texts = [ACCURACY.format(model=run["accuracy_model"], note=note, batch=BATCH), table(labels, results.names)]
+    labels: dict[str, Cell] = {
+        "server": _title,
+        f"same label as {_title(reference).strip('*')}": agreement,
+    }
+    texts = [
+        ACCURACY.format(model=run["accuracy_model"], note=note, batch=BATCH),
+        table(labels, results.names),
+    ]
     if run["accuracy"]:
         manifests = run["accuracy"]
 
@@ -454,7 +564,9 @@ def _accuracy(results: Results) -> list[str]:
             return lambda name: shape.format(manifests[name]["accuracy"][field])
 
         def size(name: str) -> str:
-            before, after = (manifests[name]["size"][f"{when}_bytes"] / MB for when in ("before", "after"))
+            before, after = (
+                manifests[name]["size"][f"{when}_bytes"] / MB for when in ("before", "after")
+            )
             return f"{after:.0f} (fp32 {before:.0f})"
 
         columns: dict[str, Cell] = {
@@ -497,11 +609,23 @@ def _settings(results: Results) -> list[str]:
     run, lines = results.run, []
     for name in results.names:
         server = SERVERS[name]
-        versions = ", ".join(f"{package} {version}" for package, version in run["versions"][name].items())
+        versions = ", ".join(
+            f"{package} {version}" for package, version in run["versions"][name].items()
+        )
         served = f"`MODEL/{server.artefact}`" if server.artefact else "the model folder"
         engine = next((one["engine"] for one in results.rounds(name) if one.get("engine")), "")
-        parts = [versions, f"serves {served}{f', with {engine}' if engine else ''}", server.settings]
+        parts = [
+            versions,
+            f"serves {served}{f', with {engine}' if engine else ''}",
+            server.settings,
+        ]
         lines.append(f"- {server.title} (`{name}`): {'; '.join(filter(None, parts))}.\n")
-    failures = {name: one[name]["failed"] for one in run["rounds"] for name in one if "failed" in one[name]}
-    left_out = {name: why for name, why in (run["left_out"] | failures).items() if name not in results.names}
-    return lines + [f"- {_title(name)} (`{name}`): not measured: {why}\n" for name, why in left_out.items()]
+    failures = {
+        name: one[name]["failed"] for one in run["rounds"] for name in one if "failed" in one[name]
+    }
+    left_out = {
+        name: why for name, why in (run["left_out"] | failures).items() if name not in results.names
+    }
+    return lines + [
+        f"- {_title(name)} (`{name}`): not measured: {why}\n" for name, why in left_out.items()
+    ]

@@ -38,13 +38,28 @@ def compiled(source: str, folder: Path, *flags: str) -> Path:
         UserError: there is no C compiler, or it fails.
     """
     target = folder / Path(source).stem
-    command = ["gcc", "-O3", "-std=gnu11", "-ffp-contract=off", *flags, str(HERE / source), "-o", str(target)]
+    command = [
+        "gcc",
+        "-O3",
+        "-std=gnu11",
+        "-ffp-contract=off",
+        *flags,
+        str(HERE / source),
+        "-o",
+        str(target),
+    ]
     try:
-        done = subprocess.run([*command, "-lpthread", "-lm"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-lpthread", "-lm"], capture_output=True, text=True, check=False
+        )
     except OSError as error:
-        raise UserError(f"gcc: {error.strerror}; install a C compiler", code="benchmark-failed") from error
+        raise UserError(
+            f"gcc: {error.strerror}; install a C compiler", code="benchmark-failed"
+        ) from error
     if done.returncode:
-        raise UserError(f"gcc {source}: {done.stderr.strip().splitlines()[-1]}", code="benchmark-failed")
+        raise UserError(
+            f"gcc {source}: {done.stderr.strip().splitlines()[-1]}", code="benchmark-failed"
+        )
     return target
 
 
@@ -53,7 +68,14 @@ def bare_rate(instruction_set: str, threads: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         kernels = [f"-I{ROOT / 'inference/engines/native'}", f'-DKERNELS="{instruction_set}.c"']
         program = compiled("bare_loop.c", Path(folder), *kernels)
-        return float(subprocess.run([program, str(threads)], capture_output=True, text=True, check=True).stdout) * 1e9
+        return (
+            float(
+                subprocess.run(
+                    [program, str(threads)], capture_output=True, text=True, check=True
+                ).stdout
+            )
+            * 1e9
+        )
 
 
 class ServerFailure(ForeseenError):
@@ -69,17 +91,27 @@ class ProcessTree:
     def pids(self) -> list[int]:
         """Those that are alive now."""
         folders = (folder for folder in Path("/proc").iterdir() if folder.name.isdecimal())
-        return [int(folder.name) for folder in folders if self._needle in _read(folder / "environ").split(b"\0")]
+        return [
+            int(folder.name)
+            for folder in folders
+            if self._needle in _read(folder / "environ").split(b"\0")
+        ]
 
     def pss_bytes(self) -> int:
         """Resident memory; pages that several of them share count once."""
-        lines = (line for pid in self.pids() for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines())
+        lines = (
+            line
+            for pid in self.pids()
+            for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
+        )
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
 
     def cpu_seconds(self) -> float:
         """Processor time of the living and of the children that they have waited for."""
         # After the name in brackets, which may hold blanks: fields 14 to 17 are the four times.
-        fields = (_read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() for pid in self.pids())
+        fields = (
+            _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() for pid in self.pids()
+        )
         return sum(sum(map(int, found[11:15])) for found in fields) / _TICKS
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
@@ -123,7 +155,9 @@ class Running:
             body = self.server.body(texts[start : start + TEXTS_PER_LIST], True)
             status, answer = _request(self.port, "POST", self.server.paths[1], body, 60)
             if status != 200:
-                raise ServerFailure(f"a list of {TEXTS_PER_LIST} texts: answered {status}", code="benchmark-failed")
+                raise ServerFailure(
+                    f"a list of {TEXTS_PER_LIST} texts: answered {status}", code="benchmark-failed"
+                )
             labels += self.server.labels(json.loads(answer))
         return labels
 
@@ -146,10 +180,14 @@ class Running:
         result = json.loads(done.stdout)
         # Of all core-seconds of this time: what was used by neither server nor client disturbs the load.
         cores = (time.monotonic() - began) * (os.cpu_count() or 1)
-        busy, stolen = (after - before for after, before in zip(_machine_seconds(), machine, strict=True))
+        busy, stolen = (
+            after - before for after, before in zip(_machine_seconds(), machine, strict=True)
+        )
         result["server_cpu_s"] = self.tree.cpu_seconds() - cpu
         result["client_share"] = result["client_cpu_s"] / cores
-        result["others_share"] = max(0.0, busy - result["server_cpu_s"] - result["client_cpu_s"]) / cores
+        result["others_share"] = (
+            max(0.0, busy - result["server_cpu_s"] - result["client_cpu_s"]) / cores
+        )
         result["stolen_share"] = stolen / cores
         return result
 
@@ -172,9 +210,14 @@ def started(server: Server, model: Path, python: str, preload: str = "") -> Iter
     environment |= {"SERVED_FOLDER": folder, "SERVED_PORT": str(port), "MODEL_CHECKPOINT": folder}
     arguments = [argument.format(port=port) for argument in server.command]
     tree = ProcessTree(mark)
-    with tempfile.TemporaryDirectory(prefix="serving-load-") as cwd, tempfile.TemporaryFile("w+") as log:
+    with (
+        tempfile.TemporaryDirectory(prefix="serving-load-") as cwd,
+        tempfile.TemporaryFile("w+") as log,
+    ):
         began = time.monotonic()
-        process = subprocess.Popen([python, *arguments], env=environment, cwd=cwd, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [python, *arguments], env=environment, cwd=cwd, stdout=log, stderr=log
+        )
         try:
             _wait_for_answer(server, port, process, log)
             yield Running(server, port, time.monotonic() - began, tree)
@@ -182,13 +225,17 @@ def started(server: Server, model: Path, python: str, preload: str = "") -> Iter
             tree.stop(process)
 
 
-def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
+def _wait_for_answer(
+    server: Server, port: int, process: subprocess.Popen[bytes], log: IO[str]
+) -> None:
     body = server.body(["Shares of the software maker fall"], False)
     end = time.monotonic() + START_TIMEOUT
     status = 0
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise ServerFailure(f"ended with code {process.returncode}: {last_line(log)}", code="benchmark-failed")
+            raise ServerFailure(
+                f"ended with code {process.returncode}: {last_line(log)}", code="benchmark-failed"
+            )
         try:
             status, _ = _request(port, "POST", server.paths[0], body, 30)
         except (OSError, http.client.HTTPException):
@@ -197,10 +244,14 @@ def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes]
             return
         time.sleep(0.01)
     what = f"answers {status}" if status else "does not listen"
-    raise ServerFailure(f"{what} after {START_TIMEOUT:.0f} s: {last_line(log)}", code="benchmark-failed")
+    raise ServerFailure(
+        f"{what} after {START_TIMEOUT:.0f} s: {last_line(log)}", code="benchmark-failed"
+    )
 
 
-def _request(port: int, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
+def _request(
+    port: int, method: str, path: str, body: dict[str, Any] | None, timeout: float
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         content = None if body is None else json.dumps(body)

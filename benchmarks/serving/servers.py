@@ -85,7 +85,9 @@ def _mosec(title: str, artefact: str, settings: str, **environment: str) -> Serv
 
 def _litserve(title: str, settings: str, **environment: str) -> Server:
     command, paths = ("-m", f"{PEERS}.litserve_server"), ("/predict", "/predict")
-    return Server(title, command, "openvino", settings, ("litserve",), environment=environment, paths=paths)
+    return Server(
+        title, command, "openvino", settings, ("litserve",), environment=environment, paths=paths
+    )
 
 
 _TUNED = (
@@ -111,7 +113,16 @@ SERVERS = {
     ),
     "bentoml": Server(
         "BentoML",
-        ("-m", "bentoml", "serve", f"{PEERS}.bentoml_server:Classify", "--port", "{port}", "--host", "127.0.0.1"),
+        (
+            "-m",
+            "bentoml",
+            "serve",
+            f"{PEERS}.bentoml_server:Classify",
+            "--port",
+            "{port}",
+            "--host",
+            "127.0.0.1",
+        ),
         "openvino",
         f"{_STOCK}; its adaptive batcher decides when to run them; one worker with both cores; metrics and access log "
         "off",
@@ -119,16 +130,30 @@ SERVERS = {
         environment={"BENTOML_DO_NOT_TRACK": "true"},
         body=_always_list,
     ),
-    "litserve": _litserve("LitServe", f"{_STOCK}; 5 ms wait; one worker with both cores, one API process"),
+    "litserve": _litserve(
+        "LitServe", f"{_STOCK}; 5 ms wait; one worker with both cores, one API process"
+    ),
     "litserve_tuned": _litserve(
-        "LitServe, tuned", "the same as mosec tuned, with LitServe's 5 ms wait", SUB_BATCH="8", MAX_BATCH="64"
+        "LitServe, tuned",
+        "the same as mosec tuned, with LitServe's 5 ms wait",
+        SUB_BATCH="8",
+        MAX_BATCH="64",
     ),
     "mosec": _mosec(
-        "mosec", "openvino", f"{_STOCK}; its default wait of 10 ms and deadline of 3 s; one worker with both cores"
+        "mosec",
+        "openvino",
+        f"{_STOCK}; its default wait of 10 ms and deadline of 3 s; one worker with both cores",
     ),
-    "mosec_tuned": _mosec("mosec, tuned", "openvino", _TUNED, SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"),
+    "mosec_tuned": _mosec(
+        "mosec, tuned", "openvino", _TUNED, SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"
+    ),
     "mosec_tuned_onnx": _mosec(
-        "mosec, tuned, onnxruntime", "onnx", "the same as mosec tuned", SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"
+        "mosec, tuned, onnxruntime",
+        "onnx",
+        "the same as mosec tuned",
+        SUB_BATCH="8",
+        MAX_BATCH="64",
+        WAIT_MS="1",
     ),
     "ray": Server(
         "Ray Serve",
@@ -147,7 +172,11 @@ SERVERS = {
         "they are, because it does no cleaning",
         ("infinity_emb", "optimum", "onnxruntime"),
         python="infinity",
-        environment={"INFINITY_ANONYMOUS_USAGE_STATS": "0", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
+        environment={
+            "INFINITY_ANONYMOUS_USAGE_STATS": "0",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         paths=("/classify", "/classify"),
         body=_infinity_body,
         labels=_infinity_labels,
@@ -163,5 +192,7 @@ def package_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
         "names = {one.metadata['Name'] for one in metadata.distributions()} & set(sys.argv[1:])\n"
         "print(json.dumps({name: metadata.version(name) for name in sys.argv[1:] if name in names}))"
     )
-    done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", code, *packages], capture_output=True, text=True, check=False
+    )
     return json.loads(done.stdout) if done.returncode == 0 else {}

@@ -25,8 +25,12 @@ COPIED = ("tokenizer.json", "tokenizer_config.json", "metrics.json")
 
 def main() -> None:
     parser = Parser(MODULE, __doc__)
-    parser.add_argument("source", type=Path, help="a model folder of a BertForSequenceClassification")
-    parser.add_argument("target", type=Path, help="the folder to write; an existing one is overwritten")
+    parser.add_argument(
+        "source", type=Path, help="a model folder of a BertForSequenceClassification"
+    )
+    parser.add_argument(
+        "target", type=Path, help="the folder to write; an existing one is overwritten"
+    )
     options = parser.parse_args()
     widen_folder(options.source, options.target)
     print(f"Written: {options.target}")
@@ -41,7 +45,9 @@ def widen_folder(source: Path, target: Path) -> None:
     try:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{source}: no readable config.json ({error})", code="benchmark-input") from error
+        raise UserError(
+            f"{source}: no readable config.json ({error})", code="benchmark-input"
+        ) from error
     if (found := config.get("architectures")) != ["BertForSequenceClassification"]:
         message = f"{source}: architectures must be BertForSequenceClassification, got {found}"
         raise UserError(message, code="benchmark-input")
@@ -61,7 +67,9 @@ def widen_folder(source: Path, target: Path) -> None:
 def _widen(name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """The wide counterpart of a parameter. A weight is (outputs, inputs)."""
     part = name.split(".")
-    if "embeddings" in part or "LayerNorm" in part:  # mean and variance of doubled channels are the same
+    if (
+        "embeddings" in part or "LayerNorm" in part
+    ):  # mean and variance of doubled channels are the same
         return _twice(tensor, -1)
     if "classifier" in part:
         return _twice(tensor, 1) / 2 if part[-1] == "weight" else tensor

@@ -34,7 +34,9 @@ def read_workload(model: Path, dataset: str) -> Workload:
         limit = json.loads((model / "tokenizer_config.json").read_text())["model_max_length"]
         tokenizer = TextTokenizer.from_file(model / "tokenizer.json", limit)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model {model}: not a model folder ({error})", code="benchmark-input") from error
+        raise UserError(
+            f"--model {model}: not a model folder ({error})", code="benchmark-input"
+        ) from error
     data = load_news(dataset)
     texts = list(data.test.texts)
     Random(SEED).shuffle(texts)
@@ -49,5 +51,10 @@ def read_workload(model: Path, dataset: str) -> Workload:
         "n_layers": first("num_hidden_layers", "n_layers"),
         "n_heads": first("num_attention_heads", "n_heads"),
     }
-    facts = {"texts": len(texts), "tokens_mean": sum(lengths) / len(lengths), "limit": limit, "size": size}
+    facts = {
+        "texts": len(texts),
+        "tokens_mean": sum(lengths) / len(lengths),
+        "limit": limit,
+        "size": size,
+    }
     return Workload(texts, {"dataset": Path(data.name).name} | facts)

@@ -37,7 +37,9 @@ class Panel:
 
 def make_dashboard(source: Path) -> str:
     described = yaml.safe_load(source.read_text(encoding="utf-8"))
-    rows = {title: [Panel(**panel) for panel in panels] for title, panels in described["rows"].items()}
+    rows = {
+        title: [Panel(**panel) for panel in panels] for title, panels in described["rows"].items()
+    }
     made = _dashboard(described, rows)
     return json.dumps(made, indent=1) + "\n"
 
@@ -45,7 +47,9 @@ def make_dashboard(source: Path) -> str:
 def _dashboard(described: Json, rows: dict[str, list[Panel]]) -> Json:
     """In ``described``, ``select`` names the labels of the metric ``instances_of`` by which a reader can select."""
     labels = described["select"]
-    choices = [_choice(label, labels[:i], described["instances_of"]) for i, label in enumerate(labels)]
+    choices = [
+        _choice(label, labels[:i], described["instances_of"]) for i, label in enumerate(labels)
+    ]
     return {
         "uid": described["uid"],
         "title": described["title"],
@@ -90,14 +94,18 @@ def _laid_out(rows: dict[str, list[Panel]], selected: str) -> list[Json]:
     y = 0
     for title, panels in rows.items():
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
-        made.append({"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": place})
+        made.append(
+            {"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": place}
+        )
         x, y = 0, y + 1
         height = 4 if panels[0].kind == "stat" else 8
         for panel in panels:
             width = STAT_COLUMNS if panel.kind == "stat" else panel.width
             if x + width > COLUMNS:
                 x, y = 0, y + height
-            made.append({**_panel(panel, selected), "gridPos": {"x": x, "y": y, "w": width, "h": height}})
+            made.append(
+                {**_panel(panel, selected), "gridPos": {"x": x, "y": y, "w": width, "h": height}}
+            )
             x += width
         y += height
     return [{"id": number, **panel} for number, panel in enumerate(made, start=1)]
@@ -137,7 +145,10 @@ def _field(panel: Panel) -> Json:
         yellow, red = panel.limits
         colors = ("green", "yellow", "red") if red >= yellow else ("red", "yellow", "green")
         values = sorted(panel.limits)
-        steps = [{"value": value, "color": color} for value, color in zip((None, *values), colors, strict=True)]
+        steps = [
+            {"value": value, "color": color}
+            for value, color in zip((None, *values), colors, strict=True)
+        ]
         field["thresholds"] = {"mode": "absolute", "steps": steps}
     if panel.kind == "timeseries":
         field["custom"] = {

@@ -41,17 +41,23 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Path = Field(description="The model folder, on every machine or on storage that all share.")
+    model: Path = Field(
+        description="The model folder, on every machine or on storage that all share."
+    )
     min_replicas: int = Field(default=1, ge=1, description="Replicas without load.")
     max_replicas: int = Field(
-        default=1, ge=1, description="Most replicas under load; the same as min_replicas: no scaling."
+        default=1,
+        ge=1,
+        description="Most replicas under load; the same as min_replicas: no scaling.",
     )
     cpus_per_replica: int = Field(default=1, ge=1, description="Cores that a replica computes on.")
 
     @model_validator(mode="after")
     def _check_order(self) -> Arguments:
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} is less than min_replicas {self.min_replicas}")
+            raise ValueError(
+                f"max_replicas {self.max_replicas} is less than min_replicas {self.min_replicas}"
+            )
         return self
 
 

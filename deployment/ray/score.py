@@ -18,7 +18,14 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from common.errors import EXIT_USER_ERROR, ForeseenError, OneLineParser, UserError, positive, run_command
+from common.errors import (
+    EXIT_USER_ERROR,
+    ForeseenError,
+    OneLineParser,
+    UserError,
+    positive,
+    run_command,
+)
 from common.ray_cluster import check_room, connect
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -62,7 +69,10 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
         max_retries=options.max_failures,
         retry_exceptions=[ChildProcessError],
     )
-    waiting = [copy.remote(list(flags), options.cpus_per_worker, str(Path.cwd())) for _ in range(options.num_workers)]
+    waiting = [
+        copy.remote(list(flags), options.cpus_per_worker, str(Path.cwd()))
+        for _ in range(options.num_workers)
+    ]
     lost, is_complete = "", False
     while waiting:
         [ended], waiting = ray.wait(waiting)
@@ -94,7 +104,10 @@ def _score_in_worker(flags: list[str], threads: int, folder: str) -> dict[str, s
         cwd=folder if Path(folder).is_dir() else None,
         # Ray counts cores but does not pin processes, so a copy is told how many it may use.
         env=os.environ
-        | {"THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        | {
+            "THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        },
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=_end_with_the_worker if sys.platform == "linux" else None,
@@ -120,12 +133,22 @@ def _end_with_the_worker() -> None:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Take Ray's flags out; the others are those of inference.score."""
-    parser = OneLineParser(usage="score.py IN OUT [flags of inference.score] [flags of Ray]", description=__doc__)
-    parser.add_argument("--num_workers", type=positive, default=2, metavar="N", help="copies (default: 2)")
-    parser.add_argument(
-        "--cpus_per_worker", type=positive, default=1, metavar="N", help="cores that each copy uses (default: 1)"
+    parser = OneLineParser(
+        usage="score.py IN OUT [flags of inference.score] [flags of Ray]", description=__doc__
     )
-    parser.add_argument("--gpus_per_worker", type=int, default=0, metavar="N", help="GPUs of each copy (default: 0)")
+    parser.add_argument(
+        "--num_workers", type=positive, default=2, metavar="N", help="copies (default: 2)"
+    )
+    parser.add_argument(
+        "--cpus_per_worker",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="cores that each copy uses (default: 1)",
+    )
+    parser.add_argument(
+        "--gpus_per_worker", type=int, default=0, metavar="N", help="GPUs of each copy (default: 0)"
+    )
     parser.add_argument(
         "--max_failures",
         type=int,
@@ -133,10 +156,15 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help="times that a lost copy is started again; 0 = never, -1 = always (default: 3)",
     )
-    parser.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
+    parser.add_argument(
+        "--address",
+        help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
+    )
     options, flags = parser.parse_known_args(arguments)
     if len(flags) < 2 or flags[0].startswith("-") or flags[1].startswith("-"):
-        raise UserError("IN and OUT come first: score.py IN OUT --model FOLDER (see --help)", code="usage")
+        raise UserError(
+            "IN and OUT come first: score.py IN OUT --model FOLDER (see --help)", code="usage"
+        )
     return options, flags
 
 

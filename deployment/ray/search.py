@@ -22,9 +22,15 @@ from training.search.trials import search
 
 def main() -> int:
     parser = OneLineParser(prog="search.py", description=__doc__)
-    parser.add_argument("space", metavar="SPACE.yaml", type=Path, help="as for python -m training.search")
     parser.add_argument(
-        "--cpus_per_process", type=positive, default=1, metavar="N", help="cores set aside for each rank (default: 1)"
+        "space", metavar="SPACE.yaml", type=Path, help="as for python -m training.search"
+    )
+    parser.add_argument(
+        "--cpus_per_process",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="cores set aside for each rank (default: 1)",
     )
     parser.add_argument(
         "--max_failures",
@@ -33,7 +39,10 @@ def main() -> int:
         metavar="N",
         help="times that a trial whose machine is lost is resumed on another one (default: 3)",
     )
-    parser.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
+    parser.add_argument(
+        "--address",
+        help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
+    )
     options = parser.parse_args()
     space = read_space(options.space)
     is_local = connect(options.address)
@@ -43,7 +52,10 @@ def main() -> int:
     if space.config.get("device") != "cpu" and ray.cluster_resources().get("GPU"):
         for_each["GPU"] = space.processes
     if is_local:
-        check_room(f"at_once {space.at_once}", {kind: count * space.at_once for kind, count in for_each.items()})
+        check_room(
+            f"at_once {space.at_once}",
+            {kind: count * space.at_once for kind, count in for_each.items()},
+        )
     elif not space.output_dir.is_absolute():
         raise UserError(
             f"output_dir {space.output_dir}: give an absolute path on storage that all machines of the cluster share; "
@@ -63,7 +75,9 @@ class RemoteRun:
     The new process resumes from the newest checkpoint, as every run does that is started again.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, for_each: Mapping[str, float], max_failures: int) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, for_each: Mapping[str, float], max_failures: int
+    ) -> None:
         self._arguments = (list(command), log, str(Path.cwd()))
         self._for_each, self._failures_left = for_each, max_failures
         self._is_terminated = False

@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from ray.serve.schema import ServeStatus
 
 _KEEP_ALIVE_SECONDS = 65  # as inference/serve.py
-_PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployment.ray.proxy_layer.layers"}
+_PROXY_ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployment.ray.proxy_layer.layers"
+}
 
 
 def main() -> None:
     options = _parse()
     if not options.model.exists():
         raise UserError(
-            f"--model {options.model}: there is no such folder; train one, or give its path", code="model-not-found"
+            f"--model {options.model}: there is no such folder; train one, or give its path",
+            code="model-not-found",
         )
     is_local = connect(options.address, environment=_PROXY_ENVIRONMENT)
     if is_local:
@@ -96,28 +99,46 @@ def _stop() -> None:
     from ray import serve
 
     serve.delete("distrinews")
-    if not serve.status().applications:  # else somebody has added one meanwhile, and Serve is theirs now
+    if (
+        not serve.status().applications
+    ):  # else somebody has added one meanwhile, and Serve is theirs now
         serve.shutdown()
     ray.shutdown()
 
 
 def _reason(status: ServeStatus, otherwise: str) -> str:
     """Extract a replica's own error from Serve's message: a traceback within a traceback."""
-    told = [it.message for application in status.applications.values() for it in application.deployments.values()]
+    told = [
+        it.message
+        for application in status.applications.values()
+        for it in application.deployments.values()
+    ]
     said = re.findall(r"RuntimeError: (?!Traceback)(.+)", "\n".join(told))
     return said[-1] if said else otherwise.strip().splitlines()[0]
 
 
 def _parse() -> argparse.Namespace:
     parser = OneLineParser(
-        description=__doc__, epilog="Everything else is set by environment variables, which docs/serving.md lists."
+        description=__doc__,
+        epilog="Everything else is set by environment variables, which docs/serving.md lists.",
     )
-    parser.add_argument("--model", type=Path, required=True, help="model folder, where all machines find it")
     parser.add_argument(
-        "--replicas", type=_range, default=(1, 1), metavar="N|N..M", help="how many, or the fewest and the most (1)"
+        "--model", type=Path, required=True, help="model folder, where all machines find it"
     )
-    parser.add_argument("--cpus_per_replica", type=positive, default=1, metavar="N", help="cores for each (1)")
-    parser.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
+    parser.add_argument(
+        "--replicas",
+        type=_range,
+        default=(1, 1),
+        metavar="N|N..M",
+        help="how many, or the fewest and the most (1)",
+    )
+    parser.add_argument(
+        "--cpus_per_replica", type=positive, default=1, metavar="N", help="cores for each (1)"
+    )
+    parser.add_argument(
+        "--address",
+        help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
+    )
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
     parser.add_argument("--port", type=int, default=7860, help="port to listen on (7860)")
     return parser.parse_args()

@@ -35,7 +35,11 @@ def main() -> None:
             "share; a worker that starts elsewhere finds its checkpoints there",
             code="folder-not-shared",
         )
-    scaling = {"num_workers": options.num_workers, "use_gpu": use_gpu, "resources_per_worker": for_each}
+    scaling = {
+        "num_workers": options.num_workers,
+        "use_gpu": use_gpu,
+        "resources_per_worker": for_each,
+    }
     metrics = fit(config, scaling, options.max_failures)
     metric = config.task_facts.metrics[0]
     print(f"{config.output_dir}: {metric} {metrics['test'][metric]:.4f} on the test rows")
@@ -50,7 +54,13 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
         UserError: the run cannot start as asked.
         TrainingFailure: it failed once more.
     """
-    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train import (
+        FailureConfig,
+        LoggingConfig,
+        RunConfig,
+        ScalingConfig,
+        TrainingFailedError,
+    )
     from ray.train.torch import TorchConfig, TorchTrainer
 
     device = "cuda" if scaling["use_gpu"] else "cpu"
@@ -81,7 +91,9 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
 
 def _train_in_worker(task: dict[str, Any]) -> dict[str, Any]:
     config: TrainConfig = task["config"]
-    if Path(task["folder"]).is_dir():  # relative paths mean what they mean where the command was typed
+    if Path(
+        task["folder"]
+    ).is_dir():  # relative paths mean what they mean where the command was typed
         os.chdir(task["folder"])
     with join_ranks(task["device"]) as ranks:
         try:
@@ -104,7 +116,10 @@ def _last_words(error: Exception) -> str:
     """The error of the first rank that failed, in one line."""
     failures = getattr(error, "worker_failures", {}) or {0: error}
     rank, failure = min(failures.items())
-    line, own = str(failure).strip().splitlines()[-1], f"{TrainingFailure.__module__}.TrainingFailure: "
+    line, own = (
+        str(failure).strip().splitlines()[-1],
+        f"{TrainingFailure.__module__}.TrainingFailure: ",
+    )
     if line.startswith(own):
         return line.removeprefix(own)
     return f"rank {rank}: {line}; the last checkpoint is safe: to resume, rerun the same command"
@@ -112,11 +127,19 @@ def _last_words(error: Exception) -> str:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
     """Take Ray's flags out; the others are those of training/train_ddp.py."""
-    parser = OneLineParser(usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False)
+    parser = OneLineParser(
+        usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False
+    )
     group = parser.add_argument_group("flags of Ray")
-    group.add_argument("--num_workers", "--num-workers", type=positive, default=2, help="processes (default: 2)")
     group.add_argument(
-        "--cpus_per_worker", "--cpus-per-worker", type=positive, default=1, help="cores set aside for each (default: 1)"
+        "--num_workers", "--num-workers", type=positive, default=2, help="processes (default: 2)"
+    )
+    group.add_argument(
+        "--cpus_per_worker",
+        "--cpus-per-worker",
+        type=positive,
+        default=1,
+        help="cores set aside for each (default: 1)",
     )
     group.add_argument(
         "--max_failures",
@@ -125,7 +148,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
         default=3,
         help="times that lost workers are started again; 0 = never, -1 = always (default: 3)",
     )
-    group.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
+    group.add_argument(
+        "--address",
+        help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
+    )
     if {"-h", "--help"} & set(arguments):
         print(parser.format_help())
     options, rest = parser.parse_known_args(arguments)

@@ -84,9 +84,13 @@ class Batcher:
         self._closed = False
         self._free_slots = engine.num_slots
         self._tokens_in_hand = 0
-        self._tokens_done = tokens_per_second * _FIRST_SPEED_S  # of the last passes, the older the less
+        self._tokens_done = (
+            tokens_per_second * _FIRST_SPEED_S
+        )  # of the last passes, the older the less
         self._busy_s = _FIRST_SPEED_S  # the same passes' time, as if each had taken all slots
-        self._workers = [_Worker(self._make_thread) for _ in range(min(engine.num_slots, PASSES_AT_ONCE))]
+        self._workers = [
+            _Worker(self._make_thread) for _ in range(min(engine.num_slots, PASSES_AT_ONCE))
+        ]
         self._free_passes = len(self._workers)
         for worker in self._workers:
             worker.thread.start()
@@ -143,7 +147,10 @@ class Batcher:
             worker.thread.join(max(0.0, until - time.monotonic()))
 
     def _make_thread(self, worker: _Worker) -> SupervisedThread:
-        step, on_failure = functools.partial(self._serve_once, worker), functools.partial(self._fail, worker)
+        step, on_failure = (
+            functools.partial(self._serve_once, worker),
+            functools.partial(self._fail, worker),
+        )
         return SupervisedThread("forward", step, on_failure)
 
     def _serve_once(self, worker: _Worker) -> bool:
@@ -165,7 +172,9 @@ class Batcher:
         seconds = time.monotonic() - started
         worker.thread.busy_since = None
         num_texts, num_tokens = len(worker.texts), worker.num_tokens
-        if not all(isinstance(outcome, Exception) for outcome in outcomes):  # failing at once is no speed
+        if not all(
+            isinstance(outcome, Exception) for outcome in outcomes
+        ):  # failing at once is no speed
             self._measure(worker, seconds)
         self._release(worker)
         self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
@@ -202,7 +211,9 @@ class Batcher:
         if not len(self._queue):
             return
         # Divide what waits over the passes that may run at once, and the free slots among them.
-        num_parts, slots = spread(len(self._queue), self._free_slots, self._free_passes, len(self._workers))
+        num_parts, slots = spread(
+            len(self._queue), self._free_slots, self._free_passes, len(self._workers)
+        )
         worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
         worker.num_tokens = sum(text.num_tokens for text in worker.texts)
         # A short pass gains nothing from more slots; those it leaves go to the next worker, which is woken below.
@@ -251,7 +262,11 @@ class Batcher:
             self._metrics.worker_failed()
             logger.exception("A forward pass of %d texts failed", len(texts))
             if len(texts) == 1:
-                return [ForwardError(f"the model failed on this text ({type(error).__name__}); the log has more")]
+                return [
+                    ForwardError(
+                        f"the model failed on this text ({type(error).__name__}); the log has more"
+                    )
+                ]
         # One bad text must not fail its neighbors, so each is tried alone.
         return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
 
@@ -263,13 +278,18 @@ class Batcher:
         else:
             logits = self._engine.logits(batch, worker.slots)
         if len(logits) != len(texts):
-            raise ValueError(f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts")
+            raise ValueError(
+                f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts"
+            )
         rows = values_of(self._problem_type, logits)
         if deciding is not None:
             for row, windows in zip(rows, deciding.tolist(), strict=True):
                 if row is not None:
                     row.decided_by = windows
-        return [ForwardError("the model answers this text with NaN") if row is None else row for row in rows]
+        return [
+            ForwardError("the model answers this text with NaN") if row is None else row
+            for row in rows
+        ]
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.
@@ -280,7 +300,9 @@ class Batcher:
         self._release(worker)
         self._metrics.worker_failed()
         if texts:
-            failure = ForwardError(f"the worker of this text failed ({type(error).__name__}); the log has more")
+            failure = ForwardError(
+                f"the worker of this text failed ({type(error).__name__}); the log has more"
+            )
             self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))
 
 

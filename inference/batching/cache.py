@@ -50,14 +50,22 @@ class Probabilities(Values):
 
 def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Values | None]:
     """The answers to the texts of a forward pass; None for a text that is answered with NaN."""
-    with np.errstate(invalid="ignore"):  # scores that are no finite number become NaN, which is looked for below
+    with np.errstate(
+        invalid="ignore"
+    ):  # scores that are no finite number become NaN, which is looked for below
         answers = problem_type.answers(logits)
         rows: list[Values | None]
         if problem_type is SINGLE_LABEL:
             totals = (logits.max(axis=1) - np.log(answers.max(axis=1))).tolist()
-            rows = [Probabilities(row, total) for row, total in zip(answers.tolist(), totals, strict=True)]
+            rows = [
+                Probabilities(row, total)
+                for row, total in zip(answers.tolist(), totals, strict=True)
+            ]
         else:
-            rows = [Values(row, given) for row, given in zip(answers.tolist(), logits.tolist(), strict=True)]
+            rows = [
+                Values(row, given)
+                for row, given in zip(answers.tolist(), logits.tolist(), strict=True)
+            ]
     for i in np.flatnonzero(~np.isfinite(answers).all(axis=1)):
         rows[i] = None
     return rows

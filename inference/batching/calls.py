@@ -63,8 +63,12 @@ class TextLengths:
         self.tokens_per_text = min(self._TOKENS_PER_TEXT, max_length)
 
     def add(self, text: Text, num_tokens: int) -> None:
-        self.tokens_per_char += self._WEIGHT * (num_tokens / max(1, num_chars(text)) - self.tokens_per_char)
-        self.tokens_per_text += self._WEIGHT * (min(num_tokens, self.max_length) - self.tokens_per_text)
+        self.tokens_per_char += self._WEIGHT * (
+            num_tokens / max(1, num_chars(text)) - self.tokens_per_char
+        )
+        self.tokens_per_text += self._WEIGHT * (
+            min(num_tokens, self.max_length) - self.tokens_per_text
+        )
 
     def expected(self, text: Text) -> int:
         """Roughly how many tokens the model will read of a text."""
@@ -87,7 +91,9 @@ class Call:
         "timer",
     )
 
-    def __init__(self, texts: Sequence[Text], timeout_s: float, max_wait_s: float, lengths: TextLengths) -> None:
+    def __init__(
+        self, texts: Sequence[Text], timeout_s: float, max_wait_s: float, lengths: TextLengths
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.started = time.monotonic()
         self.timeout_s = timeout_s
@@ -106,7 +112,9 @@ class Call:
     def deadline_error(self) -> DeadlineExceededError:
         """What texts get that were not answered in time."""
         elapsed = time.monotonic() - self.started
-        return DeadlineExceededError(f"no answer after {elapsed:.2f} s, limit {self.timeout_s:g} s; try again later")
+        return DeadlineExceededError(
+            f"no answer after {elapsed:.2f} s, limit {self.timeout_s:g} s; try again later"
+        )
 
 
 class Caller:
@@ -148,7 +156,9 @@ class Caller:
             truncated=self.truncated,
             cached=done is None,
             tokenize_s=self.tokenize_s,
-            queue_s=max(0.0, until - self.call.started - self.tokenize_s),  # an equal text may have started before
+            queue_s=max(
+                0.0, until - self.call.started - self.tokenize_s
+            ),  # an equal text may have started before
             forward_s=done.seconds if done else 0.0,
             passages=self.passages,
         )

@@ -62,15 +62,21 @@ class Classifier:
         longest = model.tokenizer.most_ids
         budget = limits.max_batch_tokens or max(model.engine.batch_tokens, longest)
         if budget < longest:
-            raise ValueError(f"max_batch_tokens {budget}: must be at least the model's max_length, {longest}")
+            raise ValueError(
+                f"max_batch_tokens {budget}: must be at least the model's max_length, {longest}"
+            )
         self._lengths = TextLengths(longest)
         self._max_wait_s = limits.max_wait_seconds
         self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
         self._metrics = metrics
-        self._calls: set[Call] = set()  # accepted and not fully answered; touched on the event loop only
+        self._calls: set[Call] = (
+            set()
+        )  # accepted and not fully answered; touched on the event loop only
         self._all_answered = asyncio.Event()
         self._lock = threading.Lock()  # guards the next two, and the callers of every queued text
-        self._on_their_way: dict[bytes, QueuedText] = {}  # by token ids; the payload is the list of callers
+        self._on_their_way: dict[
+            bytes, QueuedText
+        ] = {}  # by token ids; the payload is the list of callers
         self._cache = AnswerCache(limits.cache_entries)
         queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
         good_ids = model.tokenizer.encode(["News"])[0].ids
@@ -119,7 +125,9 @@ class Classifier:
 
     def refuse_if_down(self) -> None:
         if not self.is_alive:
-            raise WorkerDownError("the classifier is stopped; try again, another one may be running by now")
+            raise WorkerDownError(
+                "the classifier is stopped; try again, another one may be running by now"
+            )
         if self.health.failure is not None:
             raise WorkerDownError(self.health.failure)
 
@@ -183,7 +191,11 @@ class Classifier:
         return QueueFullError(
             f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit {limit_s:.2f} s "
             f"(MAX_WAIT_SECONDS {self._max_wait_s:g}); "
-            + (f"try again in {retry_after_s:.2f} s" if would_fit else "send fewer texts in one call"),
+            + (
+                f"try again in {retry_after_s:.2f} s"
+                if would_fit
+                else "send fewer texts in one call"
+            ),
             retry_after_s,
             "queue_full" if would_fit else "call_too_large",
         )
@@ -241,7 +253,11 @@ class Classifier:
                     continue
                 if caller.future.done():
                     continue
-                caller.num_tokens, caller.truncated, caller.tokenize_s = one.num_tokens, one.truncated, seconds
+                caller.num_tokens, caller.truncated, caller.tokenize_s = (
+                    one.num_tokens,
+                    one.truncated,
+                    seconds,
+                )
                 caller.passages = one.passages
                 ids = np.array(one.ids, dtype=np.int32)
                 key = ids.tobytes()

@@ -72,11 +72,17 @@ class EngineHealth:
 
     def _break(self, problem: str) -> None:
         self.needs_restart = "CUDA error" in problem
-        remedy = "only a restart of the server helps" if self.needs_restart else "it is tried again every few seconds"
+        remedy = (
+            "only a restart of the server helps"
+            if self.needs_restart
+            else "it is tried again every few seconds"
+        )
         is_news = self.failure is None
         if is_news:
             self._broken_since = time.monotonic()
-        self.failure = f"the model fails on every text, including a known good one ({problem}); {remedy}"
+        self.failure = (
+            f"the model fails on every text, including a known good one ({problem}); {remedy}"
+        )
         if is_news:
             logger.error("not ready: %s", self.failure)
 

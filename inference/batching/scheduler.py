@@ -60,7 +60,11 @@ class QueuedText:
     )
 
     def __init__(
-        self, ids: NDArray[np.int32], deadline: float, payload: Any = None, promised: float = math.inf
+        self,
+        ids: NDArray[np.int32],
+        deadline: float,
+        payload: Any = None,
+        promised: float = math.inf,
     ) -> None:
         self.ids = ids
         self.num_tokens = len(ids)
@@ -110,7 +114,9 @@ class FairQueue:
 
     def put(self, flow: Flow, text: QueuedText) -> None:
         if text.num_tokens > self.max_batch_tokens:
-            raise ValueError(f"text of {text.num_tokens} tokens > max_batch_tokens {self.max_batch_tokens}")
+            raise ValueError(
+                f"text of {text.num_tokens} tokens > max_batch_tokens {self.max_batch_tokens}"
+            )
         text.tag = max(flow.next_tag, self._virtual_time)
         text.finish = flow.next_tag = text.tag + text.num_tokens / flow.weight
         self._insert(text)
@@ -145,7 +151,9 @@ class FairQueue:
             text.is_expired = True
         return expired
 
-    def take(self, num_parts: int = 1, now: float = 0.0, tokens_per_second: float = math.inf) -> list[QueuedText]:
+    def take(
+        self, num_parts: int = 1, now: float = 0.0, tokens_per_second: float = math.inf
+    ) -> list[QueuedText]:
         """Take the texts of the next forward pass; none only if none is waiting.
 
         ``num_parts``: passes that the waiting texts will be spread over; this is the first of them.
@@ -160,7 +168,11 @@ class FairQueue:
             seed = self._waiting[0][2]
             self._virtual_time = max(self._virtual_time, seed.finish)
             candidates = (text for _, _, text in self._waiting)
-        taken = self._near_lengths(candidates, share) if self._pads else self._first_of(candidates, share)
+        taken = (
+            self._near_lengths(candidates, share)
+            if self._pads
+            else self._first_of(candidates, share)
+        )
         for text in taken:
             self.remove(text)
         return taken
@@ -197,7 +209,11 @@ class FairQueue:
             longest = max(longest, text.num_tokens)
             cost = longest * (len(taken) + 1)
             padding = (cost - total) / cost
-            if cost > self.max_batch_tokens or padding > LARGEST_PADDING or _lies_beyond(share, total, text):
+            if (
+                cost > self.max_batch_tokens
+                or padding > LARGEST_PADDING
+                or _lies_beyond(share, total, text)
+            ):
                 break
             taken.append(text)
         return taken
@@ -234,7 +250,11 @@ def useful_slots(num_tokens: int) -> int:
 
 
 def overrun_s(
-    waiting_tokens: float, call_tokens: float, num_texts: int, tokens_per_second: float, limit_s: float
+    waiting_tokens: float,
+    call_tokens: float,
+    num_texts: int,
+    tokens_per_second: float,
+    limit_s: float,
 ) -> float:
     """By how many seconds a call's last answer would come too late; 0 or less if the call may be accepted.
 
@@ -243,4 +263,6 @@ def overrun_s(
     """
     if num_texts == 1 and not waiting_tokens:
         return 0.0  # there is nothing to wait for, and without any pass the speed would never be measured again
-    return (waiting_tokens + call_tokens) / tokens_per_second - limit_s * (BULK_SHARE if num_texts > 1 else 1)
+    return (waiting_tokens + call_tokens) / tokens_per_second - limit_s * (
+        BULK_SHARE if num_texts > 1 else 1
+    )

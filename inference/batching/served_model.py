@@ -45,7 +45,12 @@ class ServedModel:
     """Holds what is served, or the reason why nothing is."""
 
     def __init__(
-        self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel, *, counts_loads: bool = True
+        self,
+        settings: Settings,
+        metrics: ServerMetrics,
+        load_model: LoadModel,
+        *,
+        counts_loads: bool = True,
     ) -> None:
         """``counts_loads``: not for one of several workers, whose supervisor counts what all of them load together."""
         self.path = settings.model_checkpoint
@@ -65,17 +70,29 @@ class ServedModel:
         self._current: Served | None = None
         # What everybody may read names no folder of this machine; the log does.
         self.public_name = self.path.absolute().name
-        self._load_error = f"{self.public_name}: the model is still loading; try again in a few seconds"
+        self._load_error = (
+            f"{self.public_name}: the model is still loading; try again in a few seconds"
+        )
         self._loading = asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
-        metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
+        metrics.watch(
+            "queue_tokens",
+            "Tokens that wait for a forward pass.",
+            lambda: self._reading("queued_tokens"),
+        )
         metrics.watch(
             "queue_seconds",
             "Seconds until all that was accepted is answered, at the measured speed.",
             lambda: self._reading("queue_seconds"),
         )
-        metrics.watch("tokens_per_second", "Measured speed of the model.", lambda: self._reading("tokens_per_second"))
-        metrics.watch("model_ready", "Whether texts can be classified.", lambda: float(self.error is None))
+        metrics.watch(
+            "tokens_per_second",
+            "Measured speed of the model.",
+            lambda: self._reading("tokens_per_second"),
+        )
+        metrics.watch(
+            "model_ready", "Whether texts can be classified.", lambda: float(self.error is None)
+        )
 
     def _reading(self, name: str) -> float:
         return getattr(self._current.classifier, name) if self._current else 0.0
@@ -136,7 +153,9 @@ class ServedModel:
                 budget, longest = self._limits.max_batch_tokens, model.tokenizer.most_ids
                 if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
                     what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
-                    raise ModelLoadError(self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
+                    raise ModelLoadError(
+                        self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}"
+                    )
                 if self._current is None:
                     _freeze_what_stays()
                 classifier = Classifier(model, self._limits, self._metrics)
@@ -155,7 +174,12 @@ class ServedModel:
             before, self._current = self._current, served
             self._count_load("served")
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
-            logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
+            logger.info(
+                "serving %s: %s",
+                served.name,
+                model.info["reason"],
+                extra={"fields": {"model": model.info}},
+            )
         if before is not None:
             self._retire(before)
         return served
@@ -215,7 +239,9 @@ def refusal_of(path: Path, error: Exception) -> ModelLoadError:
         return error
     logger.error("the model does not load", exc_info=error)
     what = f"the model does not load ({type(error).__name__}: {first_line(error)})"
-    return ModelLoadError(path, what, "see the traceback in the server's log, or export the model again")
+    return ModelLoadError(
+        path, what, "see the traceback in the server's log, or export the model again"
+    )
 
 
 async def _drain(classifier: Classifier) -> None:

@@ -16,7 +16,9 @@ class SupervisedThread:
     ``busy_since``: monotonic time at which the current piece of work began, None between pieces; set by the step.
     """
 
-    def __init__(self, name: str, step: Callable[[], bool], on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], bool], on_failure: Callable[[BaseException], None]
+    ) -> None:
         """``step`` does one piece of work, and returns False to end the thread; ``on_failure`` gets what it raised."""
         self.busy_since: float | None = None
         self._step = step
@@ -45,6 +47,8 @@ class SupervisedThread:
             try:
                 if not self._step():
                     return
-            except BaseException as error:  # SystemExit too: the callers of this work and of the next get answers
+            except (
+                BaseException
+            ) as error:  # SystemExit too: the callers of this work and of the next get answers
                 self.busy_since = None
                 self._on_failure(error)

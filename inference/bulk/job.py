@@ -91,7 +91,8 @@ class Job:
         """
         if self._out_exists():
             raise UserError(
-                f"{self.out}: exists, and --restart removes no output; remove it first", code="score-out-exists"
+                f"{self.out}: exists, and --restart removes no output; remove it first",
+                code="score-out-exists",
             )
         self.outputs.remove(self.record_path)
         self._remove_parts()
@@ -115,7 +116,8 @@ class Job:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{self.record_path}: not the record of a job; remove it and {self.out}", code="score-out-exists"
+                f"{self.record_path}: not the record of a job; remove it and {self.out}",
+                code="score-out-exists",
             ) from None
         if not record["finished"]:
             return record
@@ -186,7 +188,11 @@ class Job:
         names, old = [file.name for file in self.files], [one["name"] for one in before]
         for name in sorted(set(names) ^ set(old)):
             return [f"the input {name} {'is new' if name in names else 'is gone'}"]
-        changed = (file for file, known in zip(self.files, before, strict=True) if self._has_changed(file, known))
+        changed = (
+            file
+            for file, known in zip(self.files, before, strict=True)
+            if self._has_changed(file, known)
+        )
         return [f"the input {file.name} has changed" for file in itertools.islice(changed, 1)]
 
     def _has_changed(self, file: InputFile, known: dict[str, Any]) -> bool:
@@ -260,15 +266,26 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
             raise UserError(f"{out}: must end in {', '.join(OUT_FORMATS)}", code="data-format")
         if outputs.is_folder(out):
             raise UserError(f"{out}: is a folder; name a file in it", code="not-writable")
-        files = [InputFile(found[0], PurePosixPath(source).name, out, PurePosixPath(source).suffix.lower(), suffix)]
+        files = [
+            InputFile(
+                found[0],
+                PurePosixPath(source).name,
+                out,
+                PurePosixPath(source).suffix.lower(),
+                suffix,
+            )
+        ]
     else:
         if suffix in OUT_FORMATS:
             raise UserError(
-                f"{out}: names one file, and {source} matches {len(found)}; name a folder", code="data-format"
+                f"{out}: names one file, and {source} matches {len(found)}; name a folder",
+                code="data-format",
             )
         files = list(_files_of(source, found, out, settings["format"], inputs))
         if not files:
-            raise UserError(f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found")
+            raise UserError(
+                f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found"
+            )
     _refuse_overwriting(source, out, files, inputs, outputs)
     if not is_remote(out):
         above = nearest_folder(Path(out).absolute().parent)
@@ -280,12 +297,16 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
     return Job(source, out, files, inputs, outputs, settings)
 
 
-def _without_own_files(found: list[str], source: str, out: str, inputs: Storage, outputs: Storage) -> list[str]:
+def _without_own_files(
+    found: list[str], source: str, out: str, inputs: Storage, outputs: Storage
+) -> list[str]:
     """What a pattern matches, without what this job has written since it began."""
     if is_remote(source) != is_remote(out):
         return found
     target, folder = outputs.absolute(out), inputs.absolute(_before_wildcards(source))
-    if f"{folder}/".startswith(f"{target}/"):  # the input itself lies in OUT, which is refused later
+    if f"{folder}/".startswith(
+        f"{target}/"
+    ):  # the input itself lies in OUT, which is refused later
         return found
     own = (f"{target}/", f"{target}.parts/", f"{target}.job.json")
     return [path for path in found if not f"{inputs.absolute(path)}/".startswith(own)]
@@ -302,12 +323,15 @@ def _known_format(path: str, given: str) -> str:
     suffix = PurePosixPath(path).suffix.lower()
     if suffix not in FORMATS:
         raise UserError(
-            f'{given}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"', code="data-format"
+            f'{given}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"',
+            code="data-format",
         )
     return suffix
 
 
-def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: Storage) -> Iterator[InputFile]:
+def _files_of(
+    source: str, found: list[str], out: str, wanted: str, inputs: Storage
+) -> Iterator[InputFile]:
     folder = inputs.plain(_before_wildcards(source))
     outs: dict[str, str] = {}
     for path in found:
@@ -331,7 +355,9 @@ def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: Stor
         yield InputFile(path, name, target, suffix, out_suffix)
 
 
-def _refuse_overwriting(source: str, out: str, files: list[InputFile], inputs: Storage, outputs: Storage) -> None:
+def _refuse_overwriting(
+    source: str, out: str, files: list[InputFile], inputs: Storage, outputs: Storage
+) -> None:
     if is_remote(source) != is_remote(out):
         return
     ours = inputs.absolute(source)
@@ -344,7 +370,9 @@ def _refuse_overwriting(source: str, out: str, files: list[InputFile], inputs: S
     for file in files:
         path = inputs.absolute(file.path)
         if path == target or path.startswith(target + "/"):
-            raise UserError(f"{out}: is IN itself or contains it; name another OUT", code="score-overwrites")
+            raise UserError(
+                f"{out}: is IN itself or contains it; name another OUT", code="score-overwrites"
+            )
 
 
 class Claims:
@@ -399,7 +427,9 @@ class Claims:
             return False
         with contextlib.suppress(ValueError, KeyError, TypeError):
             owner = json.loads(contents)
-            same_kernel = all(owner[name] and owner[name] == self._owner[name] for name in ("boot", "processes"))
+            same_kernel = all(
+                owner[name] and owner[name] == self._owner[name] for name in ("boot", "processes")
+            )
             if same_kernel and _start_of(owner["pid"]) != owner["started"]:
                 return True
         before, since = self._seen.get(path, (b"", 0.0))
@@ -463,11 +493,18 @@ class FileParts:
                 source = self._job.inputs.open(self.file.path)
             except OSError as error:
                 why = error.strerror or error
-                raise UserError(f"{self.file.path}: cannot be read ({why})", code="data-unreadable") from error
+                raise UserError(
+                    f"{self.file.path}: cannot be read ({why})", code="data-unreadable"
+                ) from error
             settings = self._job.settings
             columns = settings["text_column"], settings.get("pair_column", "")
             self._reader = open_parts(
-                self.file.path, self.file.suffix, source, columns[0], settings["part_rows"], columns[1]
+                self.file.path,
+                self.file.suffix,
+                source,
+                columns[0],
+                settings["part_rows"],
+                columns[1],
             )
             self._size = self._reader.num_rows or self._job.inputs.version(self.file.path)["bytes"]
         return self._reader
@@ -484,7 +521,9 @@ class FileParts:
 
     def finished(self) -> set[int]:
         names = self._storage.names(self.folder)
-        return {int(name[:-5]) for name in names if name.endswith(".part") and name[:-5].isdecimal()}
+        return {
+            int(name[:-5]) for name in names if name.endswith(".part") and name[:-5].isdecimal()
+        }
 
     @property
     def is_done(self) -> bool:
@@ -532,7 +571,9 @@ class FileParts:
     def _note_place(self, number: int, place: Place) -> None:
         if self._places.get(number) != place:
             self._remember(number, place)
-            self._storage.write(self.path(number, "place"), f"{place.offset} {place.lines} {place.rows}".encode())
+            self._storage.write(
+                self.path(number, "place"), f"{place.offset} {place.lines} {place.rows}".encode()
+            )
 
     def _remember(self, number: int, place: Place) -> None:
         self._places[number] = place
@@ -541,4 +582,8 @@ class FileParts:
     def position(self) -> float:
         """The share of the file that lies in finished parts, 0 to 1, supposing that parts are equally large."""
         number, place = self._last
-        return min(1.0, len(self.finished()) * place.offset / number / self._size) if number and self._size else 0.0
+        return (
+            min(1.0, len(self.finished()) * place.offset / number / self._size)
+            if number and self._size
+            else 0.0
+        )

@@ -28,7 +28,11 @@ FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 # may be anything, so many digits are kept from its first one on.
 DIGITS, NUMBER_DIGITS = 6, 7
 # The columns that each kind of model adds.
-_DECIDED = {SINGLE_LABEL.name: ("label", "confidence"), MULTI_LABEL.name: ("labels",), REGRESSION.name: ("value",)}
+_DECIDED = {
+    SINGLE_LABEL.name: ("label", "confidence"),
+    MULTI_LABEL.name: ("labels",),
+    REGRESSION.name: ("value",),
+}
 # A row group of the finished Parquet file: large enough to be read fast, small enough to be held.
 _GROUP_ROWS, _GROUP_BYTES = 65_536, 32 * 2**20
 
@@ -68,8 +72,12 @@ class RowsOut:
         self._name, self._suffix, self._answering = name, suffix, answering
         self._decided = [f"{prefix}{one}" for one in _DECIDED[answering.problem_type.name]]
         self._error, self._object = f"{prefix}error", f"{prefix}probabilities"
-        self._texts = {f"{prefix}{one}" for one in ("label", "labels", "error")}  # the added columns with text
-        self._flat = [f"{prefix}probability_{label}" for label in answering.labels] if probabilities else []
+        self._texts = {
+            f"{prefix}{one}" for one in ("label", "labels", "error")
+        }  # the added columns with text
+        self._flat = (
+            [f"{prefix}probability_{label}" for label in answering.labels] if probabilities else []
+        )
         flat = [self._object] if suffix == ".jsonl" and probabilities else self._flat
         self.added = [*self._decided, *flat, *([self._error] if errors else [])]
         self._columns = reader.columns
@@ -87,7 +95,9 @@ class RowsOut:
         try:
             import pyarrow
         except ImportError:
-            message = "writing Parquet needs pyarrow: pip install pyarrow, or name OUT .csv or .jsonl"
+            message = (
+                "writing Parquet needs pyarrow: pip install pyarrow, or name OUT .csv or .jsonl"
+            )
             raise UserError(message, code="data-format") from None
         if isinstance(reader, ParquetParts):
             return reader.schema.remove_metadata()
@@ -122,7 +132,9 @@ class RowsOut:
             which = f"rows {last - len(answers.values) + 1:,} to {last:,}"
             what = f"cannot all be written as {self._suffix} ({first_line(error)})"
             remedy = "leave them out" if isinstance(part.rows, list) else "name OUT .parquet"
-            raise UserError(f"{self._name} {which}: {what}; {remedy}", code="row-unusable") from error
+            raise UserError(
+                f"{self._name} {which}: {what}; {remedy}", code="row-unusable"
+            ) from error
 
     def _text_part(self, part: Part, answers: Answers) -> bytes:
         rows = part.rows if isinstance(part.rows, list) else part.rows.to_pylist()
@@ -164,23 +176,40 @@ class RowsOut:
 
     def _answer_columns(self, answers: Answers) -> dict[str, list[Any]]:
         answered = ~np.isnan(answers.values).any(axis=1)
-        cells = dict(zip(self._decided, self._decided_columns(answers.values, answered), strict=True))
+        cells = dict(
+            zip(self._decided, self._decided_columns(answers.values, answered), strict=True)
+        )
         for number, name in enumerate(self._flat):
             cells[name] = _cells(np.round(answers.values[:, number], DIGITS).tolist(), answered)
         if self._error in self.added:
             cells[self._error] = [answers.problems.get(i) for i in range(len(answered))]
         return cells
 
-    def _decided_columns(self, values: NDArray[np.float64], answered: NDArray[np.bool_]) -> list[list[Any]]:
+    def _decided_columns(
+        self, values: NDArray[np.float64], answered: NDArray[np.bool_]
+    ) -> list[list[Any]]:
         answering = self._answering
         if answering.problem_type is REGRESSION:
-            return [_cells([float(f"{value:.{NUMBER_DIGITS}g}") for value in values[:, 0].tolist()], answered)]
+            return [
+                _cells(
+                    [float(f"{value:.{NUMBER_DIGITS}g}") for value in values[:, 0].tolist()],
+                    answered,
+                )
+            ]
         if answering.problem_type is MULTI_LABEL:
             given = [[label for label, _ in answering.given(row)] for row in values.tolist()]
-            return [_cells(given if self._suffix == ".jsonl" else list(map(answering.joined, given)), answered)]
+            return [
+                _cells(
+                    given if self._suffix == ".jsonl" else list(map(answering.joined, given)),
+                    answered,
+                )
+            ]
         known = np.nan_to_num(values)
         labels = [answering.labels[label] for label in known.argmax(axis=1).tolist()]
-        return [_cells(labels, answered), _cells(np.round(known, DIGITS).max(axis=1).tolist(), answered)]
+        return [
+            _cells(labels, answered),
+            _cells(np.round(known, DIGITS).max(axis=1).tolist(), answered),
+        ]
 
     def _refuse_other_columns(self, rows: Iterable[dict[str, Any]]) -> None:
         known = set(self._columns)
@@ -224,7 +253,10 @@ class RowsOut:
 
 
 def _cells(column: Iterable[Any], answered: NDArray[np.bool_]) -> list[Any]:
-    return [value if is_answered else None for value, is_answered in zip(column, answered.tolist(), strict=True)]
+    return [
+        value if is_answered else None
+        for value, is_answered in zip(column, answered.tolist(), strict=True)
+    ]
 
 
 def _join_parquet(parts: Iterable[bytes], file: BinaryIO) -> None:
@@ -235,7 +267,9 @@ def _join_parquet(parts: Iterable[bytes], file: BinaryIO) -> None:
     try:
         for data in parts:
             held.append(pyarrow.parquet.read_table(io.BytesIO(data), use_threads=False))
-            writer = writer or pyarrow.parquet.ParquetWriter(file, held[0].schema, compression="zstd")
+            writer = writer or pyarrow.parquet.ParquetWriter(
+                file, held[0].schema, compression="zstd"
+            )
             rows, size = sum(table.num_rows for table in held), sum(table.nbytes for table in held)
             if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
                 writer.write_table(pyarrow.concat_tables(held), row_group_size=rows)

@@ -56,21 +56,31 @@ class Passes:
             self._threads.put(slots // at_once + (number < slots % at_once))
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="pass")
         # A padding engine also gets texts of equal length, since they are sorted.
-        self._tokens = engine.batch_tokens if engine.pads else max(engine.batch_tokens, RAGGED_TOKENS)
+        self._tokens = (
+            engine.batch_tokens if engine.pads else max(engine.batch_tokens, RAGGED_TOKENS)
+        )
 
     def divide(self, token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Texts of equal length go together; the longest first, so that the last passes of all are short."""
         order = sorted(range(len(token_ids)), key=lambda i: (-len(token_ids[i]), i))
         lengths = [len(token_ids[i]) for i in order]
-        return [[order[i] for i in one] for one in forward_passes(lengths, pads=False, tokens=self._tokens)]
+        return [
+            [order[i] for i in one]
+            for one in forward_passes(lengths, pads=False, tokens=self._tokens)
+        ]
 
     def submit(self, prepared: Prepared) -> list[Future[NDArray[np.float64]]]:
-        return [self._pool.submit(self._run, [prepared.token_ids[i] for i in chosen]) for chosen in prepared.passes]
+        return [
+            self._pool.submit(self._run, [prepared.token_ids[i] for i in chosen])
+            for chosen in prepared.passes
+        ]
 
     def _run(self, token_ids: list[list[int]]) -> NDArray[np.float64]:
         threads = self._threads.get()
         try:
-            return self._problem_type.answers(self._engine.logits(TokenBatch.of(token_ids), threads))
+            return self._problem_type.answers(
+                self._engine.logits(TokenBatch.of(token_ids), threads)
+            )
         except ForeseenError:
             raise
         except Exception as error:  # every runtime has its own errors
@@ -109,7 +119,9 @@ class Progress:
             return
         self._last = now
         self._shares[number] = max(self._shares[number], file.position())
-        done = sum(share * size for share, size in zip(self._shares, self._sizes, strict=True)) / sum(self._sizes)
+        done = sum(
+            share * size for share, size in zip(self._shares, self._sizes, strict=True)
+        ) / sum(self._sizes)
         self._seen.append((now, done))
         speed = f"{self.rows / (now - self._begun):,.0f} rows per second"
         line = f"{counted(self.rows, 'row')}, {speed}; {done:.1%} of the input done"
@@ -126,7 +138,11 @@ class Progress:
         seconds = time.monotonic() - self._begun
         if sys.stderr.isatty() and not self._quiet:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        bad = f"; {self.bad_rows:,} of them could not be classified, the last column says why" if self.bad_rows else ""
+        bad = (
+            f"; {self.bad_rows:,} of them could not be classified, the last column says why"
+            if self.bad_rows
+            else ""
+        )
         return f"{counted(self.rows, 'row')} in {seconds:,.1f} s, {self.rows / seconds:,.0f} rows per second{bad}"
 
 
@@ -164,7 +180,10 @@ class Scoring:
         """Read, tokenize, run and write until nothing is left."""
         for file in self.files:
             file.begin()
-        claims, passes = Claims(self._job.outputs), Passes(self._model.engine, self._model.answering.problem_type)
+        claims, passes = (
+            Claims(self._job.outputs),
+            Passes(self._model.engine, self._model.answering.problem_type),
+        )
         ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
         running: deque[tuple[Prepared, list[Future[NDArray[np.float64]]]]] = deque()
         writing: deque[Future[None]] = deque()
@@ -202,7 +221,9 @@ class Scoring:
             time.sleep(WAIT_SECONDS)
         return True
 
-    def _claimed_parts(self, claims: Claims, passes: Passes, joining: ThreadPoolExecutor) -> Iterator[Prepared | None]:
+    def _claimed_parts(
+        self, claims: Claims, passes: Passes, joining: ThreadPoolExecutor
+    ) -> Iterator[Prepared | None]:
         """Parts that are this process's to score, one by one; None when others work on all that is left."""
         while len(self._done) < len(self.files):
             if self._job.is_finished_on_disk():  # its parts may be gone already
@@ -281,7 +302,9 @@ class Scoring:
         part.texts.clear()  # they are in the rows
         return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
 
-    def _write(self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]) -> None:
+    def _write(
+        self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]
+    ) -> None:
         file, part = prepared.file, prepared.part
         num_rows = len(part.rows)
         values = np.full((num_rows, len(self._model.labels)), np.nan)
@@ -291,7 +314,9 @@ class Scoring:
             if not np.isfinite(values[position]).all():
                 values[position] = np.nan
                 row = file.place(prepared.number).rows + position + 1
-                part.problems[position] = f"{file.file.path} row {row}: the model answers this text with NaN"
+                part.problems[position] = (
+                    f"{file.file.path} row {row}: the model answers this text with NaN"
+                )
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         number = self.files.index(file)
@@ -305,8 +330,12 @@ class Scoring:
         try:
             self._job.check_unchanged(number)
             # The claim may have been taken over, so two processes must not write to the same file aside.
-            with storage.writing(file.file.out, file.path(f"output-{secrets.token_hex(4)}", "new")) as output:
-                self._rows_out(number).assemble(map(self._read_part, map(file.path, range(count))), output)
+            with storage.writing(
+                file.file.out, file.path(f"output-{secrets.token_hex(4)}", "new")
+            ) as output:
+                self._rows_out(number).assemble(
+                    map(self._read_part, map(file.path, range(count))), output
+                )
             file.note_done(file.place(count).rows)
         finally:
             claims.release(file.path("output", "claim"))

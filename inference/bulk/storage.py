@@ -200,7 +200,9 @@ class RemoteStorage:
         try:
             import fsspec
         except ImportError:
-            message = f"{address}: addresses need fsspec: pip install fsspec, and the driver for this one"
+            message = (
+                f"{address}: addresses need fsspec: pip install fsspec, and the driver for this one"
+            )
             raise UserError(message, code="score-address") from None
         try:
             # Other processes write here too, so a cached listing would be wrong.
@@ -235,7 +237,11 @@ class RemoteStorage:
 
     def version(self, path: str) -> dict[str, Any]:
         info = self._files.info(path)
-        known = {name: str(info[name]) for name in ("ETag", "etag", "LastModified", "mtime", "created") if name in info}
+        known = {
+            name: str(info[name])
+            for name in ("ETag", "etag", "LastModified", "mtime", "created")
+            if name in info
+        }
         tags = {name: value for name, value in known.items() if name.lower() == "etag"}
         return {"bytes": info["size"], **(tags or known)}
 

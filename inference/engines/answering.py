@@ -58,7 +58,10 @@ class Answering:
         raise NotImplementedError
 
     def fields(
-        self, values: Sequence[float], given: Sequence[tuple[str, float | None]], top_k: int | None = None
+        self,
+        values: Sequence[float],
+        given: Sequence[tuple[str, float | None]],
+        top_k: int | None = None,
     ) -> dict[str, Any]:
         """A `Prediction`; ``given`` is what :meth:`given` returned, ``top_k`` how many probabilities to name."""
         raise NotImplementedError
@@ -99,10 +102,17 @@ class OneLabelAnswering(Answering):
         return [(self.labels[values.index(confidence)], confidence)]
 
     def fields(
-        self, values: Sequence[float], given: Sequence[tuple[str, float | None]], top_k: int | None = None
+        self,
+        values: Sequence[float],
+        given: Sequence[tuple[str, float | None]],
+        top_k: int | None = None,
     ) -> dict[str, Any]:
         ((label, confidence),) = given
-        return {"label": label, "confidence": confidence, "probabilities": self._named(values, top_k)}
+        return {
+            "label": label,
+            "confidence": confidence,
+            "probabilities": self._named(values, top_k),
+        }
 
     def without_words(self, value: float) -> float:
         return 1 / len(self.labels)
@@ -120,9 +130,15 @@ class SeveralLabelsAnswering(Answering):
         return sorted(reached, key=lambda one: -one[1])
 
     def fields(
-        self, values: Sequence[float], given: Sequence[tuple[str, float | None]], top_k: int | None = None
+        self,
+        values: Sequence[float],
+        given: Sequence[tuple[str, float | None]],
+        top_k: int | None = None,
     ) -> dict[str, Any]:
-        return {"labels": [label for label, _ in given], "probabilities": self._named(values, top_k)}
+        return {
+            "labels": [label for label, _ in given],
+            "probabilities": self._named(values, top_k),
+        }
 
     def without_words(self, value: float) -> float:
         return 0.5
@@ -142,7 +158,10 @@ class NumberAnswering(Answering):
         return [(self.labels[0], None)]
 
     def fields(
-        self, values: Sequence[float], given: Sequence[tuple[str, float | None]], top_k: int | None = None
+        self,
+        values: Sequence[float],
+        given: Sequence[tuple[str, float | None]],
+        top_k: int | None = None,
     ) -> dict[str, Any]:
         return {"value": values[0]}
 
@@ -152,7 +171,8 @@ class NumberAnswering(Answering):
 
 
 _CLASSES: dict[str, type[Answering]] = {
-    one.problem_type.name: one for one in (OneLabelAnswering, SeveralLabelsAnswering, NumberAnswering)
+    one.problem_type.name: one
+    for one in (OneLabelAnswering, SeveralLabelsAnswering, NumberAnswering)
 }
 
 

@@ -64,7 +64,9 @@ class Engine(Protocol):
         ...
 
 
-def answers_of(engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+def answers_of(
+    engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]
+) -> NDArray[np.float64]:
     """Return the model's answers to every text, (texts, labels), in the order of the texts.
 
     For files, exports and the library: nobody waits for a single text, so all are divided into passes at once.
@@ -79,7 +81,9 @@ def answers_of(engine: Engine, problem_type: ProblemType, token_ids: Sequence[Se
     return found if found is not None else np.empty((0, 0))
 
 
-def forward_passes(lengths: Sequence[int], *, pads: bool, tokens: int = RAGGED_TOKENS) -> list[list[int]]:
+def forward_passes(
+    lengths: Sequence[int], *, pads: bool, tokens: int = RAGGED_TOKENS
+) -> list[list[int]]:
     """Divide texts of these lengths into forward passes: the positions of the texts in each.
 
     ``tokens``: of a pass without padding, at most, unless a single text has more.
@@ -87,7 +91,10 @@ def forward_passes(lengths: Sequence[int], *, pads: bool, tokens: int = RAGGED_T
     if pads:
         # Texts of similar length go together. Without padding, texts stay in order and fill a budget of tokens.
         by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-        return [by_length[start : start + PADDED_TEXTS] for start in range(0, len(lengths), PADDED_TEXTS)]
+        return [
+            by_length[start : start + PADDED_TEXTS]
+            for start in range(0, len(lengths), PADDED_TEXTS)
+        ]
     passes: list[list[int]] = []
     num_tokens = tokens
     for position, length in enumerate(lengths):

@@ -39,7 +39,9 @@ class ModelLoader:
 
     tokens_per_second: float | None = None
 
-    def __init__(self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE) -> None:
+    def __init__(
+        self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE
+    ) -> None:
         """Load a model folder, a .pt file or an artefact folder.
 
         ``engine`` is one of `inference.engines.selection.ENGINES`; ``auto`` measures what exists and takes the fastest.
@@ -49,7 +51,9 @@ class ModelLoader:
         """
         path = Path(path)
         # A symbolic link may change while files are read one after another; all have to come from the same model.
-        loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine, hardware)
+        loaded = load_model(
+            path.resolve() if path.resolve() != path.absolute() else path, engine, hardware
+        )
         self.labels = loaded.saved.labels
         self.answering = Answering.of(loaded.saved)
         self.max_length = loaded.saved.max_length
@@ -92,7 +96,10 @@ class ModelLoader:
             if one.blank:
                 raise _blank(name)
         token_ids = [one.ids for one in encoded]
-        return [self._prediction(row) for row in answers_of(self.engine, self.answering.problem_type, token_ids)]
+        return [
+            self._prediction(row)
+            for row in answers_of(self.engine, self.answering.problem_type, token_ids)
+        ]
 
     def _prediction(self, answers: NDArray[np.float64]) -> Prediction:
         if not np.isfinite(answers).all():

@@ -22,14 +22,18 @@ class OnnxEngine:
     pads = True
     survives_fork = False
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, precision: str = "int8") -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], threads: int, precision: str = "int8"
+    ) -> None:
         """Read `FILE_NAME` from a folder, to run it on so many threads; ``precision`` is for the engine's name.
 
         Raises:
             Exception: The runtime's own errors, if the file is damaged or needs a newer runtime.
         """
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads  # the default counts the host's cores, whatever the container's quota
+        options.intra_op_num_threads = (
+            threads  # the default counts the host's cores, whatever the container's quota
+        )
         options.inter_op_num_threads = 1
         # Waiting threads that spin would compete with the event loop for cores, also in the middle of a pass.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -40,8 +44,12 @@ class OnnxEngine:
         # They share the threads; while one is between two steps, or its result is read, another keeps them busy.
         self.num_slots = min(threads, PASSES_AT_ONCE)
         self._pad_id: int = config.get("pad_token_id") or 0
-        self._session = onnxruntime.InferenceSession(folder / FILE_NAME, options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(
+            folder / FILE_NAME, options, providers=["CPUExecutionProvider"]
+        )
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         input_ids, attention_mask = batch.padded(self._pad_id)
-        return self._session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})[0]
+        return self._session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})[
+            0
+        ]

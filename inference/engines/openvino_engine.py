@@ -52,7 +52,10 @@ class OpenVinoEngine:
         length = input_ids.shape[1]
         missing = min(-length % LENGTH_STEP, max(0, self._longest - length))
         more = ((0, 0), (0, missing))
-        inputs = [np.pad(input_ids, more, constant_values=self._pad_id), np.pad(attention_mask, more)]
+        inputs = [
+            np.pad(input_ids, more, constant_values=self._pad_id),
+            np.pad(attention_mask, more),
+        ]
         try:
             request = self._free_requests.pop()
         except IndexError:

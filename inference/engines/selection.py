@@ -60,7 +60,9 @@ class LoadedModel:
     precision: str  # of the arithmetic: int8, fp32, bf16 or fp16
     revision: str  # the first 12 hex digits of the SHA-256 of the weights that training wrote
     reason: str  # why this engine was picked, in one line
-    tokens_per_second: float | None = None  # None for a compiled model, whose first passes are not typical
+    tokens_per_second: float | None = (
+        None  # None for a compiled model, whose first passes are not typical
+    )
 
 
 def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
@@ -70,9 +72,13 @@ def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVIC
         ModelLoadError: The model is missing or damaged, or the wanted engine cannot be used.
     """
     if wanted not in ENGINES:
-        raise ModelLoadError(path, f"no engine is called {wanted!r}", f"give one of {', '.join(ENGINES)}")
+        raise ModelLoadError(
+            path, f"no engine is called {wanted!r}", f"give one of {', '.join(ENGINES)}"
+        )
     if hardware.device == "cuda" and (wanted in ARTEFACT_ENGINES or is_artefact(path)):
-        raise ModelLoadError(path, "artefacts run on processors, and DEVICE is cuda", "set DEVICE to auto or cpu")
+        raise ModelLoadError(
+            path, "artefacts run on processors, and DEVICE is cuda", "set DEVICE to auto or cpu"
+        )
     loaded = _load(path, wanted, hardware)
     if loaded.tokens_per_second is None and wanted != "torch_compiled":
         speed = measure_speed(loaded.engine, loaded.tokenizer, loaded.saved.max_length, seconds=0.0)
@@ -85,7 +91,11 @@ def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) ->
 
     It is the only one that still works in a process that is forked after loading, with the weights in memory once.
     """
-    if wanted not in ("auto", "native") or hardware.device == "cuda" or not native.is_supported()[0]:
+    if (
+        wanted not in ("auto", "native")
+        or hardware.device == "cuda"
+        or not native.is_supported()[0]
+    ):
         return False
     with contextlib.suppress(ModelLoadError):
         if is_artefact(path):
@@ -104,7 +114,9 @@ def _load(path: Path, wanted: str, hardware: Hardware) -> LoadedModel:
     folder = artefact_folder(path, wanted)
     if not is_artefact(folder):
         what = f"no {wanted} artefact of this model"
-        raise ModelLoadError(folder, what, f"write it with python -m inference.export {path} --engine {wanted}")
+        raise ModelLoadError(
+            folder, what, f"write it with python -m inference.export {path} --engine {wanted}"
+        )
     return _load_artefact(folder, path, "it was asked for", hardware)
 
 
@@ -112,7 +124,9 @@ def _load_given_artefact(folder: Path, wanted: str, hardware: Hardware) -> Loade
     engine = read_manifest(folder).engine
     if wanted not in ("auto", engine):
         what = f"this artefact is for the {engine} engine, not {wanted}"
-        raise ModelLoadError(folder, what, f"give engine {engine} or auto, or the model folder itself")
+        raise ModelLoadError(
+            folder, what, f"give engine {engine} or auto, or the model folder itself"
+        )
     return _load_artefact(folder, None, "the artefact itself was given", hardware)
 
 
@@ -126,7 +140,9 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
         return _load_torch(path, reason, hardware)
     if _is_known_fastest(engines, hardware):
         try:
-            return _load_candidate(path, "native", "native is the fastest on this kind of processor", hardware)
+            return _load_candidate(
+                path, "native", "native is the fastest on this kind of processor", hardware
+            )
         except ModelLoadError as error:
             skipped.append(f"skipped native ({error})")
             engines.remove("native")
@@ -143,7 +159,11 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
                 remember_speeds(key, speeds)
     # The fastest that loads; those that do not are named in the reason.
     for name in sorted(engines, key=lambda name: -speeds.get(name, 0.0)):
-        reason = _comparison(name, speeds, when) if len(speeds) > 1 else f"{name} is the only artefact that works here"
+        reason = (
+            _comparison(name, speeds, when)
+            if len(speeds) > 1
+            else f"{name} is the only artefact that works here"
+        )
         try:
             loaded = _load_candidate(path, name, "; ".join([reason, *skipped]), hardware)
         except ModelLoadError as error:
@@ -177,7 +197,9 @@ def _is_known_fastest(engines: Sequence[str], hardware: Hardware) -> bool:
     return is_known and engines[:1] == ["native"] and "torch" not in engines
 
 
-def _measure_all(path: Path, engines: list[str], hardware: Hardware, skipped: list[str]) -> dict[str, float]:
+def _measure_all(
+    path: Path, engines: list[str], hardware: Hardware, skipped: list[str]
+) -> dict[str, float]:
     speeds = {}
     for name in engines:
         try:
@@ -202,7 +224,9 @@ def _load_candidate(path: Path, name: str, reason: str, hardware: Hardware) -> L
     return _load_artefact(artefact_folder(path, name), path, reason, hardware)
 
 
-def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hardware) -> LoadedModel:
+def _load_artefact(
+    folder: Path, model: Path | None, reason: str, hardware: Hardware
+) -> LoadedModel:
     manifest = verified_manifest(folder, model)
     saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
@@ -213,31 +237,49 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     check_probes(folder, manifest, saved, tokenizer, engine)
     if manifest.engine == "native":
         why_slow = f"; NumPy computes it, slowly: {native.is_supported()[1]}"
-        reason += why_slow if engine.instructions == "numpy" else f"; its kernels use {engine.instructions}"
+        reason += (
+            why_slow
+            if engine.instructions == "numpy"
+            else f"; its kernels use {engine.instructions}"
+        )
     elif manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), so int8 gains less than measured"
     revision = str(manifest.source.get("weights_sha256"))[:12]
     return LoadedModel(saved, tokenizer, engine, manifest.precision, revision, reason)
 
 
-def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any], hardware: Hardware) -> Engine:
+def _artefact_engine(
+    folder: Path, manifest: Manifest, config: Mapping[str, Any], hardware: Hardware
+) -> Engine:
     try:
         return build_engine(manifest.engine, folder, config, manifest.precision, hardware)
     except ImportError as error:
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
-        raise ModelLoadError(folder, f"the {manifest.engine} engine needs {error.name}", remedy) from error
+        raise ModelLoadError(
+            folder, f"the {manifest.engine} engine needs {error.name}", remedy
+        ) from error
     except Exception as error:  # every runtime has its own errors for files it cannot read
-        raise ModelLoadError(folder, f"does not load ({first_line(error)})", EXPORT_AGAIN) from error
+        raise ModelLoadError(
+            folder, f"does not load ({first_line(error)})", EXPORT_AGAIN
+        ) from error
 
 
 def build_engine(
-    name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware = _ANY_DEVICE
+    name: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    precision: str,
+    hardware: Hardware = _ANY_DEVICE,
 ) -> Engine:
     """Build the engine of an artefact folder."""
-    return with_windows(_build_engine(name, folder, widened_config(config), precision, hardware), config)
+    return with_windows(
+        _build_engine(name, folder, widened_config(config), precision, hardware), config
+    )
 
 
-def _build_engine(name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware) -> Engine:
+def _build_engine(
+    name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware
+) -> Engine:
     threads = hardware.num_threads
     if name == "native":
         from inference.engines.native.engine import NativeEngine
@@ -262,16 +304,26 @@ def _spread(folder: Path, manifest: Manifest) -> float:
     """The spread of a regression model's answers, as its export measured it."""
     spread = manifest.accuracy.get("spread")
     if not isinstance(spread, int | float) or not 0 < spread < np.inf:
-        what = f"accuracy.spread {spread!r}: must be a number greater than 0, for a regression model"
+        what = (
+            f"accuracy.spread {spread!r}: must be a number greater than 0, for a regression model"
+        )
         raise ModelLoadError(folder / MANIFEST_FILE, what, EXPORT_AGAIN)
     return spread
 
 
-def check_probes(folder: Path, manifest: Manifest, saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:
+def check_probes(
+    folder: Path, manifest: Manifest, saved: SavedModel, tokenizer: TextTokenizer, engine: Engine
+) -> None:
     is_number = saved.problem_type is REGRESSION
-    texts = [text if isinstance(text := probe["text"], str) else tuple(text) for probe in manifest.probes]
-    expected = np.array([[probe["value"]] if is_number else probe["probabilities"] for probe in manifest.probes])
-    found = answers_of(engine, saved.problem_type, [encoded.ids for encoded in tokenizer.encode(texts)])
+    texts = [
+        text if isinstance(text := probe["text"], str) else tuple(text) for probe in manifest.probes
+    ]
+    expected = np.array(
+        [[probe["value"]] if is_number else probe["probabilities"] for probe in manifest.probes]
+    )
+    found = answers_of(
+        engine, saved.problem_type, [encoded.ids for encoded in tokenizer.encode(texts)]
+    )
     difference = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
     unit = ""
     if is_number:
@@ -282,7 +334,9 @@ def check_probes(folder: Path, manifest: Manifest, saved: SavedModel, tokenizer:
         raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", EXPORT_AGAIN)
 
 
-def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:
+def _load_torch(
+    path: Path, reason: str, hardware: Hardware, *, compiled: bool = False
+) -> LoadedModel:
     weights = weights_file(path)
     before = _version_of(weights)  # to notice if the file is replaced while it is read
     saved = read_saved_model(path)
@@ -295,7 +349,9 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
 
         if hardware.device == "cuda" and not torch.cuda.is_available():
             raise ModelLoadError(
-                path, f"DEVICE is cuda, and {_why_no_cuda()}", "set DEVICE to auto or cpu, or fix that"
+                path,
+                f"DEVICE is cuda, and {_why_no_cuda()}",
+                "set DEVICE to auto or cpu, or fix that",
             )
         torch.set_num_threads(hardware.num_threads)
         engine = TorchEngine(saved.config, saved.weights, compiled=compiled, device=hardware.device)
@@ -307,13 +363,19 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
         raise
     except Exception as error:  # every library has its own errors for damaged files
         what = f"the weights do not load into the model that config.json describes ({first_line(error)})"
-        raise ModelLoadError(place, what, "copy the files again, or write them again with what wrote them") from error
+        raise ModelLoadError(
+            place, what, "copy the files again, or write them again with what wrote them"
+        ) from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
     answering = with_windows(engine, saved.config)
     check_engine(saved.path, answering, tokenizer, saved.labels, tolerance, saved.problem_type)
     revision = sha256_of(weights)[:12]
-    if _version_of(weights) != before:  # then the bytes that were hashed may not be the ones that were loaded
-        raise ModelLoadError(weights, "changed while it was read", "load it again when the copy is complete")
+    if (
+        _version_of(weights) != before
+    ):  # then the bytes that were hashed may not be the ones that were loaded
+        raise ModelLoadError(
+            weights, "changed while it was read", "load it again when the copy is complete"
+        )
     if hardware.device == "auto" and engine.device.type == "cpu":
         reason += f"; it runs on the processor, since {_why_no_cuda()}"
     return LoadedModel(saved, tokenizer, answering, engine.precision, revision, reason)

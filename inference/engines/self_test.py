@@ -71,12 +71,16 @@ def check_engine(
             answer depends on its neighbours because the model does not mask padding.
     """
     longest = min(tokenizer.max_length, _LONGEST)
-    num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))  # a word has at least one token
+    num_words = dict.fromkeys(
+        (1, 15, min(longest, _LONGEST_TOGETHER), longest)
+    )  # a word has at least one token
     texts = [" ".join(islice(cycle(_NEWS.split()), count)) for count in num_words]
     token_ids = [encoded.ids for encoded in tokenizer.encode(tokenizer.examples(texts))]
     alone = np.concatenate([_answers(place, engine, problem_type, [ids]) for ids in token_ids])
     if alone.shape[1] != len(labels):
-        raise ModelLoadError(place, f"{alone.shape[1]} classes in the weights, {len(labels)} labels")
+        raise ModelLoadError(
+            place, f"{alone.shape[1]} classes in the weights, {len(labels)} labels"
+        )
     if not np.isfinite(alone).all():
         what = "the model answers with NaN because its training diverged"
         raise ModelLoadError(place, what, "train with a lower learning rate")
@@ -84,7 +88,9 @@ def check_engine(
     difference, unit = np.abs(together - alone[:3]).max(), ""
     if problem_type is REGRESSION:
         if spread is None:
-            others = [encoded.ids for encoded in tokenizer.encode(tokenizer.examples(_SPREAD_TEXTS))]
+            others = [
+                encoded.ids for encoded in tokenizer.encode(tokenizer.examples(_SPREAD_TEXTS))
+            ]
             found = [_answers(place, engine, problem_type, [ids]) for ids in others]
             spread = spread_of(np.concatenate([alone, *found]), _LEAST_SPREAD)
         difference, unit = difference / spread, " standard deviations"
@@ -104,14 +110,18 @@ def _answers(
     try:
         with np.errstate(invalid="ignore"):  # the caller looks for NaN
             return problem_type.answers(engine.logits(TokenBatch.of(token_ids), engine.num_slots))
-    except Exception as error:  # a graph traced for one shape, too few positions, no memory, no compiler
+    except (
+        Exception
+    ) as error:  # a graph traced for one shape, too few positions, no memory, no compiler
         *others, last = (str(len(ids)) for ids in token_ids)
         lengths = f"texts of {', '.join(others)} and {last}" if others else f"a text of {last}"
         what = f"the {engine.name} engine fails on {lengths} tokens ({first_line(error)})"
         raise ModelLoadError(place, what, "serve it with another engine") from error
 
 
-def measure_speed(engine: Engine, tokenizer: TextTokenizer, max_length: int, seconds: float = 0.15) -> float:
+def measure_speed(
+    engine: Engine, tokenizer: TextTokenizer, max_length: int, seconds: float = 0.15
+) -> float:
     """Return tokens per second in the fastest of a few passes, the first not counted: many runtimes prepare themselves
     in it.
 
@@ -155,9 +165,13 @@ def speeds_key(path: Path, engines: list[str], hardware: Hardware) -> str:
 
 def recall_speeds(key: str) -> dict[str, float]:
     """Return tokens per second by engine as an earlier start measured them; empty if none did."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: there is no home directory
+    with contextlib.suppress(
+        OSError, ValueError, RuntimeError
+    ):  # RuntimeError: there is no home directory
         content = json.loads(_speeds_file(key).read_text(encoding="utf-8"))
-        if isinstance(content, dict) and all(isinstance(speed, float) for speed in content.values()):
+        if isinstance(content, dict) and all(
+            isinstance(speed, float) for speed in content.values()
+        ):
             return content
     return {}
 
@@ -175,4 +189,9 @@ def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
 
 def _speeds_file(key: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "distrinews" / "engine_speeds" / f"{key}.json"
+    return (
+        (Path(cache) if cache else Path.home() / ".cache")
+        / "distrinews"
+        / "engine_speeds"
+        / f"{key}.json"
+    )

@@ -77,7 +77,9 @@ class TorchEngine:
             # A decoder reads the last token that is not padding, so padding must be an id that no text has.
             unused = np.setdiff1d(np.arange(len(batch.ids) + 1), batch.ids)[0]
             pad_id = self._config.pad_token_id = min(int(unused), self._config.vocab_size - 1)
-        input_ids, attention_mask = (torch.from_numpy(array).to(self.device) for array in batch.padded(pad_id))
+        input_ids, attention_mask = (
+            torch.from_numpy(array).to(self.device) for array in batch.padded(pad_id)
+        )
         types = token_types(self._separator, input_ids)
         output = self._model(input_ids=input_ids, attention_mask=attention_mask, **types)
         return output.logits.float().cpu().numpy()
@@ -115,5 +117,7 @@ def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) 
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:
             names = sorted(key[0] if isinstance(key, tuple) else key for key in report[kind])
-            raise ValueError(f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}")
+            raise ValueError(
+                f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}"
+            )
     return model

@@ -35,7 +35,9 @@ class WindowedEngine:
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         return self.read(batch, threads)[0]
 
-    def read(self, batch: TokenBatch, threads: int = 1) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def read(
+        self, batch: TokenBatch, threads: int = 1
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The scores of each text, (texts, labels), and which of its windows decided each of them, (texts, labels)."""
         counts = count_windows(batch.lengths, self._windows.length)
         scores, shares = pool(outputs := self._outputs(batch, threads), counts)
@@ -56,7 +58,9 @@ class WindowedEngine:
         for chosen in forward_passes(lengths.tolist(), pads=self.inner.pads):
             outputs = self.inner.logits(TokenBatch.of([ids[i] for i in chosen]), threads)
             if len(outputs) != len(chosen):
-                raise ValueError(f"{self.inner.name} gave {len(outputs)} rows of scores for {len(chosen)} windows")
+                raise ValueError(
+                    f"{self.inner.name} gave {len(outputs)} rows of scores for {len(chosen)} windows"
+                )
             found |= dict(zip(chosen, outputs, strict=True))
         return np.stack([found[i] for i in range(len(lengths))])
 
@@ -75,7 +79,9 @@ def widened_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "id2label": {**names, str(len(names)): ATTENTION_KEY}, "label2id": {}}
 
 
-def widened_weights(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def widened_weights(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The weights that belong to `widened_config`.
 
     Raises:

@@ -22,7 +22,9 @@ from inference.engines.selection import LoadedModel, check_probes, load_model
 FORMAT = 2
 DESCRIPTION = "model.json"
 _ADDRESS_BYTES = 4  # in WebAssembly
-_OTHER_TOKENIZER = "; a browser runs models with BERT's tokenizer only, so serve this one with a server"
+_OTHER_TOKENIZER = (
+    "; a browser runs models with BERT's tokenizer only, so serve this one with a server"
+)
 
 
 def browser_files(model: Path) -> dict[str, bytes]:
@@ -39,19 +41,25 @@ def browser_files(model: Path) -> dict[str, bytes]:
     if not is_artefact(folder):
         what = f"{folder}: there is no native artefact of this model"
         raise UserError(
-            f"{what}; write it with python -m inference.export {model} --engine native", code="artefact-missing"
+            f"{what}; write it with python -m inference.export {model} --engine native",
+            code="artefact-missing",
         )
     loaded = load_model(model, "native")
     saved, engine = loaded.saved, loaded.engine
     if saved.windows:
         what = f"{model}: reads long texts in windows (--long windows), and the page in a browser cuts them"
-        raise UserError(f"{what}; serve it with a server, or train it with --long cut", code="browser-windows")
+        raise UserError(
+            f"{what}; serve it with a server, or train it with --long cut", code="browser-windows"
+        )
     if saved.reads_pairs:
         what = f"{model}: reads pairs of texts, and the page in a browser reads only one text"
         raise UserError(f"{what}; serve it with a server", code="browser-pairs")
     assert isinstance(engine, NativeEngine)
     tokenizer = tokenizer_settings(
-        folder / "tokenizer.json", json.loads(saved.tokenizer_json), loaded.tokenizer, saved.cleaning
+        folder / "tokenizer.json",
+        json.loads(saved.tokenizer_json),
+        loaded.tokenizer,
+        saved.cleaning,
     )
     quantised, scale = _quantised(engine.words)
     engine.words[...] = quantised * scale[:, None]
@@ -83,13 +91,18 @@ def browser_files(model: Path) -> dict[str, bytes]:
             "spread": manifest.accuracy["spread"] if saved.problem_type is REGRESSION else 1,
         },
     }
-    return {DESCRIPTION: json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode(), name: weights}
+    return {
+        DESCRIPTION: json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode(),
+        name: weights,
+    }
 
 
 def _test_result(metrics: dict[str, Any]) -> dict[str, float]:
     """What training measured on the test rows; metrics.json is whatever lies beside the weights."""
     test = metrics.get("test")
-    found = {name: test.get(name) for name in ("accuracy", "rows")} if isinstance(test, dict) else {}
+    found = (
+        {name: test.get(name) for name in ("accuracy", "rows")} if isinstance(test, dict) else {}
+    )
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
@@ -100,13 +113,21 @@ def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np
 
 
 def _answers(engine: NativeEngine, loaded: LoadedModel, text: str) -> list[float]:
-    found = answers_of(engine, loaded.saved.problem_type, [loaded.tokenizer.encode([text])[0].ids])[0]
+    found = answers_of(engine, loaded.saved.problem_type, [loaded.tokenizer.encode([text])[0].ids])[
+        0
+    ]
     return [float(f"{one:.7g}") for one in found]
 
 
-def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str) -> dict[str, Any]:
+def tokenizer_settings(
+    file: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str
+) -> dict[str, Any]:
     """What inference/web/wordpiece.js needs to give the same ids."""
-    wanted = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
+    wanted = {
+        "model": "WordPiece",
+        "normalizer": "BertNormalizer",
+        "pre_tokenizer": "BertPreTokenizer",
+    }
     for part, kind in wanted.items():
         found = (settings.get(part) or {}).get("type")
         if found != kind:
@@ -117,7 +138,9 @@ def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextToke
             what = f"{file}: the added token {token['content']!r} is matched in a special way"
             raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     if (settings.get("truncation") or {}).get("direction") == "Left":
-        raise UserError(f"{file}: long texts lose their beginning{_OTHER_TOKENIZER}", code="browser-tokenizer")
+        raise UserError(
+            f"{file}: long texts lose their beginning{_OTHER_TOKENIZER}", code="browser-tokenizer"
+        )
     model, normalizer = settings["model"], settings["normalizer"]
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
     if model["unk_token"] not in added:
@@ -133,7 +156,9 @@ def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextToke
     return {
         "cleaning": cleaning,
         # Python's table, so that both sides decode the same names.
-        "entities": {name[:-1]: text for name, text in html5.items() if name[-1] == ";"} if cleaning == "news" else {},
+        "entities": {name[:-1]: text for name, text in html5.items() if name[-1] == ";"}
+        if cleaning == "news"
+        else {},
         "max_tokens": tokenizer.max_length,
         "vocabulary": pieces,
         "added": added,

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 
 from common.errors import ModelLoadError, UserError
@@ -83,7 +90,12 @@ class Exported:
 
 
 def export(
-    saved: SavedModel, engine: str, precision: str, rows: LabelledRows, max_drop: float, console: Console
+    saved: SavedModel,
+    engine: str,
+    precision: str,
+    rows: LabelledRows,
+    max_drop: float,
+    console: Console,
 ) -> Exported:
     """Write a model's artefact for an engine into a folder next to the weights, measured on ``rows``.
 
@@ -105,15 +117,25 @@ def export(
     # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
-            weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
-            weights = {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
+            weights = (
+                read_weights(saved.weights)
+                if isinstance(saved.weights, Path)
+                else dict(saved.weights or {})
+            )
+            weights = {
+                name: t.float() if t.is_floating_point() else t for name, t in weights.items()
+            }
             reference = with_windows(TorchEngine(saved.config, weights, "fp32"), saved.config)
-            expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE, kind)
+            expected = check_engine(
+                saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE, kind
+            )
 
         with stages.stage(f"Write the {engine} {precision} files"):
             chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
             calibration = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
-            calibration = [ids[: saved.max_length] for ids in calibration]  # of a long text the first window
+            calibration = [
+                ids[: saved.max_length] for ids in calibration
+            ]  # of a long text the first window
             config, weights = widened_config(saved.config), widened_weights(saved.config, weights)
             options = _write_engine_files(engine, precision, config, weights, calibration, folder)
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
@@ -136,14 +158,18 @@ def export(
             probes = tokenizer.examples(_PROBES)
             probe_ids = _encode(tokenizer, probes)
             answers = answers_of(reference, kind, probe_ids)
-            difference = _refuse_distance(answers_of(artefact, kind, probe_ids), answers, comparison.spread, most, kind)
+            difference = _refuse_distance(
+                answers_of(artefact, kind, probe_ids), answers, comparison.spread, most, kind
+            )
             before_speed, after_speed = comparison.texts_per_second
             weights_path = weights_file(saved.path)
             manifest = Manifest(
                 engine=engine,
                 precision=precision,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                source=describe_source(saved.path.name, weights_path, DESCRIPTION_FILES if saved.path.is_dir() else ()),
+                source=describe_source(
+                    saved.path.name, weights_path, DESCRIPTION_FILES if saved.path.is_dir() else ()
+                ),
                 files=describe_files(folder),
                 versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
@@ -164,8 +190,12 @@ def export(
                 probe_tolerance=round(min(difference + margin, most), 3),
             )
             write_manifest(folder, manifest)
-            if _files_now(saved) != before:  # the manifest would name weights that gave none of these answers
-                raise ModelLoadError(saved.path, "changed while it was exported", "export the model again")
+            if (
+                _files_now(saved) != before
+            ):  # the manifest would name weights that gave none of these answers
+                raise ModelLoadError(
+                    saved.path, "changed while it was exported", "export the model again"
+                )
             load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest, comparison.table())
 
@@ -174,7 +204,12 @@ class _Stages:
     """A bar for the stage in progress, and a line for each that is finished."""
 
     def __init__(self, console: Console, num_rows: int) -> None:
-        columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self.bars = Progress(*columns, console=console, transient=True)
         self._num_rows = num_rows
         self._running: TaskID | None = None
@@ -202,7 +237,10 @@ def replaced_whole(target: Path) -> Iterator[Path]:
         UserError: The target exists, and no export wrote it.
     """
     if target.exists() and not is_artefact(target):
-        raise UserError(f"{target}: is in the way and is not an artefact; move it elsewhere", code="export-failed")
+        raise UserError(
+            f"{target}: is in the way and is not an artefact; move it elsewhere",
+            code="export-failed",
+        )
     with writing_folder(target) as aside:
         _unfinished.add(aside)
         try:
@@ -246,7 +284,11 @@ def _write_engine_files(
     """
     if engine == "native":
         write_native(config, {name: tensor.numpy() for name, tensor in weights.items()}, folder)
-        return {"weights": "int8 per channel", "activations": "int8 per token", "embeddings": "float16"}
+        return {
+            "weights": "int8 per channel",
+            "activations": "int8 per token",
+            "embeddings": "float16",
+        }
     # The packages that write the others are optional.
     if engine == "onnx":
         from inference.exporting.onnx_writer import write_onnx
@@ -258,11 +300,17 @@ def _write_engine_files(
 
 
 def _refuse_distance(
-    found: NDArray[np.float64], expected: NDArray[np.float64], spread: float, most: float, kind: ProblemType
+    found: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    spread: float,
+    most: float,
+    kind: ProblemType,
 ) -> float:
     difference = float(np.abs(found - expected).max()) / spread
     if not difference <= most:  # written so that NaN is refused too
-        what, unit = ("an answer", " standard deviations") if kind is REGRESSION else ("a probability", "")
+        what, unit = (
+            ("an answer", " standard deviations") if kind is REGRESSION else ("a probability", "")
+        )
         raise ExportRefusedError(
             f"{what} of the artefact differs by {difference:.2f}{unit} from the reference's, more than "
             f"{most:.2f}; nothing was written, export for another engine"
@@ -280,7 +328,9 @@ def _write_description(saved: SavedModel, folder: Path) -> None:
         return
     # A .pt file has the same facts in a dict.
     names = {str(class_id): label for class_id, label in enumerate(saved.labels)}
-    write_json(folder / "config.json", {**saved.config, "id2label": names, CLEANING_KEY: saved.cleaning})
+    write_json(
+        folder / "config.json", {**saved.config, "id2label": names, CLEANING_KEY: saved.cleaning}
+    )
     _write_tokenizer(saved, folder)
     if saved.metadata:
         write_json(folder / METRICS_FILE, saved.metadata)

@@ -90,7 +90,9 @@ class _AccuracyComparison(Comparison):
 
     @property
     def loss(self) -> float:
-        lost = int((self.before == self._class_ids).sum()) - int((self.after == self._class_ids).sum())
+        lost = int((self.before == self._class_ids).sum()) - int(
+            (self.after == self._class_ids).sum()
+        )
         return 100 * lost / len(self._class_ids)
 
     @property
@@ -116,7 +118,12 @@ class _AccuracyComparison(Comparison):
     def table(self) -> list[tuple[str, str, str, str]]:
         found = self.measured()
         return [
-            ("accuracy", f"{found['before']:.2%}", f"{found['after']:.2%}", f"{0 - found['drop_points']:+.2f} points"),
+            (
+                "accuracy",
+                f"{found['before']:.2%}",
+                f"{found['after']:.2%}",
+                f"{0 - found['drop_points']:+.2f} points",
+            ),
             ("changed labels", "", "", f"{found['disagreement_percent']:.2f}%"),
         ]
 
@@ -165,7 +172,12 @@ class _F1Comparison(Comparison):
     def table(self) -> list[tuple[str, str, str, str]]:
         found = self.measured()
         return [
-            ("micro-F1", f"{found['before']:.2%}", f"{found['after']:.2%}", f"{0 - found['drop_points']:+.2f} points"),
+            (
+                "micro-F1",
+                f"{found['before']:.2%}",
+                f"{found['after']:.2%}",
+                f"{0 - found['drop_points']:+.2f} points",
+            ),
             ("changed decisions", "", "", f"{found['disagreement_percent']:.2f}%"),
         ]
 
@@ -181,7 +193,10 @@ class _F1Comparison(Comparison):
         ]
 
     def _names(self, given: NDArray[np.bool_]) -> str:
-        return ", ".join(label for label, is_given in zip(self.labels, given, strict=True) if is_given) or "none"
+        return (
+            ", ".join(label for label, is_given in zip(self.labels, given, strict=True) if is_given)
+            or "none"
+        )
 
 
 class _ErrorComparison(Comparison):
@@ -221,7 +236,12 @@ class _ErrorComparison(Comparison):
     def table(self) -> list[tuple[str, str, str, str]]:
         found = self.measured()
         return [
-            ("RMSE", f"{found['before']:.6g}", f"{found['after']:.6g}", f"{found['increase_percent']:+.2f}%"),
+            (
+                "RMSE",
+                f"{found['before']:.6g}",
+                f"{found['after']:.6g}",
+                f"{found['increase_percent']:+.2f}%",
+            ),
             ("largest change", "", "", f"{found['largest_change']:.6g}"),
         ]
 
@@ -255,7 +275,9 @@ def compare(
     decided: dict[str, list[NDArray[Any]]] = {"before": [], "after": []}
     seconds = {"before": 0.0, "after": 0.0}
     for engine in engines.values():
-        answers_of(engine, kind, token_ids[:TURN_TEXTS])  # the first pass prepares what later ones reuse
+        answers_of(
+            engine, kind, token_ids[:TURN_TEXTS]
+        )  # the first pass prepares what later ones reuse
     for turn, start in enumerate(range(0, len(token_ids), TURN_TEXTS)):
         texts = token_ids[start : start + TURN_TEXTS]
         # Alternate which engine goes first, so that neither always finds the caches warm.

@@ -60,7 +60,9 @@ class EncoderGraph(nn.Module):
         super().__init__()
         family = shape.family
         words = weights[f"{family.word_embeddings}.weight"].float()
-        self.word_embeddings = _SmallEmbedding(words) if small_embeddings else nn.Embedding.from_pretrained(words)
+        self.word_embeddings = (
+            _SmallEmbedding(words) if small_embeddings else nn.Embedding.from_pretrained(words)
+        )
         positions = weights[f"{family.position_embeddings}.weight"].float()
         self.separator = shape.separator
         if family.token_type_embeddings:
@@ -94,14 +96,24 @@ class EncoderGraph(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, shape: EncoderShape, weights: Weights, index: int, *, first_token_only: bool) -> None:
+    def __init__(
+        self, shape: EncoderShape, weights: Weights, index: int, *, first_token_only: bool
+    ) -> None:
         super().__init__()
         family, prefix = shape.family, shape.block_prefix(index)
-        self.hidden_size, self.num_heads, self.head_size = shape.hidden_size, shape.num_heads, shape.head_size
+        self.hidden_size, self.num_heads, self.head_size = (
+            shape.hidden_size,
+            shape.num_heads,
+            shape.head_size,
+        )
         # Layers with the same input become one matrix product. In the last block the query reads another input than
         # keys and values: the first token.
         self.query = _linear(weights, prefix + family.query) if first_token_only else None
-        joined = [family.key, family.value] if first_token_only else [family.query, family.key, family.value]
+        joined = (
+            [family.key, family.value]
+            if first_token_only
+            else [family.query, family.key, family.value]
+        )
         self.projection = _linear(weights, *(prefix + name for name in joined))
         self.attention_output = _linear(weights, prefix + family.attention_output)
         self.attention_norm = _norm(shape, weights, prefix + family.attention_norm)
@@ -126,13 +138,17 @@ class _Block(nn.Module):
     def _by_head(self, part: Tensor) -> Tensor:
         # (texts, tokens, hidden) -> (texts, heads, tokens, head size). ONNX Runtime recognises this form, in which only
         # the last size is split, and fuses the operators around it.
-        return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_size).transpose(1, 2)
+        return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_size).transpose(
+            1, 2
+        )
 
 
 class _SmallEmbedding(nn.Module):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
-        scales = table.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
+        scales = (
+            table.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
+        )
         self.register_buffer("scales", scales)
         self.register_buffer("table", (table / scales).round().to(torch.int8))
 
@@ -143,7 +159,9 @@ class _SmallEmbedding(nn.Module):
 def _linear(weights: Weights, *names: str) -> nn.Linear:
     weight = torch.cat([weights[f"{name}.weight"] for name in names]).float()
     linear = nn.Linear(weight.shape[1], weight.shape[0])
-    linear.load_state_dict({"weight": weight, "bias": torch.cat([weights[f"{name}.bias"] for name in names]).float()})
+    linear.load_state_dict(
+        {"weight": weight, "bias": torch.cat([weights[f"{name}.bias"] for name in names]).float()}
+    )
     return linear
 
 

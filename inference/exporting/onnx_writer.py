@@ -29,7 +29,11 @@ def write_onnx(config: Config, weights: Weights, folder: Path, precision: str) -
     options: dict[str, Any] = {"graph": graph, "opset": OPSET}
     if precision == "int8":
         _quantise(path)
-        options |= {"quantisation": "dynamic", "weights": "int8 per channel, 7 bits", "embeddings": "int8 per word"}
+        options |= {
+            "quantisation": "dynamic",
+            "weights": "int8 per channel, 7 bits",
+            "embeddings": "int8 per word",
+        }
     return options
 
 

@@ -34,7 +34,9 @@ def write_openvino(
     inputs = [(name, _OPEN_SHAPE, np.int64) for name in ("input_ids", "attention_mask")]
     logging.getLogger("nncf").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that traced shapes are constants, which `input` makes them not
+        warnings.simplefilter(
+            "ignore"
+        )  # that traced shapes are constants, which `input` makes them not
         model = openvino.convert_model(module, example_input=(example, example), input=inputs)
         quantised = nncf.quantize(
             model,
@@ -42,7 +44,9 @@ def write_openvino(
             subset_size=len(calibration),
             model_type=nncf.ModelType.TRANSFORMER,
             # 7 bits: without VNNI, processors sum products in 16 bits, which 8-bit weights could overflow.
-            advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE),
+            advanced_parameters=nncf.AdvancedQuantizationParameters(
+                overflow_fix=nncf.OverflowFix.ENABLE
+            ),
         )
     openvino.save_model(quantised, folder / FILE_NAME, compress_to_fp16=False)
     return {

@@ -112,12 +112,22 @@ def read_keys(file: Path) -> list[Key]:
         SettingsError: it cannot be read, a line is invalid, or it holds no key.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
+        lines = file.read_text(
+            encoding="utf-8-sig"
+        ).splitlines()  # some editors begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})", code="api-keys-file") from None
-    keys = [_key(file, number, line.split()) for number, line in enumerate(lines, 1) if _is_key_line(line)]
+        raise SettingsError(
+            f"API_KEYS_FILE: {file} is not readable ({error})", code="api-keys-file"
+        ) from None
+    keys = [
+        _key(file, number, line.split())
+        for number, line in enumerate(lines, 1)
+        if _is_key_line(line)
+    ]
     if not keys:
-        raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key per line", code="api-keys-file")
+        raise SettingsError(
+            f"API_KEYS_FILE: {file} holds no key; write one key per line", code="api-keys-file"
+        )
     return keys
 
 
@@ -128,7 +138,8 @@ def _is_key_line(line: str) -> bool:
 def _key(file: Path, number: int, words: list[str]) -> Key:
     # The line is not quoted, because it is a secret.
     wrong = SettingsError(
-        f"API_KEYS_FILE: {file}, line {number}: must be KEY, or KEY TEXTS_PER_SECOND above 0", code="api-keys-file"
+        f"API_KEYS_FILE: {file}, line {number}: must be KEY, or KEY TEXTS_PER_SECOND above 0",
+        code="api-keys-file",
     )
     if len(words) > 2:
         raise wrong

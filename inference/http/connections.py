@@ -55,7 +55,9 @@ class ConnectionKeeper:
         self._max_age_s = max_age_s or float("inf")
         self._open: set[Any] = set()
         self._refused: set[asyncio.Transport] = set()
-        self._full_until = 0.0  # until then no connection can have been idle for long enough to be ended
+        self._full_until = (
+            0.0  # until then no connection can have been idle for long enough to be ended
+        )
 
     @contextlib.asynccontextmanager
     async def watching(self, server: Server | None) -> AsyncIterator[None]:
@@ -82,7 +84,9 @@ class ConnectionKeeper:
                     keeper._refuse(transport)
                     return
                 super().connection_made(_OneWrite(transport))
-                if self.client:  # to a socket for both kinds of addresses, proxies come with mapped ones
+                if (
+                    self.client
+                ):  # to a socket for both kinds of addresses, proxies come with mapped ones
                     self.client = (as_ipv4(self.client[0]), self.client[1])
                 self.idle_since = self.headers_since = time.monotonic()
                 # A tenth more or less, or the clients of a server that was full would all come back at once.
@@ -111,7 +115,9 @@ class ConnectionKeeper:
                     return
                 if not self.header_bytes and self.cycle is not None:
                     self.headers_since = time.monotonic()
-                    self.header_bytes = 1  # what arrived with them may be the body of the request before
+                    self.header_bytes = (
+                        1  # what arrived with them may be the body of the request before
+                    )
                 else:
                     self.header_bytes += len(data)
                 if self.header_bytes > MAX_HEADER_BYTES:
@@ -130,7 +136,9 @@ class ConnectionKeeper:
         oldest = min(idle, key=lambda one: one.idle_since, default=None)
         if oldest is None or now - oldest.idle_since < _GRACE_S:
             # Under a flood of connections one look at all of them each time would be most of the work.
-            self._full_until = now + _CHECK_INTERVAL_S if oldest is None else oldest.idle_since + _GRACE_S
+            self._full_until = (
+                now + _CHECK_INTERVAL_S if oldest is None else oldest.idle_since + _GRACE_S
+            )
             return False
         self._open.discard(oldest)
         oldest.transport.abort()
@@ -236,5 +244,9 @@ def _within_file_limit(max_connections: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted:
             max_connections = max(1, soft - others)
-            logger.warning("MAX_CONNECTIONS: %d, as the process may open %d files (ulimit -n)", max_connections, soft)
+            logger.warning(
+                "MAX_CONNECTIONS: %d, as the process may open %d files (ulimit -n)",
+                max_connections,
+                soft,
+            )
     return max_connections

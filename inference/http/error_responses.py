@@ -53,7 +53,9 @@ _HTTP_CODES = {
     415: "unsupported_encoding",
     503: "server_busy",
 }
-_RETRY_AFTER_HEADER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+_RETRY_AFTER_HEADER = {
+    "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}
+}
 
 
 def _documented(description: str, **more: Any) -> dict[str, Any]:
@@ -64,25 +66,38 @@ def _documented(description: str, **more: Any) -> dict[str, Any]:
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
     401: _documented("Keys are set (API_KEY, API_KEYS_FILE) and the request carries none of them."),
-    403: _documented("A browser sent it for a page of another site, which CORS_ORIGINS does not list."),
+    403: _documented(
+        "A browser sent it for a page of another site, which CORS_ORIGINS does not list."
+    ),
     408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
     413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
     415: _documented("The body is compressed (Content-Encoding)."),
     422: _documented("The request cannot be understood or a text cannot be classified."),
-    429: _documented("More than RATE_LIMIT_PER_S with this key or from this address.", headers=_RETRY_AFTER_HEADER),
+    429: _documented(
+        "More than RATE_LIMIT_PER_S with this key or from this address.",
+        headers=_RETRY_AFTER_HEADER,
+    ),
     500: _documented("The server or the model failed; its log has the request id."),
-    503: _documented("The queue is full, or no model is loaded; /health says why.", headers=_RETRY_AFTER_HEADER),
+    503: _documented(
+        "The queue is full, or no model is loaded; /health says why.", headers=_RETRY_AFTER_HEADER
+    ),
     504: _documented("Not answered within REQUEST_TIMEOUT_S."),
 }
 
 
 def error_response(
-    scope: MutableMapping[str, Any], status: int, code: str, message: str, retry_after_s: float | None = None
+    scope: MutableMapping[str, Any],
+    status: int,
+    code: str,
+    message: str,
+    retry_after_s: float | None = None,
 ) -> Response:
     """Build the response to a refused request: HTTP status, a code for programs, one line for people, when to retry."""
     context = RequestContext.of(scope)
     context.error_code = code
-    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    headers = (
+        {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    )
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     detail: Any = error_detail(code, message, context.request_id)
@@ -117,9 +132,19 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
         case DeadlineExceededError():
             return 504, "deadline_exceeded", str(error), None
         case ForwardError():
-            return 500, "inference_failed", "the model failed on this request; the server's log has its id", None
+            return (
+                500,
+                "inference_failed",
+                "the model failed on this request; the server's log has its id",
+                None,
+            )
         case _:
-            return 500, "internal_error", "the server failed on this request; its log has the request id", None
+            return (
+                500,
+                "internal_error",
+                "the server failed on this request; its log has the request id",
+                None,
+            )
 
 
 def describe_invalid(error: ValidationError | RequestValidationError) -> str:
@@ -160,7 +185,9 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404 and path.endswith("/") and line == "Not Found":
         # Relative, so that it stays below any prefix and keeps https, neither of which a proxy has to tell.
         query = request.url.query and f"?{request.url.query}"
-        return Response(status_code=307, headers={"Location": f"../{quote(path.split('/')[-2])}{query}"})
+        return Response(
+            status_code=307, headers={"Location": f"../{quote(path.split('/')[-2])}{query}"}
+        )
     if error.status_code == 405:
         allowed = headers["Allow"] = "GET, HEAD" if "GET" in headers["Allow"] else headers["Allow"]
         line = f"this path does not accept {request.method}; use {allowed}{_example(request, path)}"
@@ -171,6 +198,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 def _example(request: Request, path: str) -> str:
     if path == "/":
-        return "; texts go to /predict, and clients of Hugging Face's hub take /hub as their base_url"
+        return (
+            "; texts go to /predict, and clients of Hugging Face's hub take /hub as their base_url"
+        )
     example = getattr(request.scope.get("route"), "example", None)  # of a route that takes JSON
     return f" with JSON such as {example}" if example else ""

@@ -22,7 +22,9 @@ def corrected(protocol: type[Any]) -> type[Any]:
     class Http1Protocol(protocol):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
-            self.ws_protocol_class = None  # there is no route for WebSockets, so no offer is ever accepted
+            self.ws_protocol_class = (
+                None  # there is no route for WebSockets, so no offer is ever accepted
+            )
             self.arriving_bytes = 0  # of the headers, and at most what arrived with them
             if hasattr(self, "parser"):
                 self.parser = _OfferIgnoringParser(self)
@@ -33,8 +35,13 @@ def corrected(protocol: type[Any]) -> type[Any]:
         # The rest is called by httptools' parser.
 
         def on_headers_complete(self) -> None:
-            is_large = self.arriving_bytes > MAX_HEADER_BYTES and _num_bytes(self.headers) > MAX_HEADER_BYTES
-            if is_large or self.parser.get_method() == b"CONNECT":  # which ends at its headers, too: this is no proxy
+            is_large = (
+                self.arriving_bytes > MAX_HEADER_BYTES
+                and _num_bytes(self.headers) > MAX_HEADER_BYTES
+            )
+            if (
+                is_large or self.parser.get_method() == b"CONNECT"
+            ):  # which ends at its headers, too: this is no proxy
                 raise ValueError  # answered with 400, and the connection is closed
             if self.parser.should_upgrade():
                 return
@@ -69,7 +76,9 @@ class _OfferIgnoringParser(httptools.HttpRequestParser):
     def _headers_without_offer(self) -> bytes:
         version = self.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.get_method(), self._protocol.url, version)]
-        lines += [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
+        lines += [
+            b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"
+        ]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 

@@ -99,10 +99,16 @@ class Lifecycle:
 
     def die(self, server: Any, reason: str) -> None:
         """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` is the last step of that."""
-        logger.critical("the process ends with exit code %d, so that a new one starts: %s", DEAD_EXIT_CODE, reason)
+        logger.critical(
+            "the process ends with exit code %d, so that a new one starts: %s",
+            DEAD_EXIT_CODE,
+            reason,
+        )
         self.is_draining = True
         self.exit_code = DEAD_EXIT_CODE
-        last_resort = threading.Timer(self._grace_seconds + _LAST_SECONDS, os._exit, (DEAD_EXIT_CODE,))
+        last_resort = threading.Timer(
+            self._grace_seconds + _LAST_SECONDS, os._exit, (DEAD_EXIT_CODE,)
+        )
         last_resort.daemon = True
         last_resort.start()
         self._exit(server)
@@ -127,5 +133,7 @@ class Lifecycle:
         self._exit(server)
 
     def _exit(self, server: Any) -> None:
-        server.config.timeout_graceful_shutdown = server.config.timeout_graceful_shutdown or self._grace_seconds
+        server.config.timeout_graceful_shutdown = (
+            server.config.timeout_graceful_shutdown or self._grace_seconds
+        )
         server.should_exit = True

@@ -67,7 +67,9 @@ class RequestGate:
         headers = scope["headers"]
         given = dict(headers)
         # A page of another site needs nobody's leave to send text/plain, also to a server on the visitor's own machine.
-        if given.get(b"sec-fetch-site") == b"cross-site" and not self._is_allowed(given.get(b"origin", b"")):
+        if given.get(b"sec-fetch-site") == b"cross-site" and not self._is_allowed(
+            given.get(b"origin", b"")
+        ):
             return (
                 403,
                 "forbidden",
@@ -81,7 +83,11 @@ class RequestGate:
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
             return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
-        return None if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
+        return (
+            None
+            if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers)
+            else self.queue_refusal()
+        )
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
         """Refuse before the body is read if the queue is full: under overload, reading is most of the cost of a
@@ -100,7 +106,8 @@ class RequestGate:
 
 
 _STREAM_TYPES = frozenset(
-    f"application/{name}".encode() for name in ("x-ndjson", "ndjson", "jsonl", "x-jsonl", "jsonlines", "x-jsonlines")
+    f"application/{name}".encode()
+    for name in ("x-ndjson", "ndjson", "jsonl", "x-jsonl", "jsonlines", "x-jsonlines")
 )
 
 
@@ -234,14 +241,18 @@ class _GatedRequest:
         if not self.context.is_stream:
             left_s -= time.perf_counter() - self.context.started
         # As asyncio.timeout, at a fifth of its cost.
-        timer = asyncio.get_running_loop().call_later(left_s, self.give_up_body, asyncio.current_task())
+        timer = asyncio.get_running_loop().call_later(
+            left_s, self.give_up_body, asyncio.current_task()
+        )
         try:
             message = await self.inner_receive()
         except asyncio.CancelledError:
             if not self.is_late:
                 raise
             asyncio.current_task().uncancel()
-            raise HTTPException(408, f"the body did not arrive within {gate.timeout_s:g} s; send it again") from None
+            raise HTTPException(
+                408, f"the body did not arrive within {gate.timeout_s:g} s; send it again"
+            ) from None
         finally:
             timer.cancel()
         if not self.context.is_stream:
@@ -251,7 +262,9 @@ class _GatedRequest:
             if self.context.held_bytes > gate.max_body_bytes:
                 raise HTTPException(413, gate.too_large)
             if not gate.body_budget.has_room(0):
-                raise HTTPException(503, gate.body_budget.BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+                raise HTTPException(
+                    503, gate.body_budget.BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)}
+                )
         return message
 
     def give_up_body(self, reader: asyncio.Task[None]) -> None:

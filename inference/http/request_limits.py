@@ -39,7 +39,9 @@ class Allowance:
 
     def require(self) -> None:
         """Raise `RateLimitedError` while the client has taken more than its rate allows."""
-        if self.limiter is not None and (wait_s := self.limiter.wait_s(self.client, 0, self.per_second)):
+        if self.limiter is not None and (
+            wait_s := self.limiter.wait_s(self.client, 0, self.per_second)
+        ):
             raise RateLimitedError(_USED_UP, wait_s)
 
     def take(self, num_texts: int) -> None:
@@ -63,14 +65,21 @@ class RequestLimits:
         self._limiters: dict[str, RateLimiter] = {}
 
         def limiter(name: str, rate: float) -> RateLimiter:
-            self._limiters[name] = RateLimiter(rate, functools.partial(report, name) if report else None)
+            self._limiters[name] = RateLimiter(
+                rate, functools.partial(report, name) if report else None
+            )
             return self._limiters[name]
 
-        self._by_key, self._by_address = limiter("keys", per_second), limiter("addresses", per_second)
+        self._by_key, self._by_address = (
+            limiter("keys", per_second),
+            limiter("addresses", per_second),
+        )
         self._pages = limiter("pages", max(per_second, _LEAST_PAGES_PER_S))
         self._guesses = limiter("guesses", per_second or _GUESSES_PER_S)
 
-    def take_elsewhere(self, limiter: str, client: str, per_second: float | None, amount: float) -> None:
+    def take_elsewhere(
+        self, limiter: str, client: str, per_second: float | None, amount: float
+    ) -> None:
         """Take from a client's bucket what another process has reported."""
         self._limiters[limiter].take(client, amount, per_second, is_ours=False)
 
@@ -92,11 +101,18 @@ class RequestLimits:
             # Each key is a guess. Without a rate limit, a request without any is cheap to refuse, and none.
             if num_guesses := len(given) or int(self._is_limited):
                 self._guesses.take(address, num_guesses)
-            return 401, "unauthorized", "send the API key as `Authorization: Bearer KEY` or `X-API-Key: KEY`", None
+            return (
+                401,
+                "unauthorized",
+                "send the API key as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
+                None,
+            )
         is_limited = self._is_limited or key.per_second is not None
         return self._admit(self._by_key if is_limited else None, key.name, key.per_second)
 
-    def _admit(self, limiter: RateLimiter | None, client: str, per_second: float | None = None) -> Allowance | Refusal:
+    def _admit(
+        self, limiter: RateLimiter | None, client: str, per_second: float | None = None
+    ) -> Allowance | Refusal:
         if limiter is None:
             return Allowance()
         if wait_s := limiter.wait_s(client, 1, per_second):

@@ -37,7 +37,10 @@ def _without_message(error: BaseException) -> dict[str, Any]:
     # A library's message may quote what it failed on, which may be a client's text, so only type and location are
     # logged.
     frames = traceback.extract_tb(error.__traceback__)
-    return {"type": type(error).__name__, "frames": [f"{frame.filename}:{frame.lineno}" for frame in frames]}
+    return {
+        "type": type(error).__name__,
+        "frames": [f"{frame.filename}:{frame.lineno}" for frame in frames],
+    }
 
 
 def configure_logging(level: str, logger: logging.Logger) -> None:
@@ -45,7 +48,9 @@ def configure_logging(level: str, logger: logging.Logger) -> None:
     if logger.hasHandlers():
         return
     # What no line shows need not be found out for each: the process, the thread, the task and the code that logs.
-    logging.logProcesses = logging.logThreads = logging.logMultiprocessing = logging.logAsyncioTasks = False
+    logging.logProcesses = logging.logThreads = logging.logMultiprocessing = (
+        logging.logAsyncioTasks
+    ) = False
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonLines())
@@ -53,7 +58,9 @@ def configure_logging(level: str, logger: logging.Logger) -> None:
     logger.setLevel(level.upper())
 
 
-def log_request(context: RequestContext, method: str, route: str, status: int, seconds: float) -> None:
+def log_request(
+    context: RequestContext, method: str, route: str, status: int, seconds: float
+) -> None:
     if not _requests.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
@@ -68,7 +75,9 @@ def log_request(context: RequestContext, method: str, route: str, status: int, s
         fields["tokens"] = context.num_tokens
     if context.stages is not None:
         names = ("tokenize_ms", "queue_ms", "forward_ms")
-        fields |= {name: round(one * 1000, 2) for name, one in zip(names, context.stages, strict=True)}
+        fields |= {
+            name: round(one * 1000, 2) for name, one in zip(names, context.stages, strict=True)
+        }
     if context.error_code is not None:
         fields["code"] = context.error_code
     _requests.info("request", extra={"fields": fields})
@@ -76,4 +85,6 @@ def log_request(context: RequestContext, method: str, route: str, status: int, s
 
 def log_failure(context: RequestContext, error: BaseException) -> None:
     """Log an unexpected error, with the id of the request that caused it."""
-    _errors.error("request failed", exc_info=error, extra={"fields": {"request_id": context.request_id}})
+    _errors.error(
+        "request failed", exc_info=error, extra={"fields": {"request_id": context.request_id}}
+    )

@@ -26,16 +26,25 @@ _EXAMPLE_LABELS = {
 }
 _EXAMPLE_VALUE = {"value": 3.21, "truncated": False, "num_tokens": 7}
 
-Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
+Text = Annotated[
+    str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")
+]
 # Validation stops at the first invalid entry: an error per entry would take far more memory than the entries.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Pair = Annotated[
     str | None,
-    Field(default=None, description="The second text, for a model that reads pairs (`reads_pairs` of GET /model)."),
+    Field(
+        default=None,
+        description="The second text, for a model that reads pairs (`reads_pairs` of GET /model).",
+    ),
 ]
 TopK = Annotated[
     int | None,
-    Field(default=None, ge=1, description="Return only this many probabilities, the highest first; null returns all."),
+    Field(
+        default=None,
+        ge=1,
+        description="Return only this many probabilities, the highest first; null returns all.",
+    ),
 ]
 
 
@@ -60,9 +69,12 @@ class BatchRequest(RequestModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"texts": [_EXAMPLE_TEXT]}]})
 
-    texts: Texts = Field(min_length=1, description="One to MAX_BATCH_TEXTS texts, none of them blank.")
+    texts: Texts = Field(
+        min_length=1, description="One to MAX_BATCH_TEXTS texts, none of them blank."
+    )
     text_pairs: Texts | None = Field(
-        default=None, description="For a model that reads pairs: the second text of each, in the same order."
+        default=None,
+        description="For a model that reads pairs: the second text of each, in the same order.",
     )
     top_k: TopK = None
 
@@ -74,7 +86,9 @@ class ExplainRequest(RequestModel):
 
     text: Text
     text_pair: Pair = None
-    label: str | None = Field(default=None, description="The label to explain; null is the most probable one.")
+    label: str | None = Field(
+        default=None, description="The label to explain; null is the most probable one."
+    )
 
 
 class Passage(BaseModel):
@@ -87,7 +101,9 @@ class Passage(BaseModel):
 class AnyResponse(BaseModel):
     """What every answer to one text has."""
 
-    truncated: bool = Field(description="Whether the text is longer than what the model reads of it.")
+    truncated: bool = Field(
+        description="Whether the text is longer than what the model reads of it."
+    )
     num_tokens: int = Field(description="Tokens of the whole text, including the two special ones.")
     passage: Passage | None = Field(
         default=None,
@@ -103,7 +119,9 @@ class PredictionResponse(AnyResponse):
 
     label: str = Field(description="The most likely label.")
     confidence: float = Field(description="The probability of that label, 0 to 1.")
-    probabilities: dict[str, float] = Field(description="The probability of every label, or of the top_k.")
+    probabilities: dict[str, float] = Field(
+        description="The probability of every label, or of the top_k."
+    )
 
 
 class LabelsResponse(AnyResponse):
@@ -154,7 +172,9 @@ class Explained(BaseModel):
 class ExplainResponse(Explained, PredictionResponse):
     """The answer to one text, and what each of its words does for the label."""
 
-    explained: str | None = Field(default=None, description="The label whose probability it is, if one was asked for.")
+    explained: str | None = Field(
+        default=None, description="The label whose probability it is, if one was asked for."
+    )
 
 
 class ExplainLabelsResponse(Explained, LabelsResponse):
@@ -177,7 +197,8 @@ class HealthResponse(BaseModel):
     model_loaded: bool
     model: str = Field(description="The name of the folder or file that MODEL_CHECKPOINT names.")
     labels: list[str] | None = Field(
-        default=None, description="The labels that answers choose from; absent if the model answers with a number."
+        default=None,
+        description="The labels that answers choose from; absent if the model answers with a number.",
     )
     error: str | None = Field(default=None, description="Why no text can be classified now.")
 
@@ -193,20 +214,35 @@ class ModelResponse(BaseModel):
     """The served model."""
 
     name: str
-    revision: str = Field(description="The first 12 hexadecimal digits of the SHA-256 of the trained weights.")
-    version: str | None = Field(default=None, description="The version that its trainer gave it (--model_version).")
+    revision: str = Field(
+        description="The first 12 hexadecimal digits of the SHA-256 of the trained weights."
+    )
+    version: str | None = Field(
+        default=None, description="The version that its trainer gave it (--model_version)."
+    )
     problem_type: str = Field(
         description="single_label_classification, multi_label_classification or regression: what /predict answers."
     )
-    labels: list[str] = Field(description="The labels; for a regression model, the name of its number.")
-    thresholds: dict[str, float] | None = Field(
-        default=None, description="For a multi-label model: the lowest probability at which each label is given."
+    labels: list[str] = Field(
+        description="The labels; for a regression model, the name of its number."
     )
-    reads_pairs: bool = Field(description="Whether requests have a second text, text_pair, that is read with the text.")
-    max_length: int = Field(description="Tokens that the model reads of a text, or of both texts of a pair together.")
-    engine: dict[str, Any] = Field(description="What runs it, in which precision, and why that was picked.")
+    thresholds: dict[str, float] | None = Field(
+        default=None,
+        description="For a multi-label model: the lowest probability at which each label is given.",
+    )
+    reads_pairs: bool = Field(
+        description="Whether requests have a second text, text_pair, that is read with the text."
+    )
+    max_length: int = Field(
+        description="Tokens that the model reads of a text, or of both texts of a pair together."
+    )
+    engine: dict[str, Any] = Field(
+        description="What runs it, in which precision, and why that was picked."
+    )
     training_data: str | None = None
-    test_accuracy: float | None = Field(default=None, description="Share of correct answers on the test rows, 0 to 1.")
+    test_accuracy: float | None = Field(
+        default=None, description="Share of correct answers on the test rows, 0 to 1."
+    )
     metrics: dict[str, Any] = Field(description="All that training measured (metrics.json).")
 
     @classmethod
@@ -226,7 +262,11 @@ class ModelResponse(BaseModel):
             thresholds=thresholds,
             reads_pairs=model.reads_pairs,
             max_length=model.max_length,
-            engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
+            engine={
+                name: value
+                for name, value in model.info.items()
+                if name not in ("name", "path", "revision")
+            },
             training_data=dataset if isinstance(dataset, str) else None,
             test_accuracy=accuracy if isinstance(accuracy, int | float) else None,
             # What else lies in the file was not measured, and may be nobody's business.
@@ -239,7 +279,9 @@ class ErrorDetail(BaseModel):
 
     code: str = Field(description="A short name for programs, such as blank_text or queue_full.")
     message: str = Field(description="One line for people.")
-    request_id: str = Field(description="The request's name in the server's log, as in X-Request-ID.")
+    request_id: str = Field(
+        description="The request's name in the server's log, as in X-Request-ID."
+    )
 
 
 class ErrorResponse(BaseModel):

@@ -30,7 +30,9 @@ class RateLimiter:
     Otherwise a batch of more texts than a bucket holds could never be sent.
     """
 
-    def __init__(self, per_second: float, report: Callable[[str, float | None, float], None] | None = None) -> None:
+    def __init__(
+        self, per_second: float, report: Callable[[str, float | None, float], None] | None = None
+    ) -> None:
         self._per_second = per_second
         self._report = report
         # Client: (what is left, since when). The client unseen for longest is forgotten; its bucket is full by then.
@@ -45,7 +47,9 @@ class RateLimiter:
         rate = per_second or self._per_second
         return max(0.0, (at_least - self._left(client, rate)) / rate)
 
-    def take(self, client: str, amount: float, per_second: float | None = None, *, is_ours: bool = True) -> None:
+    def take(
+        self, client: str, amount: float, per_second: float | None = None, *, is_ours: bool = True
+    ) -> None:
         """Take this much from the client's bucket, even if that leaves a debt; arguments as for `wait_s`."""
         if is_ours and self._report is not None:
             self._report(client, per_second, amount)

@@ -80,20 +80,31 @@ class Parts:
 
     @classmethod
     def of(cls, settings: Settings, load_model: LoadModel, line: SupervisorLine | None) -> Parts:
-        api_keys = ApiKeys(settings.api_key.get_secret_value() if settings.api_key else None, settings.api_keys_file)
+        api_keys = ApiKeys(
+            settings.api_key.get_secret_value() if settings.api_key else None,
+            settings.api_keys_file,
+        )
         if settings.require_api_key and not api_keys.is_set:
-            problem = "REQUIRE_API_KEY is set, but neither API_KEY nor API_KEYS_FILE is; set one of them"
+            problem = (
+                "REQUIRE_API_KEY is set, but neither API_KEY nor API_KEYS_FILE is; set one of them"
+            )
             raise SettingsError(problem, code="api-key-missing")
         metrics = ServerMetrics()
-        metrics.watch("api_key_required", "1 if requests need an API key.", lambda: float(api_keys.is_set))
+        metrics.watch(
+            "api_key_required", "1 if requests need an API key.", lambda: float(api_keys.is_set)
+        )
         body_budget = BodyBudget(int(settings.max_pending_mb * 2**20))
-        metrics.watch("pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes)
+        metrics.watch(
+            "pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes
+        )
         return cls(
             settings=settings,
             metrics=metrics,
             lifecycle=Lifecycle(settings),
             api_keys=api_keys,
-            limits=RequestLimits(api_keys, settings.rate_limit_per_s, line.report_taken if line else None),
+            limits=RequestLimits(
+                api_keys, settings.rate_limit_per_s, line.report_taken if line else None
+            ),
             body_budget=body_budget,
             # Streams read ahead as much as they may, for as long as they last; single requests always have room.
             stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
@@ -111,7 +122,11 @@ class Parts:
         """Why requests should go elsewhere, or None."""
         if self.lifecycle.is_draining:
             return "the server is shutting down"
-        if self.served_model.error is None and self.line is not None and not self.line.all_are_ready:
+        if (
+            self.served_model.error is None
+            and self.line is not None
+            and not self.line.all_are_ready
+        ):
             return "other workers of this server are still loading the model; try again in a few seconds"
         return self.served_model.error
 

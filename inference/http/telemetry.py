@@ -33,7 +33,8 @@ class Tracing:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise SettingsError(
-                'OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]"', code="package-missing"
+                'OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]"',
+                code="package-missing",
             ) from None
         resource = Resource.create({"service.name": "distrinews", "service.version": __version__})
         provider = TracerProvider(resource=resource)
@@ -66,11 +67,15 @@ class TraceMiddleware:
             status = message.get("status", status)
             await send(message)
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         started = time.time_ns()
         tracing = self._tracing
         parent = tracing.propagator.extract(headers)
-        span = tracing.tracer.start_span(scope["method"], parent, kind=tracing.kind, start_time=started)
+        span = tracing.tracer.start_span(
+            scope["method"], parent, kind=tracing.kind, start_time=started
+        )
         try:
             await self.app(scope, receive, noting_status)
         finally:
@@ -78,9 +83,15 @@ class TraceMiddleware:
             route = context.route
             span.update_name(f"{scope['method']} {route}")
             span.set_attributes(
-                {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
+                {
+                    "http.request.method": scope["method"],
+                    "http.route": route,
+                    "http.response.status_code": status,
+                }
             )
-            span.set_attributes({"distrinews.request_id": context.request_id, "distrinews.texts": context.num_texts})
+            span.set_attributes(
+                {"distrinews.request_id": context.request_id, "distrinews.texts": context.num_texts}
+            )
             inside = tracing.inside(span)
             for name, seconds in zip(_STAGES, context.stages or (), strict=False):
                 # One after the other, as they happen for a single text; for several texts, the longest of each.

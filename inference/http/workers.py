@@ -61,9 +61,13 @@ def num_workers(settings: Settings) -> int:
     if settings.workers != "auto":
         return settings.workers
     wanted = min(round(settings.hardware.num_threads / CPUS_PER_WORKER), MOST_WORKERS)
-    if wanted <= 1 or not sys.platform.startswith("linux"):  # elsewhere the kernel does not spread connections
+    if wanted <= 1 or not sys.platform.startswith(
+        "linux"
+    ):  # elsewhere the kernel does not spread connections
         return 1
-    can_share = is_native_without_comparison(settings.model_checkpoint, settings.engine, settings.hardware)
+    can_share = is_native_without_comparison(
+        settings.model_checkpoint, settings.engine, settings.hardware
+    )
     return wanted if can_share else 1
 
 
@@ -97,7 +101,9 @@ class SupervisorLine:
         self._taken: dict[tuple[str, str, float | None], float] = {}
 
     async def connect(self) -> None:
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._connection, limit=_LONGEST_MESSAGE)
+        self._reader, self._writer = await asyncio.open_unix_connection(
+            sock=self._connection, limit=_LONGEST_MESSAGE
+        )
 
     async def follow(
         self,
@@ -159,7 +165,9 @@ class SupervisorLine:
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
-            raise HTTPException(503, "the supervisor of the workers is busy; try again", {"Retry-After": "5"}) from None
+            raise HTTPException(
+                503, "the supervisor of the workers is busy; try again", {"Retry-After": "5"}
+            ) from None
         finally:
             del self._answers[number]
 
@@ -237,7 +245,13 @@ class Supervisor:
             self._start(place, is_serving=True)
         threads = self._share.hardware.num_threads
         address, port = self._sockets[0].getsockname()[:2]
-        logger.info("listening on %s:%d: %d workers with %d threads each", address, port, self._num_workers, threads)
+        logger.info(
+            "listening on %s:%d: %d workers with %d threads each",
+            address,
+            port,
+            self._num_workers,
+            threads,
+        )
         while self._workers or not self._is_ending:
             now = time.monotonic()
             until = min((when for when, _ in self._due), default=now + 60)
@@ -282,7 +296,9 @@ class Supervisor:
                 listening.close()
             for worker in [*self._workers, *self._next]:
                 self._kill(worker, signal.SIGTERM)
-            self._later(self._settings.drain_seconds + self._settings.grace_seconds + _END_S, self._kill_all)
+            self._later(
+                self._settings.drain_seconds + self._settings.grace_seconds + _END_S, self._kill_all
+            )
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, act))
@@ -333,7 +349,9 @@ class Supervisor:
         for worker in before:
             if not worker.is_serving:  # it was to take a dead one's place, and has accepted nothing
                 self._kill(worker, signal.SIGKILL)
-            elif worker.is_leaving:  # since the last reload: its time is up, or models would pile up in memory
+            elif (
+                worker.is_leaving
+            ):  # since the last reload: its time is up, or models would pile up in memory
                 self._kill(worker, signal.SIGTERM)
             else:
                 self._send(worker, leave=True)
@@ -365,7 +383,9 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         gc.freeze()  # else the collector in each worker would write to, and so copy, all of these pages
         sys.stdout.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one for the worker must not meet handlers of ours
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, _SIGNALS
+        )  # one for the worker must not meet handlers of ours
         try:
             pid = os.fork()
             if pid == 0:
@@ -483,7 +503,11 @@ class Supervisor:
         worker.connection.close()
         _, status = os.waitpid(worker.pid, 0)
         self._retired = merged([self._retired, worker.snapshot], only_counts=True)
-        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+        how = (
+            f"signal {os.WTERMSIG(status)}"
+            if os.WIFSIGNALED(status)
+            else f"exit code {os.WEXITSTATUS(status)}"
+        )
         if worker in self._next:
             self._give_up(self._next, f"a worker with the new model ended with {how}")
             return
@@ -493,7 +517,9 @@ class Supervisor:
         self._answer_metrics()
         if self._is_ending or worker.is_leaving:
             return
-        self._start_later(worker.place, time.monotonic() - worker.started, f"worker {worker.pid} ended with {how}")
+        self._start_later(
+            worker.place, time.monotonic() - worker.started, f"worker {worker.pid} ended with {how}"
+        )
 
     def _start_later(self, place: int, life_seconds: float, reason: str) -> None:
         is_short = life_seconds < _SHORT_LIFE_S
@@ -536,13 +562,21 @@ class Supervisor:
 
     def _answer_metrics(self, late: int | None = None) -> None:
         """Answer once all have told their counts, or when it is too late for this answer, counted from 0."""
-        if self._asked_metrics and (late == self._num_metrics or all(worker.has_told for worker in self._workers)):
+        if self._asked_metrics and (
+            late == self._num_metrics or all(worker.has_told for worker in self._workers)
+        ):
             self._num_metrics += 1
-            snapshots = [self._metrics.snapshot(), self._retired, *(worker.snapshot for worker in self._workers)]
+            snapshots = [
+                self._metrics.snapshot(),
+                self._retired,
+                *(worker.snapshot for worker in self._workers),
+            ]
             self._answer(self._asked_metrics, snapshots=snapshots)
 
 
-def _loaded_and_told_to_serve(connection: socket.socket, load_model: LoadModel, settings: Settings) -> LoadModel:
+def _loaded_and_told_to_serve(
+    connection: socket.socket, load_model: LoadModel, settings: Settings
+) -> LoadModel:
     """Load the model, tell the supervisor, and wait for its word; ends the process if there is nothing to serve."""
     try:
         model = load_model(settings.model_checkpoint, settings.engine)

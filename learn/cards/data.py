@@ -35,7 +35,9 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
     card_type = "dist_load_dataset"
     display_name = "Load dataset"
     description = "Reads a table of numbers, one example per row, and numbers the classes of the column to predict."
-    look_at = "The rows as they are in the file: each feature in its own unit, one class after another."
+    look_at = (
+        "The rows as they are in the file: each feature in its own unit, one class after another."
+    )
     category = "data"
     execution_mode = "local"
     output_view_type = "table"
@@ -229,8 +231,12 @@ class ShardData(BaseCard[ShardDataConfig]):
 
     card_type = "dist_shard_data"
     display_name = "Shard data"
-    description = "Shuffles the training rows again for every epoch, and deals them to the ranks like cards."
-    look_at = "Every row goes to exactly one rank: together the ranks see what one process would see."
+    description = (
+        "Shuffles the training rows again for every epoch, and deals them to the ranks like cards."
+    )
+    look_at = (
+        "Every row goes to exactly one rank: together the ranks see what one process would see."
+    )
     category = "sharding"
     execution_mode = "local"
     output_view_type = "table"

@@ -59,7 +59,9 @@ class InitStrategy(BaseCard[InitStrategyConfig]):
 
     card_type = "dist_init_strategy"
     display_name = "Initialize strategy"
-    description = "Decides what is trained, and whether it is replicated (DDP, DeepSpeed) or sharded (FSDP)."
+    description = (
+        "Decides what is trained, and whether it is replicated (DDP, DeepSpeed) or sharded (FSDP)."
+    )
     look_at = "The parameters of each layer: what the ranks will exchange for every batch."
     category = "distributed"
     execution_mode = "local"
@@ -96,7 +98,8 @@ TIMEOUT = timedelta(minutes=5)  # for a rank to wait for the others
 
 class SetupProcessGroupConfig(CardConfig):
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="gloo between CPUs, nccl between GPUs; auto takes nccl if every rank has a GPU"
+        "auto",
+        description="gloo between CPUs, nccl between GPUs; auto takes nccl if every rank has a GPU",
     )
     init_method: str = Field(
         "env://",

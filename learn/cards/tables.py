@@ -96,7 +96,11 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
 
     def read() -> None:
         try:
-            with urlopen(source, timeout=seconds) if is_address(source) else Path(source).open("rb") as file:
+            with (
+                urlopen(source, timeout=seconds)
+                if is_address(source)
+                else Path(source).open("rb") as file
+            ):
                 # One byte more than allowed is enough to know that it is too large.
                 reading.set_result(file.read(max_bytes + 1))
         except Exception as error:

@@ -91,7 +91,8 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 class AggregateModelConfig(CardConfig):
     method: Literal["average", "weighted"] = Field(
-        "average", description="every rank's model has the same weight, or a weight by the rows that it was trained on"
+        "average",
+        description="every rank's model has the same weight, or a weight by the rows that it was trained on",
     )
 
 

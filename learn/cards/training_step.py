@@ -31,7 +31,9 @@ class Forward(BaseCard[CardConfig]):
 
     card_type = "dist_forward"
     display_name = "Forward"
-    description = "Every rank runs its own rows through its model, and computes the mean of their losses."
+    description = (
+        "Every rank runs its own rows through its model, and computes the mean of their losses."
+    )
     look_at = "Different rows on every rank, so a different loss on every rank, although the weights are the same."
     category = "distributed"
     execution_mode = "distributed"
@@ -87,7 +89,9 @@ class Backward(BaseCard[CardConfig]):
 
     card_type = "dist_backward"
     display_name = "Backward"
-    description = "Every rank computes the gradient of every weight from its own loss, without communication."
+    description = (
+        "Every rank computes the gradient of every weight from its own loss, without communication."
+    )
     look_at = "The gradients differ from rank to rank, as the rows did: a step now would make the models diverge."
     category = "distributed"
     execution_mode = "distributed"
@@ -121,7 +125,9 @@ class AllReduce(BaseCard[CardConfig]):
 
     card_type = "dist_allreduce"
     display_name = "All-reduce gradients"
-    description = "The ranks average their gradients; under FSDP each keeps only its shard of the average."
+    description = (
+        "The ranks average their gradients; under FSDP each keeps only its shard of the average."
+    )
     look_at = "Different on every rank before, and equal after: the gradient that one process would have computed."
     category = "distributed"
     execution_mode = "distributed"
@@ -212,7 +218,9 @@ class OptimizerStep(BaseCard[CardConfig]):
     card_type = "dist_optimizer_step"
     display_name = "Optimizer step"
     description = "Every rank updates its weights with the same gradients, without communication; FSDP updates shards."
-    look_at = "The weights were equal on all ranks, and after the step are equal again, bit for bit."
+    look_at = (
+        "The weights were equal on all ranks, and after the step are equal again, bit for bit."
+    )
     category = "distributed"
     execution_mode = "distributed"
     in_training_loop = True

@@ -44,7 +44,9 @@ def observe(function: Callable[[nn.Module], None]) -> Seen:
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
     if changed := [name for one in seen for name in one.changed]:
-        hint = "The gradients are in each parameter's .grad; the optimizer then changes the weights."
+        hint = (
+            "The gradients are in each parameter's .grad; the optimizer then changes the weights."
+        )
         return Finding(f"changes the weights themselves ({changed[0]})", hint)
     own = [Probe(0).gradients(rank) for rank in range(len(seen))]
     # Each parameter is judged on its own: which are wrong, and whether all in the same way, shows
@@ -104,7 +106,9 @@ def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
     if divisor == f"{num_ranks**2:.4g}":
         hint = "Does the collective divide already, or each rank before it?"
         return Finding("divided twice", hint, detail)
-    hint = "The process group knows how many ranks there are; the checker tries more than one number."
+    hint = (
+        "The process group knows how many ranks there are; the checker tries more than one number."
+    )
     return Finding(f"divides by {divisor}, but there are {num_ranks} ranks", hint, detail)
 
 

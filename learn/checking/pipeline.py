@@ -97,13 +97,16 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
             hint = "A backward pass needs the activations of its own forward pass."
             return Finding(f"B{early[0]} comes before F{early[0]} on stage {stage}", hint, detail)
     if any(_of_kind(order, kind) != _of_kind(orders[0], kind) for order in orders for kind in "FB"):
-        hint = "Messages arrive in the order in which they were sent: two neighbours must agree on it."
+        hint = (
+            "Messages arrive in the order in which they were sent: two neighbours must agree on it."
+        )
         return Finding("the stages take the micro-batches in different orders", hint, detail)
     # By here each stage's order is possible on its own. Together they can still wait in a circle.
     ends, waits = play(orders)
     if waits:
         hint = (
-            "Follow the first actions of each stage on paper: who can begin, and what does it need from its neighbours?"
+            "Follow the first actions of each stage on paper: who can begin, and what does "
+            "it need from its neighbours?"
         )
         return Finding("the stages wait for each other forever", hint, "\n".join([detail, *waits]))
     for stage, order in enumerate(orders):
@@ -234,7 +237,9 @@ def judge_run(seen: Sequence[Ran]) -> Finding | None:
     number = len(inputs)
     for stage, one in enumerate(seen):
         if any(gradient is None for gradient in one.gradients):
-            hint = "A backward pass leaves its gradients in the parameters. Who calls it, and on what?"
+            hint = (
+                "A backward pass leaves its gradients in the parameters. Who calls it, and on what?"
+            )
             return Finding(f"stage {stage} has no gradients", hint)
     per_micro_batch = _gradients_by_stage(num_stages, inputs, targets)
     # By stage: the gradients of the batch's mean loss, which is the mean of the micro-batches'.

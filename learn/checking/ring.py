@@ -147,7 +147,9 @@ def _wrong_sum(
         hint = f"Which chunk does a rank receive in a step? {WAIT}"
         return Finding("the numbers are not the sum", hint, detail)
     if any(max(counts) > 1 for counts in times):
-        hint = f"When is a received chunk added to the rank's own, and when does it replace it? {WAIT}"
+        hint = (
+            f"When is a received chunk added to the rank's own, and when does it replace it? {WAIT}"
+        )
         return Finding("a rank's numbers are added more than once", hint, detail)
     # Each element is right on exactly one rank.
     if (right.sum(0) == 1).all():

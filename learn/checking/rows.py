@@ -199,7 +199,8 @@ def _wrong_steps(
         if batch != alone:
             detail = f"step {number} on {len(own)} ranks: rows {batch}; on one rank: {alone}"
             hint = (
-                "Which is cut first, the order of the whole epoch into batches, or the rows into shares of the ranks?"
+                "Which is cut first, the order of the whole epoch into batches, or the rows into "
+                "shares of the ranks?"
             )
             problem = "a different number of ranks sees different global batches"
             return Finding(problem, hint, detail)

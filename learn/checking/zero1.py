@@ -103,7 +103,9 @@ def judge_created(seen: Sequence[Created]) -> Finding | None:
         hint = "Adam keeps two moments for whatever it holds. Which weights does this rank have to step?"
         return Finding("the optimizer of each rank holds all weights", hint)
     if several := [len(one.held) for one in seen if len(one.held) != 1]:
-        hint = "Whole parameters make uneven shares. Think of them as one flat vector, and cut that."
+        hint = (
+            "Whole parameters make uneven shares. Think of them as one flat vector, and cut that."
+        )
         return Finding(f"the optimizer holds {several[0]} tensors, not one share", hint)
     return _wrong_share([one.held[0] for one in seen]) or _wrong_settings(seen)
 

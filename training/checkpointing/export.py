@@ -17,7 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import UserError, first_line
-from common.files import nearest_folder, remove_unfinished, write_json, writing_folder, writing_whole
+from common.files import (
+    nearest_folder,
+    remove_unfinished,
+    write_json,
+    writing_folder,
+    writing_whole,
+)
 from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE, read_tokenizer
 from training.model.pooling import POOLER, POOLING_KEY
 from training.parallelism.distributed import Ranks
@@ -41,7 +47,9 @@ def check_output(model_folder: Path) -> None:
     The finished model takes the place of the whole folder, and what else was in it would be gone.
     """
     if model_folder.is_file():
-        raise UserError(f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty")
+        raise UserError(
+            f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty"
+        )
     for suffix, is_wrong in ((".pt", Path.is_dir), (".run", Path.is_file)):
         if is_wrong(beside := model_folder.with_name(model_folder.name + suffix)):
             what = "is no file" if suffix == ".pt" else "is no folder"
@@ -64,12 +72,15 @@ def check_output(model_folder: Path) -> None:
                 code="output-not-empty",
             )
     # The folder may not exist yet, so try to write where it would be created.
-    nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
+    nearest = nearest_folder(
+        model_folder.absolute().parent
+    )  # all is written beside it, and renamed
     try:
         NamedTemporaryFile(prefix=".distrinews-", dir=nearest).close()
     except OSError as error:
         raise UserError(
-            f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})", code="not-writable"
+            f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})",
+            code="not-writable",
         ) from error
 
 
@@ -81,7 +92,9 @@ def check_shared(model_folder: Path, ranks: Ranks) -> None:
         probe = None
         if ranks.is_first:
             folder = nearest_folder(model_folder.absolute().parent)
-            probe = Path(stack.enter_context(NamedTemporaryFile(prefix=".distrinews-", dir=folder)).name)
+            probe = Path(
+                stack.enter_context(NamedTemporaryFile(prefix=".distrinews-", dir=folder)).name
+            )
         probe = ranks.broadcast(probe)
         ranks.run_on_all_ranks(lambda: _check_seen(probe, model_folder))
 
@@ -115,8 +128,12 @@ def write_model(
         OSError: the disk is full, or the folder cannot be written.
     """
     remove_unfinished(model_folder)
-    with writing_folder(model_folder) as aside:  # renamed last: a reader sees the old model or the new one
-        whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
+    with writing_folder(
+        model_folder
+    ) as aside:  # renamed last: a reader sees the old model or the new one
+        whole = {
+            name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()
+        }
         with _system_errors():
             if hasattr(architecture, "own_network"):
                 architecture.update(settings)
@@ -125,7 +142,9 @@ def write_model(
             else:
                 # The network is only needed for its names and its configuration; on the meta device it takes no memory.
                 with torch.device("meta"):  # the trained one may lie in parts on many ranks
-                    network = getattr(transformers, task.auto_class).from_config(architecture, dtype=torch.float32)
+                    network = getattr(transformers, task.auto_class).from_config(
+                        architecture, dtype=torch.float32
+                    )
                 network.config.update(settings)
                 if not task.keeps_head:
                     network.config.num_labels = DEFAULT_LABELS
@@ -169,8 +188,12 @@ def _system_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error.__context__, OSError):  # torch.save hides a full disk behind an error of its own
+        if isinstance(
+            error.__context__, OSError
+        ):  # torch.save hides a full disk behind an error of its own
             raise error.__context__ from None
-        if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers has no class of its own
+        if (
+            isinstance(error, SafetensorError) or type(error) is Exception
+        ):  # tokenizers has no class of its own
             raise OSError(first_line(error)) from error
         raise

@@ -12,7 +12,14 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter, StorageReader, StorageWriter
 
-from common.files import lock_run_folder, move_aside, nearest_folder, sync_folder, write_json, write_whole
+from common.files import (
+    lock_run_folder,
+    move_aside,
+    nearest_folder,
+    sync_folder,
+    write_json,
+    write_whole,
+)
 from training.checkpointing.safe_reading import SafeReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name, manifest_of
 
@@ -90,7 +97,10 @@ class LocalStorage(Storage):
     def _find_probe(self, name: str) -> Path | None:
         # The nearest folder may be another one by now: a second run has created folders in between.
         folder = self.folder.absolute()
-        return next((parent / name for parent in [folder, *folder.parents] if (parent / name).exists()), None)
+        return next(
+            (parent / name for parent in [folder, *folder.parents] if (parent / name).exists()),
+            None,
+        )
 
     def _aside(self, step: int) -> Path:
         return self.folder / f".step_{step:08d}.tmp"
@@ -98,7 +108,11 @@ class LocalStorage(Storage):
     def _folders(self) -> dict[str, bool]:
         if not self.folder.is_dir():
             return {}
-        return {path.name: (path / MANIFEST).is_file() for path in self.folder.iterdir() if path.is_dir()}
+        return {
+            path.name: (path / MANIFEST).is_file()
+            for path in self.folder.iterdir()
+            if path.is_dir()
+        }
 
     def _sizes(self, path: str) -> dict[str, int]:
         return {file.name: file.stat().st_size for file in Path(path).iterdir() if file.is_file()}
@@ -120,6 +134,8 @@ class LocalStorage(Storage):
 
 def _make_folder(folder: Path) -> None:
     """Create a folder and its parents; each directory entry is on disk before the next is made."""
-    for missing in reversed([level for level in [folder, *folder.absolute().parents] if not level.exists()]):
+    for missing in reversed(
+        [level for level in [folder, *folder.absolute().parents] if not level.exists()]
+    ):
         missing.mkdir(exist_ok=True)
         sync_folder(missing.parent)

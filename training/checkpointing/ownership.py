@@ -60,7 +60,9 @@ def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
     """The part of a tensor that this rank holds: all of a plain tensor, the local shard of a DTensor."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
-        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        shape, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
     return Chunk(name, tuple(offsets), tuple(shape), tuple(tensor.shape), tensor.dtype)
 
 

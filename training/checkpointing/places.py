@@ -27,7 +27,8 @@ def open_location(address: str) -> Storage:
     except ImportError as error:
         extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
         raise UserError(
-            f"--checkpoint_dir {address}: its driver is not installed ({error}){extra}", code="package-missing"
+            f"--checkpoint_dir {address}: its driver is not installed ({error}){extra}",
+            code="package-missing",
         ) from error
     except ValueError as error:
         raise UserError(f"--checkpoint_dir {address}: {error}", code="storage-address") from error
@@ -45,7 +46,8 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
                 storage.put_probe(probe)
             except OSError as error:
                 raise UserError(
-                    f"--checkpoint_dir {storage.location}: cannot be written ({error})", code="not-writable"
+                    f"--checkpoint_dir {storage.location}: cannot be written ({error})",
+                    code="not-writable",
                 ) from error
 
     def look() -> None:
@@ -53,7 +55,8 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
             seen = storage.sees_probe(probe)
         except OSError as error:
             raise UserError(
-                f"--checkpoint_dir {storage.location}: cannot be read ({error})", code="storage-unreachable"
+                f"--checkpoint_dir {storage.location}: cannot be read ({error})",
+                code="storage-unreachable",
             ) from error
         if not seen:
             raise UserError(

@@ -78,7 +78,9 @@ class RemoteReader(SafeReader):
             stored = self.storage_data[item.storage_index]
             return stored.relative_path, stored.offset
 
-        return super().read_data(dataclasses.replace(plan, items=sorted(plan.items, key=place)), planner)
+        return super().read_data(
+            dataclasses.replace(plan, items=sorted(plan.items, key=place)), planner
+        )
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         file.seek(sinfo.offset)

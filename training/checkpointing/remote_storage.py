@@ -13,7 +13,15 @@ from torch.distributed.checkpoint import FileSystemWriter, StorageReader, Storag
 
 from common.escaping import without_user
 from training.checkpointing.remote_files import BLOCK_BYTES, HashedFiles, RemoteReader
-from training.checkpointing.storage import LATEST, MANIFEST, Storage, Unreachable, free_name, is_of_step, manifest_of
+from training.checkpointing.storage import (
+    LATEST,
+    MANIFEST,
+    Storage,
+    Unreachable,
+    free_name,
+    is_of_step,
+    manifest_of,
+)
 
 # Marks a folder that is being written, or whose writer died. It is not a checkpoint, not even a damaged one.
 UNFINISHED = "unfinished"
@@ -31,7 +39,9 @@ class RemoteStorage(Storage):
         self.location = address.rstrip("/")
         # Other ranks write here too, so a cached listing would be wrong.
         self.files, _ = url_to_fs(self.location, use_listings_cache=False)
-        self.location = without_user(self.location)  # it is shown and recorded; the driver has the password
+        self.location = without_user(
+            self.location
+        )  # it is shown and recorded; the driver has the password
         self.place = ""
         self.written: dict[str, dict[str, Any]] = {}
 
@@ -54,7 +64,10 @@ class RemoteStorage(Storage):
     def write_json(self, step: int, name: str, value: Any) -> None:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode()
         self._put(f"{self.place}/{name}", data)
-        self.written[f"{self.place}/{name}"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self.written[f"{self.place}/{name}"] = {
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
 
     def hashes(self, step: int, prefix: str) -> dict[str, dict[str, Any]]:
         start = len(self.place) + 1
@@ -102,10 +115,18 @@ class RemoteStorage(Storage):
 
     def _folders(self) -> dict[str, bool]:
         contents = self._contents().items()
-        return {name: MANIFEST in held for name, held in contents if MANIFEST in held or UNFINISHED not in held}
+        return {
+            name: MANIFEST in held
+            for name, held in contents
+            if MANIFEST in held or UNFINISHED not in held
+        }
 
     def _unfinished(self) -> list[str]:
-        return [name for name, held in self._contents().items() if UNFINISHED in held and MANIFEST not in held]
+        return [
+            name
+            for name, held in self._contents().items()
+            if UNFINISHED in held and MANIFEST not in held
+        ]
 
     def _contents(self) -> dict[str, set[str]]:
         folders: dict[str, set[str]] = {}
@@ -118,10 +139,16 @@ class RemoteStorage(Storage):
     def _sizes(self, path: str) -> dict[str, int]:
         with self._drivers_raise_os_errors():
             start = len(self.files._strip_protocol(path)) + 1
-            return {name[start:]: file["size"] for name, file in self.files.find(path, detail=True).items()}
+            return {
+                name[start:]: file["size"]
+                for name, file in self.files.find(path, detail=True).items()
+            }
 
     def _sha256(self, path: str, name: str) -> str:
-        with self._drivers_raise_os_errors(), self.files.open(f"{path}/{name}", "rb", block_size=BLOCK_BYTES) as file:
+        with (
+            self._drivers_raise_os_errors(),
+            self.files.open(f"{path}/{name}", "rb", block_size=BLOCK_BYTES) as file,
+        ):
             sha256 = hashlib.sha256()
             while data := file.read(BLOCK_BYTES):
                 sha256.update(data)
@@ -145,7 +172,9 @@ class RemoteStorage(Storage):
     def _remove(self, name: str) -> None:
         path = f"{self.location}/{name}"
         # If this is interrupted, a folder without a manifest keeps its mark.
-        for file in sorted(self._sizes(path), key=lambda file: (file != MANIFEST, file == UNFINISHED)):
+        for file in sorted(
+            self._sizes(path), key=lambda file: (file != MANIFEST, file == UNFINISHED)
+        ):
             self._delete(f"{path}/{file}")
 
     def _delete(self, path: str) -> None:

@@ -55,7 +55,9 @@ def find_resume_point(
         # `--resume none`; the second must not throw away what the first has trained.
         begun = ranks.any(has_begun())  # each launcher only knows its own attempts
         if config.resume == "none" and not begun:
-            ranks.run_on_all_ranks(lambda: _start_from_scratch(config, storage, say) if ranks.is_first else None)
+            ranks.run_on_all_ranks(
+                lambda: _start_from_scratch(config, storage, say) if ranks.is_first else None
+            )
             return None
         resumed = _choose(config.resume, begun, ranks, storage, say)
         if resumed is None:
@@ -64,7 +66,9 @@ def find_resume_point(
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
         hint = (
-            f"--resume {config.resume} applied only to the first start" if done else "--resume none starts from scratch"
+            f"--resume {config.resume} applied only to the first start"
+            if done
+            else "--resume none starts from scratch"
         )
         say(f"Resuming from {resumed.path} ({hint})")
         return resumed
@@ -102,7 +106,9 @@ def _cleaning(config: Mapping[str, Any]) -> str:
     return config.get("clean", "news")
 
 
-def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None], after: int = -1) -> str | None:
+def newest_checkpoint(
+    ranks: Ranks, storage: Storage, say: Callable[[str], None], after: int = -1
+) -> str | None:
     """The newest complete checkpoint of a step later than ``after``, or None if there is none; a collective call.
 
     ``say`` prints which damaged checkpoint was skipped, and why.
@@ -160,19 +166,24 @@ def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
             return storage.read_json(path, STATE_FILE) if ranks.is_first else None
         except (OSError, ValueError) as error:
             raise UserError(
-                f"checkpoint {path}: {STATE_FILE} cannot be read ({error})", code="checkpoint-damaged"
+                f"checkpoint {path}: {STATE_FILE} cannot be read ({error})",
+                code="checkpoint-damaged",
             ) from error
 
     state = ranks.broadcast(ranks.run_on_all_ranks(read))
     return Resumed(
-        path, state, ranks.run_on_all_ranks(lambda: SavedShards(storage.reader(path), path, state["strategy"]))
+        path,
+        state,
+        ranks.run_on_all_ranks(lambda: SavedShards(storage.reader(path), path, state["strategy"])),
     )
 
 
 def find_shared_damage(path: str, ranks: Ranks) -> str | None:
     """Why a checkpoint is not complete, or None if it is; every rank hashes its share of the files."""
     found = ranks.gather(
-        ranks.run_on_all_ranks(lambda: _storage_of(path).find_damage(path, ranks.rank, ranks.world_size))
+        ranks.run_on_all_ranks(
+            lambda: _storage_of(path).find_damage(path, ranks.rank, ranks.world_size)
+        )
     )
     return next((damage for damage in found if damage), None)
 
@@ -227,7 +238,9 @@ def _start_from_scratch(config: TrainConfig, storage: Storage, say: Callable[[st
             say(f"Moved the earlier checkpoint {path} to {storage.move_aside(path)}")
 
 
-def _choose(asked: str, begun: bool, ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> Resumed | None:
+def _choose(
+    asked: str, begun: bool, ranks: Ranks, storage: Storage, say: Callable[[str], None]
+) -> Resumed | None:
     """The checkpoint that was named, until the run resumed from it has saved a later one; otherwise the newest."""
     named = None if asked in ("auto", "none") else open_checkpoint(_named(asked, ranks), ranks)
     if named and not begun:
@@ -249,7 +262,11 @@ def _named(asked: str, ranks: Ranks) -> str:
 
     ranks.run_on_all_ranks(look)
     if damage := find_shared_damage(path, ranks):
-        raise UserError(f"--resume {asked}: {damage}; {advice}", quiet=not ranks.is_first, code="checkpoint-damaged")
+        raise UserError(
+            f"--resume {asked}: {damage}; {advice}",
+            quiet=not ranks.is_first,
+            code="checkpoint-damaged",
+        )
     return path
 
 
@@ -274,16 +291,26 @@ def _check_same_run(
     if (epsilon := before.get("epsilon", EPSILON)) != EPSILON:  # once a flag
         differing.append(f"AdamW's epsilon was {epsilon!r} and is now {EPSILON!r}")
     asked = config.batch_size * data_shard.size * config.gradient_accumulation
-    same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")
+    same_flags = all(
+        before[name] == now[name] for name in now if on_resume(name) == "same global batch"
+    )
     if asked != state["global_batch_size"] and not same_flags:
-        differing.append(f"the global batch was {state['global_batch_size']} rows and is now {asked}")
+        differing.append(
+            f"the global batch was {state['global_batch_size']} rows and is now {asked}"
+        )
     # The key of cached tokens once had no version and changed with every edit of that code: accept such data.
-    if not differing and state["data_key"].startswith("v") and state["data_key"] != sources["data_key"]:
+    if (
+        not differing
+        and state["data_key"].startswith("v")
+        and state["data_key"] != sources["data_key"]
+    ):
         differing.append("the texts, the tokenizer or the cleaning have changed")
     if not differing and state.get("frozen_hash") != sources["frozen_hash"]:
         differing.append(f"the weights of --model {config.model} have changed")
     if not differing and (before := state.get("teacher_key")) != (now := sources["teacher_key"]):
-        what = "is new" if before is None else "is no longer given" if now is None else "has changed"
+        what = (
+            "is new" if before is None else "is no longer given" if now is None else "has changed"
+        )
         differing.append(f"the teacher (--distill) {what}")
     if differing:
         raise UserError(
@@ -304,7 +331,9 @@ def _check_same_run(
 
 def _epochs_begun(state: Mapping[str, Any]) -> int:
     per_epoch = state.get("steps_per_epoch")
-    if not per_epoch:  # of an older version: to be told from the last evaluation, whose epoch is rounded
+    if (
+        not per_epoch
+    ):  # of an older version: to be told from the last evaluation, whose epoch is rounded
         last = max(state["epochs"], key=lambda evaluation: evaluation["step"], default={"epoch": 0})
         per_epoch = round(last["step"] / last["epoch"]) if last["epoch"] else state["step"]
     return math.ceil(state["step"] / max(1, per_epoch))

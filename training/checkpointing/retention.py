@@ -30,8 +30,14 @@ class SaveSchedule:
         self.last = now
 
 
-def steps_to_keep(steps: Iterable[int], keep_last: int, keep_every: int, best_step: int | None) -> set[int]:
+def steps_to_keep(
+    steps: Iterable[int], keep_last: int, keep_every: int, best_step: int | None
+) -> set[int]:
     """The steps to keep: the newest, the multiples of ``keep_every`` (0 = off) and the best one."""
     rising = sorted(steps)
     newest = set(rising[-keep_last:])
-    return {step for step in rising if step in newest or step == best_step or (keep_every and step % keep_every == 0)}
+    return {
+        step
+        for step in rising
+        if step in newest or step == best_step or (keep_every and step % keep_every == 0)
+    }

@@ -32,7 +32,9 @@ class _ListOfTensors(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _ALLOWED.get(module, ()) and not is_dtype:
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no list of tensors holds")
+            raise pickle.UnpicklingError(
+                f".metadata names {module}.{name}, which no list of tensors holds"
+            )
         return super().find_class(module, name)
 
 

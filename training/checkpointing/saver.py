@@ -21,7 +21,12 @@ from torch.distributed.checkpoint import StorageWriter
 
 from common.errors import TrainingFailure
 from training.checkpointing.ownership import Ownership
-from training.checkpointing.sharded import StagedPlanner, Staging, error_reason, writer_with_clear_errors
+from training.checkpointing.sharded import (
+    StagedPlanner,
+    Staging,
+    error_reason,
+    writer_with_clear_errors,
+)
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
 from training.monitoring import SavedCheckpoint
@@ -86,7 +91,10 @@ class Saver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             self.close()
@@ -211,7 +219,9 @@ class Saver:
         return self.collect(waits=waits)
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, args=(self._order,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._order,), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def _run(self, order: _Order) -> None:
@@ -219,7 +229,9 @@ class Saver:
             torch.cuda.set_device(self.ranks.device)  # a thread begins on GPU 0
         try:
             num_bytes = self._write(order)
-            self._outcome = SavedCheckpoint(order.step, 0.0, time.perf_counter() - order.began, num_bytes)
+            self._outcome = SavedCheckpoint(
+                order.step, 0.0, time.perf_counter() - order.began, num_bytes
+            )
         except Exception as error:
             if isinstance(error, SaveFailed) and self.ranks.is_first:
                 with contextlib.suppress(OSError):
@@ -248,12 +260,18 @@ class Saver:
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             raise SaveFailed(rank, error_reason(cause)) from error
         # 3. Every rank syncs and hashes its file, and all hashes reach rank 0.
-        files = {name: entry for part in self._together(lambda: self._files(order)) for name, entry in part.items()}
+        files = {
+            name: entry
+            for part in self._together(lambda: self._files(order))
+            for name, entry in part.items()
+        }
         # 4. Only now, with all files on disk, rank 0 writes the manifest and renames the folder: the commit. A process
         # that dies before this line leaves no checkpoint; one that dies after it leaves a complete one.
         self._on_first(lambda: storage.commit(step, files))
         # 5. The new checkpoint is safe, so older ones may go.
-        self._on_first(lambda: storage.prune(self.config.keep_last, self.config.keep_every, order.best_step))
+        self._on_first(
+            lambda: storage.prune(self.config.keep_last, self.config.keep_every, order.best_step)
+        )
         return sum(entry["bytes"] for entry in files.values())
 
     def _files(self, order: _Order) -> dict[str, dict[str, Any]]:

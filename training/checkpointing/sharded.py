@@ -39,7 +39,9 @@ class Staging:
             source = piece.cut_from(tensors[piece.name])
             if piece not in self.copies:
                 # Pinned memory, so that the host does not wait for each copy from the GPU.
-                self.copies[piece] = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=source.is_cuda)
+                self.copies[piece] = torch.empty(
+                    piece.shape, dtype=piece.dtype, pin_memory=source.is_cuda
+                )
             self.copies[piece].copy_(source, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
@@ -54,7 +56,10 @@ class StagedPlanner(DefaultSavePlanner):
         self._copies = {(chunk.name, chunk.offsets): copy for chunk, copy in copies.items()}
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         self.is_coordinator = is_coordinator
 
@@ -86,7 +91,9 @@ def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
                 return work(*arguments, **named)
             except Exception as error:
                 hidden = error.__context__ if isinstance(error, RuntimeError) else None
-                raise OSError(error_reason(hidden if isinstance(hidden, OSError) else error)) from None
+                raise OSError(
+                    error_reason(hidden if isinstance(hidden, OSError) else error)
+                ) from None
 
         return wrapped
 
@@ -134,7 +141,10 @@ class SavedShards:
     def _or_user_error(self, work: Any) -> Any:
         try:
             return work()
-        except Exception as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user
+        except (
+            Exception
+        ) as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user
             raise UserError(
-                f"checkpoint {self.location}: cannot be read ({first_line(error)})", code="checkpoint-damaged"
+                f"checkpoint {self.location}: cannot be read ({first_line(error)})",
+                code="checkpoint-damaged",
             ) from error

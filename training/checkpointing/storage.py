@@ -104,7 +104,9 @@ class Storage(ABC):
 
     def steps(self) -> dict[int, str]:
         """The path of each step's checkpoint, complete or not."""
-        return {step: f"{self.location}/{name}" for step, name in _newest_names(self._folders()).items()}
+        return {
+            step: f"{self.location}/{name}" for step, name in _newest_names(self._folders()).items()
+        }
 
     def read_json(self, path: str, name: str) -> Any:
         return json.loads(self._read(path, name))
@@ -166,24 +168,36 @@ class Storage(ABC):
 
     def _find_wrong_content(self, path: str, name: str, expected: str) -> str | None:
         try:
-            return None if self._sha256(path, name) == expected else f"{name} does not match its SHA-256"
+            return (
+                None
+                if self._sha256(path, name) == expected
+                else f"{name} does not match its SHA-256"
+            )
         except Unreachable:
             raise
         except OSError as error:
             return f"{name} cannot be read ({error})"
 
 
-def manifest_of(step: int, files: dict[str, dict[str, Any]], sizes: dict[str, int]) -> dict[str, Any]:
+def manifest_of(
+    step: int, files: dict[str, dict[str, Any]], sizes: dict[str, int]
+) -> dict[str, Any]:
     """The manifest, after checking that rank 0 sees every file in its full size."""
     for name, expected in files.items():
         if sizes.get(name) != expected["bytes"]:
-            raise OSError(f"rank 0 sees {name} with {sizes.get(name, 0):,} of {expected['bytes']:,} bytes")
+            raise OSError(
+                f"rank 0 sees {name} with {sizes.get(name, 0):,} of {expected['bytes']:,} bytes"
+            )
     return {"format": FORMAT, "step": step, "files": dict(sorted(files.items()))}
 
 
 def free_name(step: int, taken: dict[str, Any]) -> str:
     """The name for a checkpoint of ``step``, with a number larger than any existing one."""
-    tries = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
+    tries = [
+        int(match[2] or 1)
+        for match in map(_NAME.fullmatch, taken)
+        if match and int(match[1]) == step
+    ]
     return f"step_{step:08d}-{max(tries) + 1}" if tries else f"step_{step:08d}"
 
 

@@ -17,14 +17,23 @@ import numpy as np
 
 from common.files import writing_whole
 
-DTYPES = {"F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "U16": "uint16", "U8": "uint8"}
+DTYPES = {
+    "F64": "float64",
+    "I64": "int64",
+    "F32": "float32",
+    "I32": "int32",
+    "U16": "uint16",
+    "U8": "uint8",
+}
 PIECE = 4 * 2**20
 
 
 class GrowingArray:
     """An array of one dimension in a file that holds nothing else, a temporary one unless it is given."""
 
-    def __init__(self, folder: Path, dtype: str, file: BinaryIO | None = None, length: int = 0) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, file: BinaryIO | None = None, length: int = 0
+    ) -> None:
         self.file: BinaryIO = file or tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the array
         self.dtype, self.shape = np.dtype(dtype), (length,)
 
@@ -38,7 +47,9 @@ class GrowingArray:
             yield piece
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | GrowingArray], about: Mapping[str, Any]) -> None:
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray | GrowingArray], about: Mapping[str, Any]
+) -> None:
     """Write the file whole or not at all; ``about`` is kept with the arrays."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     # The widest numbers first: then each array begins where its numbers may.
@@ -47,7 +58,11 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | GrowingArray], ab
     end = 0
     for name, one in ordered.items():
         begin, end = end, end + int(np.prod(one.shape)) * one.dtype.itemsize
-        layout[name] = {"dtype": names[one.dtype], "shape": list(one.shape), "data_offsets": [begin, end]}
+        layout[name] = {
+            "dtype": names[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [begin, end],
+        }
     digest = _new_digest(layout)
     for one in ordered.values():
         for piece in _pieces(one):

@@ -48,7 +48,9 @@ class Balance:
         self.speeds: list[float] | None = None
         self.steps = 0
         self.cells = 0
-        self.stopwatch = Stopwatch(model, ranks.device) if model is not None and data_shard.size > 1 else None
+        self.stopwatch = (
+            Stopwatch(model, ranks.device) if model is not None and data_shard.size > 1 else None
+        )
 
     def step_done(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Record what this rank computed in a step; now and then, compute new shares with the other ranks."""
@@ -86,7 +88,9 @@ class Balance:
             return
         shares = [max(pace / sum(paces), self.least_share) for pace in paces]
         self.speeds = [share / sum(shares) for share in shares]
-        self.say(f"Balance: the ranks take {', '.join(f'{speed:.0%}' for speed in self.speeds)} of each global batch.")
+        self.say(
+            f"Balance: the ranks take {', '.join(f'{speed:.0%}' for speed in self.speeds)} of each global batch."
+        )
 
 
 class Stopwatch:

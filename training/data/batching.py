@@ -58,8 +58,13 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        moved = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+        tensors = {
+            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        moved = {
+            name: tensor.pin_memory().to(device, non_blocking=True)
+            for name, tensor in tensors.items()
+        }
         return replace(self, **moved)
 
 
@@ -91,7 +96,11 @@ class LengthBucketSampler:
     """
 
     def __init__(
-        self, lengths: np.ndarray, global_batch_size: int, seed: int, balanced: np.ndarray | None = None
+        self,
+        lengths: np.ndarray,
+        global_batch_size: int,
+        seed: int,
+        balanced: np.ndarray | None = None,
     ) -> None:
         self.lengths = lengths
         self.balanced = balanced
@@ -187,12 +196,27 @@ def rank_share(
         size = 1
         edges = place_of(np.linspace(firsts[start], firsts[stop], accumulation + 1))
     # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without asking the others.
-    weights = task.predicted(rows.lengths[batch]) if class_weights is None else class_weights[rows.labels[batch]]
+    weights = (
+        task.predicted(rows.lengths[batch])
+        if class_weights is None
+        else class_weights[rows.labels[batch]]
+    )
     weights = weights if row_weights is None else weights * row_weights
     weights = weights / weights.sum()
     ask = partial(task.ask, seed=seed)
     return [
-        _micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size, int(firsts[edges[i]]), ask, teacher)
+        _micro_batch(
+            rows,
+            batch,
+            weights,
+            edges[i],
+            edges[i + 1],
+            length,
+            size,
+            int(firsts[edges[i]]),
+            ask,
+            teacher,
+        )
         for i in range(accumulation)
     ]
 
@@ -215,7 +239,9 @@ def _micro_batch(
     # A row has its weight in the global mean wherever it is computed: shares need not be equal. Dummies weigh 0.
     own_weights = np.concatenate([weights[start:stop], np.zeros(num_dummies)]).astype(np.float32)
     input_ids, attention_mask = pad(rows, chosen, length)
-    input_ids, targets = ask(input_ids, attention_mask, torch.from_numpy(rows.labels[chosen]), chosen)
+    input_ids, targets = ask(
+        input_ids, attention_mask, torch.from_numpy(rows.labels[chosen]), chosen
+    )
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -226,7 +252,9 @@ def _micro_batch(
         num_tokens=int(rows.lengths[own].sum()),
         windows=torch.from_numpy(_places(rows.num_inputs(chosen))) if rows.window else None,
         teacher=torch.from_numpy(teacher.of(rows.originals(chosen))) if teacher else None,
-        is_labelled=torch.from_numpy(teacher.has_label(rows.originals(chosen))) if teacher else None,
+        is_labelled=torch.from_numpy(teacher.has_label(rows.originals(chosen)))
+        if teacher
+        else None,
     )
 
 
@@ -236,7 +264,9 @@ def _places(counts: np.ndarray) -> np.ndarray:
     return np.where(within < counts[:, None], (np.cumsum(counts) - counts)[:, None] + within, -1)
 
 
-def pad(rows: TokenizedRows, index: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def pad(
+    rows: TokenizedRows, index: np.ndarray, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Chosen rows as one padded batch: ids and mask, int64, (inputs, length); padding has id 0 and mask 0.
 
     The mask is None if nothing is padded: attention then uses its fastest kernel, and a GPU need not be asked.

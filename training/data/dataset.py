@@ -45,7 +45,9 @@ TEST_SHARE = 0.1
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 SPLIT_FLAGS = ("train_split", "validation_split", "test_split")
 HUB_FLAGS = ("dataset_config", "dataset_revision")
-OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
+OFFLINE_HINT = (
+    "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
+)
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,17 @@ def load_news(
         keeps_places=as_found,
     )
     known = {"labels": labels, "more_labels": more_labels}
-    assemble = partial(_assemble, seed=seed, task=task, validation_fraction=validation_fraction, **known)
+    assemble = partial(
+        _assemble, seed=seed, task=task, validation_fraction=validation_fraction, **known
+    )
     if dataset == SAMPLE:
         _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
         named = Columns(label=Columns().label if columns.label else "", pair=columns.pair)
-        about = {"problem_type": task.problem_type, "new_texts": new_texts, "keeps_places": as_found}
+        about = {
+            "problem_type": task.problem_type,
+            "new_texts": new_texts,
+            "keeps_places": as_found,
+        }
         reading = Reading(named, skip=False, **about)
         return _read_folder(SAMPLE, SAMPLE_NEWS, reading, selection, assemble)
     if dataset == AG_NEWS:
@@ -147,7 +155,9 @@ def load_news(
     if path.is_file():
         _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
         rows = read_file(
-            path, reading, class_names_beside(path) or class_names or _ag_news_classes(path, task.problem_type)
+            path,
+            reading,
+            class_names_beside(path) or class_names or _ag_news_classes(path, task.problem_type),
         )
         data = assemble(str(path), {"train": (str(path), rows)}, None, reading)
         if others := other_shards(path):
@@ -169,7 +179,9 @@ def texts_on_disk(folder: Path) -> StoredTexts:
     try:
         return StoredTexts.temporary(folder)
     except OSError as error:
-        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
+        raise UserError(
+            f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable"
+        ) from error
 
 
 def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> None:
@@ -200,7 +212,9 @@ def row_numbers(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
 
 
-def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(
+    labels: np.ndarray, validation_fraction: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Positions for training and for validation: stratified by label, (rows,), seeded, each in ascending order.
 
     Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that has two.
@@ -223,7 +237,9 @@ def _read_folder(
     class_names: Sequence[str] | None = None,
 ) -> NewsData:
     if is_saved_by_datasets(folder):
-        return _from_datasets(name, _saved_splits(name, folder, reading), reading, selection, assemble)
+        return _from_datasets(
+            name, _saved_splits(name, folder, reading), reading, selection, assemble
+        )
     files = split_files(folder, reading.formats)
     if selection.train_split == "train" and "train" not in files:
         more = " or train.parquet" if reading.columns.label else ", train.parquet or train.txt"
@@ -232,7 +248,9 @@ def _read_folder(
             "with --train_split, without its suffix",
             code="data-not-found",
         )
-    found = {use: (split, files[split]) for use, split in _splits_used(name, files, selection).items()}
+    found = {
+        use: (split, files[split]) for use, split in _splits_used(name, files, selection).items()
+    }
     for split, paths in found.values():
         check_shards(split, paths)
     # What the numbers in the training rows mean, they mean in the others.
@@ -240,7 +258,9 @@ def _read_folder(
     splits = {
         use: (
             str(paths[0] if len(paths) == 1 else folder / split),
-            chain.from_iterable(read_file(path, reading, class_names_beside(path) or names) for path in paths),
+            chain.from_iterable(
+                read_file(path, reading, class_names_beside(path) or names) for path in paths
+            ),
         )
         for use, (split, paths) in found.items()
     }
@@ -261,7 +281,11 @@ def _splits_used(name: str, present: Collection[str], selection: Selection) -> d
     Raises:
         UserError: it lacks one that was asked for.
     """
-    used = {"train": selection.train_split, "validation": selection.validation_split, "test": selection.test_split}
+    used = {
+        "train": selection.train_split,
+        "validation": selection.validation_split,
+        "test": selection.test_split,
+    }
     used = {use: split for use, split in used.items() if split}
     for use, split in used.items():
         if split not in present:
@@ -285,7 +309,9 @@ def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
     try:
         names = json.loads(listed.read_text())["splits"] if listed.exists() else None
         places = {split: folder / split for split in names} if names else {"train": folder}
-        return {split: concatenate_datasets(_shards(place, reading)) for split, place in places.items()}
+        return {
+            split: concatenate_datasets(_shards(place, reading)) for split, place in places.items()
+        }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--dataset {name}: {first_line(error)}", code="data-unreadable") from error
 
@@ -328,19 +354,25 @@ def _read_hub(
     refuse_revision("--dataset", name)
     config, revision = selection.dataset_config or None, selection.dataset_revision or None
     try:
-        found = ask_hub(f"--dataset {name}", lambda: load_dataset(name, config, revision=revision), say)
+        found = ask_hub(
+            f"--dataset {name}", lambda: load_dataset(name, config, revision=revision), say
+        )
     except ForeseenError:
         raise
     except DatasetNotFoundError as error:
         which = f"dataset, or none of --dataset_revision {revision}" if revision else "dataset"
         raise UserError(
-            f"--dataset {name}: the hub has no such {which}, or it needs a login; {OFFLINE_HINT}", code="hub-not-found"
+            f"--dataset {name}: the hub has no such {which}, or it needs a login; {OFFLINE_HINT}",
+            code="hub-not-found",
         ) from error
-    except Exception as error:  # the hub's HTTP client has errors of its own, which differ between its versions
+    except (
+        Exception
+    ) as error:  # the hub's HTTP client has errors of its own, which differ between its versions
         if isinstance(error, ValueError):
             _check_configuration(name, selection)
         raise UserError(
-            f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}", code="hub-unreachable"
+            f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}",
+            code="hub-unreachable",
         ) from error
     return _from_datasets(name, found, reading, selection, assemble)
 
@@ -380,12 +412,16 @@ def _from_datasets(
         if not reading.columns.label or len(columns[1]) != 1:
             return None
         feature = splits[split].features[columns[1][0]]
-        return getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+        return getattr(feature, "names", None) or getattr(
+            getattr(feature, "feature", None), "names", None
+        )
 
     def rows(split: str) -> Iterator[FoundRow]:
         columns = columns_of(split)
         names = names_of(split, columns)
-        cells = [zip(*(splits[split][column] for column in joined), strict=True) for joined in columns]
+        cells = [
+            zip(*(splits[split][column] for column in joined), strict=True) for joined in columns
+        ]
         for i, (text, *others) in enumerate(zip(*cells, strict=True)):
             if others:
                 labels, *pair = others
@@ -427,16 +463,23 @@ def _assemble(
         more = sorted({str(label) for label in found_labels} - set(labels)) if more_labels else []
         names, notes = [*labels, *more], []
         if not labels:
-            names, notes = task.name_labels(name, found_labels, label_names or reading.declared, reading.columns.label)
+            names, notes = task.name_labels(
+                name, found_labels, label_names or reading.declared, reading.columns.label
+            )
     except UserError as error:
         if not reading.without_header:
             raise
         raise UserError(f"{error}; {reading.notes[0]}", code=error.code) from error
     train, validation = rows_of(texts, found_labels), None
-    del texts, found_labels  # of many rows, the labels as they were read need more memory than what became of them
+    del (
+        texts,
+        found_labels,
+    )  # of many rows, the labels as they were read need more memory than what became of them
     if "validation" in splits:
         validation = rows_of(*usable("validation", names))
-        notes.append(f"validation on the {counted(len(validation), 'row')} of {splits['validation'][0]}")
+        notes.append(
+            f"validation on the {counted(len(validation), 'row')} of {splits['validation'][0]}"
+        )
     if "test" in splits:
         hint = "if these rows have no labels, test on others with --test_split, or give --dataset the training file"
         test = rows_of(*usable("test", names, hint))
@@ -454,10 +497,18 @@ def _assemble(
             f"no test rows in the data: {len(held_out)} of the {len(train)} rows were set aside as the test set"
         )
         train, test = train.take(kept), train.take(held_out)
-    if task.is_language_model and validation is None and validation_fraction and not reading.keeps_places:
+    if (
+        task.is_language_model
+        and validation is None
+        and validation_fraction
+        and not reading.keeps_places
+    ):
         # Set aside here, as whole texts: a text that is cut into blocks could be in two splits.
         kept, held_out = split_rows(task.strata(train.labels), validation_fraction, seed)
         if len(held_out):
             train, validation = train.take(kept), train.take(held_out)
-    all_notes, more = [*notes, *reading.notes], {"has_test_rows": "test" in splits, "places": places}
+    all_notes, more = (
+        [*notes, *reading.notes],
+        {"has_test_rows": "test" in splits, "places": places},
+    )
     return NewsData(name, names, train, test, all_notes, reading.count, validation, **more)

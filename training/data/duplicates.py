@@ -55,7 +55,10 @@ class Repeats:
         texts = [rows.texts for rows in data.splits.values()]
         firsts = np.cumsum([0, *map(len, texts)])
         numbers = row_numbers(int(firsts[-1]))
-        self.rows = {split: numbers[slice(*ends)] for split, ends in zip(data.splits, pairwise(firsts), strict=True)}
+        self.rows = {
+            split: numbers[slice(*ends)]
+            for split, ends in zip(data.splits, pairwise(firsts), strict=True)
+        }
         self.texts = JoinedTexts(*texts)
         self._hashes = np.fromiter(map(hash, map(folded, self.texts)), np.int64, len(self.texts))
         self._may_repeat = _occurs_again(self._hashes)
@@ -90,7 +93,9 @@ class Repeats:
         found = self._equal(rows, known)
         if self._shingles is not None:
             others = found < 0
-            near = self._shingles.partners(rows if known is None else rows[others], known, self._both_near)
+            near = self._shingles.partners(
+                rows if known is None else rows[others], known, self._both_near
+            )
             found[others] = near[others] if known is None else near
         return found
 
@@ -98,16 +103,24 @@ class Repeats:
         """For each row an earlier one of these with the same text, or nearly the same, under another label; -1 without
         one. All of them have a label; (rows,).
         """
-        apart = FAR_APART * self.data.train.labels.std() if self.data.train.labels.dtype.kind == "f" else 0.0
+        apart = (
+            FAR_APART * self.data.train.labels.std()
+            if self.data.train.labels.dtype.kind == "f"
+            else 0.0
+        )
 
         def differ(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
             distance = abs(self.labels(ours).astype(np.float64) - self.labels(theirs))
             return (distance.max(axis=1) if distance.ndim > 1 else distance) > apart
 
         found = np.full(len(rows), -1, rows.dtype)
-        earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(dict)  # the first row of each label, by text
+        earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(
+            dict
+        )  # the first row of each label, by text
         repeating = np.flatnonzero(self._may_repeat[rows])
-        for place, row, label in zip(repeating, rows[repeating], self.labels(rows[repeating]), strict=True):
+        for place, row, label in zip(
+            repeating, rows[repeating], self.labels(rows[repeating]), strict=True
+        ):
             same, key = earlier[folded(self.texts[row])], label.tobytes()
             if same.keys() <= {key}:
                 same.setdefault(key, row)
@@ -118,7 +131,9 @@ class Repeats:
                 found[place] = others[is_other][0]
             same.setdefault(key, row)
         if self._shingles is not None:
-            near = self._shingles.partners(rows, None, lambda *pair: differ(*pair) & self._both_near(*pair))
+            near = self._shingles.partners(
+                rows, None, lambda *pair: differ(*pair) & self._both_near(*pair)
+            )
             found = np.where(found < 0, near, found)
         return found
 
@@ -133,11 +148,17 @@ class Repeats:
         return found
 
     def are_equal(self, row: int, other: int) -> bool:
-        return self._hashes[row] == self._hashes[other] and folded(self.texts[row]) == folded(self.texts[other])
+        return self._hashes[row] == self._hashes[other] and folded(self.texts[row]) == folded(
+            self.texts[other]
+        )
 
     def _both_near(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         """Whether the texts of pairs that were not searched are near too; (pairs,)."""
-        return np.ones(len(ours), dtype=bool) if self._second is None else self._second.similar(ours, theirs)
+        return (
+            np.ones(len(ours), dtype=bool)
+            if self._second is None
+            else self._second.similar(ours, theirs)
+        )
 
     def _equal(self, rows: np.ndarray, known: np.ndarray | None) -> np.ndarray:
         found, among = np.full(len(rows), -1, rows.dtype), rows if known is None else known
@@ -244,7 +265,9 @@ class Shingles:
         entry_rows, triples = np.divmod(self.keys[entries], self.num_kinds)
         shared = triples >= self.num_single
         entry_rows, triples = entry_rows[shared], triples[shared]
-        order = np.lexsort((entry_rows, is_query[entry_rows] if known is not None else entry_rows, triples))
+        order = np.lexsort(
+            (entry_rows, is_query[entry_rows] if known is not None else entry_rows, triples)
+        )
         entry_rows, triples = entry_rows[order], triples[order]
 
         # Compare each entry's row with those of the entries before it, one further away at a time.
@@ -255,7 +278,9 @@ class Shingles:
         else:
             known_before = np.concatenate([[0], np.cumsum(~is_query[entry_rows])])
             num_known = known_before[np.searchsorted(triples, triples[queries], side="right")]
-            nearest = first_of_triple[queries] + num_known - known_before[first_of_triple[queries]] - 1
+            nearest = (
+                first_of_triple[queries] + num_known - known_before[first_of_triple[queries]] - 1
+            )
         for distance in range(MOST_COMPARED):
             other = nearest - distance
             active = (other >= first_of_triple[queries]) & (found[entry_rows[queries]] < 0)

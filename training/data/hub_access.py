@@ -113,7 +113,9 @@ def _resolves(what: str, say: Callable[[str], None]) -> bool:
             socket.getaddrinfo(host, endpoint.port or endpoint.scheme)
         except OSError as error:
             if delay is not None:
-                say(f"{what}: the hub did not answer ({host}: {error.strerror}); next attempt in {delay:g} s")
+                say(
+                    f"{what}: the hub did not answer ({host}: {error.strerror}); next attempt in {delay:g} s"
+                )
                 time.sleep(delay)
         else:
             return True
@@ -132,7 +134,10 @@ def _why_no_answer(error: BaseException | None) -> str | None:
         if status is not None:
             return first_line(error) if status in TRANSIENT_STATUS else None
         names = {base.__name__ for base in type(error).__mro__}
-        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror) or names & NETWORK_ERRORS:
+        if (
+            isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
+            or names & NETWORK_ERRORS
+        ):
             return first_line(error)
         error = error.__cause__ or error.__context__
     return None
@@ -142,7 +147,10 @@ def _why_no_answer(error: BaseException | None) -> str | None:
 def from_cache_only() -> Iterator[None]:
     """As with ``HF_HUB_OFFLINE=1``, ask the hub nothing."""
     # Both libraries read the variable once, at import, and offer no way to change it later.
-    switches = [constants, *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else [])]
+    switches = [
+        constants,
+        *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
+    ]
     before = [module.HF_HUB_OFFLINE for module in switches]
     try:
         for module in switches:
@@ -157,7 +165,10 @@ def cache_is_shared(ranks: Ranks) -> bool:
     """Whether all machines see the same hub cache: rank 0 writes a file there, and the others look for it."""
     if ranks.world_size == ranks.local_world_size:
         return False
-    folders = (Path(constants.HF_HUB_CACHE), Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")))
+    folders = (
+        Path(constants.HF_HUB_CACHE),
+        Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")),
+    )
     # A name that nobody has looked up yet, because NFS remembers for a while that a file did not exist.
     name = ranks.broadcast(f".shared_{secrets.token_hex(8)}")
     markers = [folder.expanduser() / name for folder in folders]

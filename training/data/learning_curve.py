@@ -39,7 +39,9 @@ def learning_curve(texts: Sequence[str], targets: np.ndarray, seed: int) -> dict
     chosen = generator.permutation(num_rows)[:MOST_ROWS]
     targets = targets[chosen]
     try:
-        words = TfidfVectorizer(sublinear_tf=True, dtype=np.float32).fit_transform(texts[i] for i in chosen)
+        words = TfidfVectorizer(sublinear_tf=True, dtype=np.float32).fit_transform(
+            texts[i] for i in chosen
+        )
     except ValueError:  # texts of single letters and symbols only
         return {"skipped": "the texts have no words"}
 
@@ -95,7 +97,11 @@ def _error(words: Any, targets: np.ndarray, kept: np.ndarray, held_out: np.ndarr
         return float((errors**2).mean() / max(wanted.var(), 1e-12))
     if targets.ndim == 1:
         labels = np.unique(known)
-        predicted = LinearSVC().fit(words[kept], known).predict(words[held_out]) if len(labels) > 1 else labels[0]
+        predicted = (
+            LinearSVC().fit(words[kept], known).predict(words[held_out])
+            if len(labels) > 1
+            else labels[0]
+        )
         return float((predicted != wanted).mean())
     right = given = 0
     for label in range(targets.shape[1]):  # each separately
@@ -114,8 +120,13 @@ def _fit(sizes: np.ndarray, errors: np.ndarray) -> Any:
     weights, fits = np.sqrt(sizes), []
     for exponent in EXPONENTS:
         powers = sizes**-exponent
-        for columns in (np.stack([np.ones(len(sizes)), powers], 1), np.stack([np.zeros(len(sizes)), powers], 1)):
-            (floor, factor), *_ = np.linalg.lstsq(columns * weights[:, None], errors * weights, rcond=None)
+        for columns in (
+            np.stack([np.ones(len(sizes)), powers], 1),
+            np.stack([np.zeros(len(sizes)), powers], 1),
+        ):
+            (floor, factor), *_ = np.linalg.lstsq(
+                columns * weights[:, None], errors * weights, rcond=None
+            )
             if floor >= 0 and factor >= 0:
                 misfit = float((((columns @ [floor, factor] - errors) * weights) ** 2).sum())
                 fits.append((misfit, floor, factor, exponent))

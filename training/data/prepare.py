@@ -23,7 +23,14 @@ from common.text import PAIR_KEY, TextTokenizer
 from common.tokenizer_files import SETTINGS_FILE, combined
 from common.windows import WINDOWS_KEY, Windows
 from training.config import STARTER, STARTER_FOLDER, TrainConfig
-from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, row_numbers, split_rows
+from training.data.dataset import (
+    SAMPLE,
+    NewsData,
+    default_cleaning,
+    load_news,
+    row_numbers,
+    split_rows,
+)
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.report import lines_of, measure_run
@@ -47,7 +54,12 @@ from training.data.tokenized import (
 )
 from training.data.unlabelled import add_unlabelled, names_of_labels, rows_of_names
 from training.facts import TINY
-from training.model.classifier import PROBE_PADDING, NewsClassifier, try_half_precision, try_unknown_family
+from training.model.classifier import (
+    PROBE_PADDING,
+    NewsClassifier,
+    try_half_precision,
+    try_unknown_family,
+)
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
@@ -56,7 +68,14 @@ from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
 from training.run.extend import with_earlier_rows
 from training.run.recipe import validation_fraction
-from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Regression, Vocabulary
+from training.tasks import (
+    TASKS,
+    Embedding,
+    LanguageModel,
+    MaskedLanguageModel,
+    Regression,
+    Vocabulary,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +115,9 @@ class PreparedNews:
         tokens = self.tokens
         validation = tokens.validation and tokens.validation.cut(length)
         train, test = tokens.read_in_training.cut(length), tokens.test.cut(length)
-        return replace(self, tokens=replace(tokens, read_in_training=train, test=test, validation=validation))
+        return replace(
+            self, tokens=replace(tokens, read_in_training=train, test=test, validation=validation)
+        )
 
     @cached_property
     def epoch_index(self) -> np.ndarray:
@@ -131,7 +152,9 @@ def settle_model(
             or hub_may_have(config.model, config.model_revision)
         ):
             return config.model
-        say(f"The hub cannot be reached and {config.model} is not in its cache: training --model {STARTER} instead")
+        say(
+            f"The hub cannot be reached and {config.model} is not in its cache: training --model {STARTER} instead"
+        )
         return STARTER
 
     model = ranks.from_first(choose)
@@ -153,7 +176,9 @@ class Found:
     vectors: Path | None
 
 
-def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], own: Own = NOTHING_OWN) -> PreparedNews:
+def prepare_news(
+    config: TrainConfig, ranks: Ranks, say: Callable[[str], None], own: Own = NOTHING_OWN
+) -> PreparedNews:
     """Read and tokenize on the first rank of each machine, then map the cached tokens on every rank.
 
     Raises:
@@ -173,7 +198,9 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     def check() -> list[str]:
         assert texts is not None
         assert tokenizer is not None
-        return check_tokens(config, tokenizer.backend_tokenizer.to_str(), found.cleaning, texts, tokens)
+        return check_tokens(
+            config, tokenizer.backend_tokenizer.to_str(), found.cleaning, texts, tokens
+        )
 
     about_tokens = ranks.from_first(check)
     # Rank 0 compares the texts, for all ranks.
@@ -181,9 +208,13 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
     drops, near = _asked(config.duplicates)
     if drops:
         file = repeats_file(config.cache_folder, found.key, config, "repeats")
-        dropped = ranks.from_first(lambda: remembered(file, lambda: Repeats(texts, near=near).drop()))
+        dropped = ranks.from_first(
+            lambda: remembered(file, lambda: Repeats(texts, near=near).drop())
+        )
     kept = np.delete(row_numbers(len(tokens.train)), dropped["dropped"])
-    train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
+    train, validation = ranks.run_on_all_ranks(
+        lambda: _split(config, tokens, ranks.world_size, kept)
+    )
     task = TASKS[config.task]
 
     def measure() -> dict[str, Any]:
@@ -207,7 +238,9 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None], 
         tokenizer=tokenizer,
         separator=found.separator,
         vocabulary=found.vocabulary,
-        teacher=ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None,
+        teacher=ask_teachers(config, ranks, texts, tokens, train, say)
+        if config.is_distilled
+        else None,
         figures=figures,
     )
 
@@ -254,12 +287,18 @@ def _find(
                 # The tokenizer of tiny would have to be learned from all texts again.
                 learned = {"tokenizer": tokenizer_json} if config.model == TINY else {}
                 write_json(source, {"tokens": key, "tokenizer_sha256": digest} | learned)
-        vectors = _write_vectors(config, data, cleaning, ranks.device, say) if TASKS[config.task] is Embedding else None
+        vectors = (
+            _write_vectors(config, data, cleaning, ranks.device, say)
+            if TASKS[config.task] is Embedding
+            else None
+        )
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         what = f"cannot be written ({error.strerror}); free some space, or name another folder"
-        raise UserError(f"--cache_dir {config.cache_folder}: {what}", code="not-writable") from error
+        raise UserError(
+            f"--cache_dir {config.cache_folder}: {what}", code="not-writable"
+        ) from error
     return Found(key, cleaning, separator, vocabulary, vectors), data, tokenizer
 
 
@@ -335,7 +374,11 @@ def _write_tokens(
 
 
 def _write_vectors(
-    config: TrainConfig, data: NewsData, cleaning: str, device: torch.device, say: Callable[[str], None]
+    config: TrainConfig,
+    data: NewsData,
+    cleaning: str,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Path:
     """What the teacher of ``--task embedding`` makes of the texts."""
     asked = with_copies(data, Copies(config.rough_share, config.seed), cleaning)
@@ -372,20 +415,28 @@ def class_weights_of(
         return len(news.train_index) / (np.count_nonzero(counts) * np.maximum(counts, 1))
     try:
         # Names stay text: yes and no are labels here.
-        given = yaml.load(Path(config.class_weights).expanduser().read_text(encoding="utf-8"), _TextKeys)
+        given = yaml.load(
+            Path(config.class_weights).expanduser().read_text(encoding="utf-8"), _TextKeys
+        )
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise _wrong_weights(config, f"cannot be read ({first_line(error)})") from error
     if not isinstance(given, dict):
-        raise _wrong_weights(config, f"must hold a weight for each label, such as `{names[0]}: 2.5`")
+        raise _wrong_weights(
+            config, f"must hold a weight for each label, such as `{names[0]}: 2.5`"
+        )
     given = {str(name): weight for name, weight in given.items()}
     if unknown := sorted(given.keys() - set(names)):
-        raise _wrong_weights(config, f"{unknown[0]!r} is not a label of the data, which has {some_of(names)}")
+        raise _wrong_weights(
+            config, f"{unknown[0]!r} is not a label of the data, which has {some_of(names)}"
+        )
     if missing := [name for name in names if name not in given]:
         raise _wrong_weights(config, f"has no weight for the label {missing[0]!r}")
     for name, weight in given.items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not (is_number and 0 < weight < math.inf):
-            raise _wrong_weights(config, f"the weight of {name!r} is {weight!r}; it must be a number above 0")
+            raise _wrong_weights(
+                config, f"the weight of {name!r} is {weight!r}; it must be a number above 0"
+            )
     return np.array([float(given[name]) for name in names])
 
 
@@ -399,7 +450,8 @@ class _TextKeys(yaml.SafeLoader):
 
 def _wrong_weights(config: TrainConfig, what: str) -> UserError:
     return UserError(
-        f"--class_weights {config.class_weights}: {what}; give none, auto or a YAML or JSON file", code="class-weights"
+        f"--class_weights {config.class_weights}: {what}; give none, auto or a YAML or JSON file",
+        code="class-weights",
     )
 
 
@@ -418,7 +470,9 @@ def _scale_can_be_moved(model: NewsClassifier, head: nn.Linear, ids: torch.Tenso
         after = model(ids, mask).double()
     head.load_state_dict(kept)
     model.train(was_training)
-    return torch.allclose(after, before * task.deviation + task.mean, rtol=1e-3, atol=1e-3 * task.deviation)
+    return torch.allclose(
+        after, before * task.deviation + task.mean, rtol=1e-3, atol=1e-3 * task.deviation
+    )
 
 
 def _is_local(name: str) -> bool:
@@ -432,11 +486,15 @@ def _split(
     chosen, unlabelled = np.split(chosen, [np.searchsorted(chosen, tokens.num_labelled)])
     labels = TASKS[config.task].strata(tokens.train.labels[: tokens.num_labelled])
     if len(chosen) == 0:
-        raise UserError(f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few")
+        raise UserError(
+            f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few"
+        )
     if 0 < config.max_train_rows < len(chosen):
         # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the other uses of the
         # seed.
-        chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
+        chosen = np.sort(
+            np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows]
+        )
     fraction = validation_fraction(config, len(chosen))
     if tokens.validation:
         train, validation = chosen, row_numbers(len(tokens.validation))
@@ -457,7 +515,8 @@ def _split(
         train = np.concatenate([train, unlabelled])
     if len(train) < world_size:
         raise UserError(
-            f"{world_size} ranks for {len(train)} training rows: start fewer processes", code="rows-too-few"
+            f"{world_size} ranks for {len(train)} training rows: start fewer processes",
+            code="rows-too-few",
         )
     return train, validation
 
@@ -497,7 +556,11 @@ def prepare_model(
     """
 
     def load() -> tuple[NewsClassifier, str]:
-        model = _network_of(config, ranks, news, own) if own.network else _stored_model(config, news, pooling, say)
+        model = (
+            _network_of(config, ranks, news, own)
+            if own.network
+            else _stored_model(config, news, pooling, say)
+        )
         _fit_to_rows(model, config, news, own)
         possible = _try_out(model, config, news, precision, own, say)
         if config.lora:
@@ -513,16 +576,21 @@ def prepare_model(
 def _network_of(config: TrainConfig, ranks: Ranks, news: PreparedNews, own: Own) -> NewsClassifier:
     assert own.network
     labels = news.tokens.label_names
-    model = NewsClassifier.around(own.network(news.tokens.vocab_size, len(labels)), TASKS[config.task](labels))
+    model = NewsClassifier.around(
+        own.network(news.tokens.vocab_size, len(labels)), TASKS[config.task](labels)
+    )
     needs_gpu = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if needs_gpu and ranks.is_distributed and ranks.device.type == "cpu":
         raise UserError(
-            "--network: nn.SyncBatchNorm runs on GPUs only; use BatchNorm, or a single process", code="own-code"
+            "--network: nn.SyncBatchNorm runs on GPUs only; use BatchNorm, or a single process",
+            code="own-code",
         )
     return model
 
 
-def _stored_model(config: TrainConfig, news: PreparedNews, pooling: str, say: Callable[[str], None]) -> NewsClassifier:
+def _stored_model(
+    config: TrainConfig, news: PreparedNews, pooling: str, say: Callable[[str], None]
+) -> NewsClassifier:
     def read() -> NewsClassifier:
         return NewsClassifier(
             len(news.tokens.label_names),
@@ -560,7 +628,9 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
     targets = news.tokens.train.labels[news.labelled_index]
     if not own.loss:  # which compares scores and targets as they are
         model.task.fit(targets, _head_of(model))
-    some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(int)  # of several labels
+    some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(
+        int
+    )  # of several labels
     own.apply_to(model.task, targets[some], config.best_metric)
     for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
         model.config.__dict__.pop(key, None)
@@ -592,7 +662,9 @@ def _try_out(
     flag = "--network" if own.network else f"--model {config.model}"
     if end - start + PROBE_PADDING <= model.max_positions:
         if unused := try_unknown_family(model, flag, ids):
-            say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
+            say(
+                f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)"
+            )
         head = _head_of(model)
         if head is not None and not _scale_can_be_moved(model, head, ids):
             model.task.fit(np.zeros(1), head)  # train on the numbers as they are

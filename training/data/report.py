@@ -27,7 +27,9 @@ from training.data.stored_texts import JoinedTexts
 from training.data.tokenized import TokenizedNews, load_tokenizer
 from training.tasks import TASKS, Task
 
-RARE = 10  # rows; with fewer, a label is hardly learned, and its score on the few test rows is chance
+RARE = (
+    10  # rows; with fewer, a label is hardly learned, and its score on the few test rows is chance
+)
 DOMINANT = 0.9  # share of the largest label from which accuracy says little
 MOST_NAMED = 5
 EXAMPLES = 3
@@ -56,31 +58,49 @@ class Fault:
     equal: np.ndarray
 
     @classmethod
-    def among(cls, repeats: Repeats, rows: Mapping[str, np.ndarray], find: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    def among(
+        cls,
+        repeats: Repeats,
+        rows: Mapping[str, np.ndarray],
+        find: Callable[[np.ndarray], np.ndarray],
+    ) -> Fault:
         """``find``: the partner of each row, or -1."""
         partners = {split: find(part) for split, part in rows.items()}
         is_found = {split: some >= 0 for split, some in partners.items()}
         numbers, others = (
-            np.concatenate([some[split][is_found[split]] for split in rows]) for some in (rows, partners)
+            np.concatenate([some[split][is_found[split]] for split in rows])
+            for some in (rows, partners)
         )
         equal = np.ones(len(numbers), dtype=bool)
         if repeats.near:
             equal[:] = [repeats.are_equal(*pair) for pair in zip(numbers, others, strict=True)]
         counts = {split: int(some.sum()) for split, some in is_found.items()}
-        return cls(counts, {split: len(part) for split, part in rows.items()}, numbers, others, equal)
+        return cls(
+            counts, {split: len(part) for split, part in rows.items()}, numbers, others, equal
+        )
 
-    def record(self, repeats: Repeats, place_of: PlaceOf, label_of: PlaceOf | None, most: int | None) -> dict[str, Any]:
+    def record(
+        self, repeats: Repeats, place_of: PlaceOf, label_of: PlaceOf | None, most: int | None
+    ) -> dict[str, Any]:
         """Plain values: the counts, and the first ``most`` of the rows."""
         listed = []
         columns = (one[:most].tolist() for one in (self.rows, self.others, self.equal))
         for row, other, equal in zip(*columns, strict=True):
             texts = [in_one_line(repeats.texts[one])[:LONGEST_EXAMPLE] for one in (row, other)]
             labels = {"label": label_of(row), "other_label": label_of(other)} if label_of else {}
-            listed.append({"row": place_of(row), "other_row": place_of(other), "near": not equal, **labels})
+            listed.append(
+                {"row": place_of(row), "other_row": place_of(other), "near": not equal, **labels}
+            )
             listed[-1] |= {"text": texts[0], "other_text": texts[1]}
         equal, count = int(self.equal.sum()), len(self.rows)
         splits = {split: {"count": self.found[split], "of": of} for split, of in self.of.items()}
-        return {"count": count, "equal": equal, "near": count - equal, "splits": splits, "rows": listed}
+        return {
+            "count": count,
+            "equal": equal,
+            "near": count - equal,
+            "splits": splits,
+            "rows": listed,
+        }
 
 
 def find_faults(
@@ -92,7 +112,9 @@ def find_faults(
     """
     faults = {"duplicates": Fault.among(repeats, {"training": train}, repeats.partners)}
     if held_out:
-        faults["leakage"] = Fault.among(repeats, held_out, lambda rows: repeats.partners(rows, train))
+        faults["leakage"] = Fault.among(
+            repeats, held_out, lambda rows: repeats.partners(rows, train)
+        )
     if labelled:
         everyone = np.sort(np.concatenate([train, *held_out.values()]))
         faults["conflicts"] = Fault.among(repeats, {"labelled": everyone}, repeats.conflicts)
@@ -126,7 +148,8 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     figures: dict[str, Any] = {
         "data": data.name,
         "task": config.task,
-        "rows": {"training": len(data.train)} | {split: len(rows) for split, rows in held_out.items()},
+        "rows": {"training": len(data.train)}
+        | {split: len(rows) for split, rows in held_out.items()},
         "near_duplicates": True,
     }
     faults = find_faults(repeats, repeats.rows[train], held_out, labelled=task.has_labels)
@@ -137,19 +160,28 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
         leaking = {SET_ASIDE: set_aside, **held_out}
         faults["leakage"] = Fault.among(repeats, leaking, lambda rows: repeats.partners(rows, kept))
     label_of = _label_of(repeats, task)
-    figures |= {name: one.record(repeats, places.__getitem__, label_of, None) for name, one in faults.items()}
+    figures |= {
+        name: one.record(repeats, places.__getitem__, label_of, None)
+        for name, one in faults.items()
+    }
     if task.has_labels:
         figures["labels"] = label_figures(data.train.labels, data.label_names)
     figures["scripts"] = script_figures(texts)
     figures["tokens"] = _measure_tokens(config, data, texts, say)
     if task.has_labels:
         say("Training a linear model on parts of the rows ...")
-        figures["learning_curve"] = _predict(data, np.delete(repeats.rows[train], faults["duplicates"].rows), config)
+        figures["learning_curve"] = _predict(
+            data, np.delete(repeats.rows[train], faults["duplicates"].rows), config
+        )
     return figures | {"notes": data.notes}
 
 
 def measure_run(
-    repeats: Repeats | None, data: NewsData, task: type[Task], train: np.ndarray, validation: np.ndarray
+    repeats: Repeats | None,
+    data: NewsData,
+    task: type[Task],
+    train: np.ndarray,
+    validation: np.ndarray,
 ) -> dict[str, Any]:
     """What costs little about the rows of a run, with :data:`EXAMPLES` of each fault.
 
@@ -186,7 +218,10 @@ def _label_of(repeats: Repeats, task: type[Task]) -> PlaceOf | None:
     def name(row: int) -> str:
         [label] = repeats.labels(np.array([row]))
         if np.ndim(label):
-            return ", ".join(name for name, applies in zip(names, label, strict=True) if applies) or "none"
+            return (
+                ", ".join(name for name, applies in zip(names, label, strict=True) if applies)
+                or "none"
+            )
         return f"{label:g}" if isinstance(label, np.floating) else names[label]
 
     return name if task.has_labels else None
@@ -199,7 +234,9 @@ def _measure_tokens(
     cleaning = config.clean
     if cleaning == "auto":
         cleaning = default_cleaning(config.dataset, data.label_names, config.train_split)
-    known = load_tokenizer(model, data.train.texts, config.max_length, say, cleaning, config.model_revision)
+    known = load_tokenizer(
+        model, data.train.texts, config.max_length, say, cleaning, config.model_revision
+    )
     tokenizer = TextTokenizer.from_json(known.backend_tokenizer.to_str(), UNCUT, cleaning)
     some = [texts[i] for i in evenly_spread(len(texts), TEXTS_TRIED)]
     ids = tokenizer.many().token_ids([tokenizer.clean_all(text) for text in some])
@@ -211,14 +248,21 @@ def _predict(data: NewsData, rows: np.ndarray, config: TrainConfig) -> dict[str,
     """What twice the rows would bring; ``rows``: the numbers of training rows with different texts."""
     if config.columns.pair:
         return {"skipped": "a linear model of words cannot compare two texts"}
-    return learning_curve([data.train.texts[row] for row in rows], data.train.labels[rows], config.seed)
+    return learning_curve(
+        [data.train.texts[row] for row in rows], data.train.labels[rows], config.seed
+    )
 
 
 def label_figures(targets: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     """How many training rows each label has, or how numbers are spread; see :meth:`Task.targets`."""
     if targets.dtype.kind == "f":
         low, middle, high = np.quantile(targets, (0, 0.5, 1)).tolist()
-        return {"smallest": low, "median": middle, "largest": high, "deviation": float(targets.std())}
+        return {
+            "smallest": low,
+            "median": middle,
+            "largest": high,
+            "deviation": float(targets.std()),
+        }
     counts = targets.sum(axis=0) if targets.ndim > 1 else np.bincount(targets, minlength=len(names))
     counted = dict(zip(names, counts.tolist(), strict=True))
     none = {"without": int((targets.sum(axis=1) == 0).sum())} if targets.ndim > 1 else {}
@@ -277,7 +321,11 @@ def run_lengths(tokens: TokenizedNews, config: TrainConfig) -> dict[str, Any]:
 def in_words(figures: Mapping[str, Any]) -> dict[str, str]:
     """The figures of a report as sentences under their names."""
     rows = dict(figures["rows"])
-    set_aside = f"; a run sets {rows.pop(SET_ASIDE):,} of them aside to test on" if SET_ASIDE in rows else ""
+    set_aside = (
+        f"; a run sets {rows.pop(SET_ASIDE):,} of them aside to test on"
+        if SET_ASIDE in rows
+        else ""
+    )
     facts = {"Rows": ", ".join(f"{count:,} {split}" for split, count in rows.items()) + set_aside}
     if "labels" in figures:
         facts["Labels"] = labels_in_words(figures["labels"])
@@ -300,7 +348,11 @@ def lines_of(figures: Mapping[str, Any], config: TrainConfig) -> list[str]:
     found = [name for name in FAULTS if figures.get(name, {}).get("count")]
     lines = [fault_in_words(name, figures) for name in found]
     if found:
-        flags = [[f"--{name}", str(getattr(config, name))] for name in DATA_FLAGS if name in config.model_fields_set]
+        flags = [
+            [f"--{name}", str(getattr(config, name))]
+            for name in DATA_FLAGS
+            if name in config.model_fields_set
+        ]
         command = ["python", "-m", "training.data_report", config.dataset, *chain(*flags)]
         lines[-1] += f"; to see which: {shlex.join(command)}"
     labels = figures.get("labels", {})
@@ -311,22 +363,31 @@ def lines_of(figures: Mapping[str, Any], config: TrainConfig) -> list[str]:
         name, count = max(labels["counts"].items(), key=lambda item: item[1])
         if count > DOMINANT * labels["rows"]:
             share = f"{_percent(count, labels['rows'])} of the training rows"
-            lines.append(f"{share} have the label {name}, so a model that always answers it looks good already")
+            lines.append(
+                f"{share} have the label {name}, so a model that always answers it looks good already"
+            )
     return lines
 
 
 def fault_in_words(name: str, figures: Mapping[str, Any]) -> str:
     """How many rows have a fault, such as "5 of 40 test rows repeat the text of a training row"."""
     fault, near = figures[name], figures["near_duplicates"]
-    counts = {split: one for split, one in fault["splits"].items() if one["count"]} or fault["splits"]
-    rows = " and ".join(f"{one['count']:,} of {one['of']:,} {split} rows" for split, one in counts.items())
+    counts = {split: one for split, one in fault["splits"].items() if one["count"]} or fault[
+        "splits"
+    ]
+    rows = " and ".join(
+        f"{one['count']:,} of {one['of']:,} {split} rows" for split, one in counts.items()
+    )
     repeat = "repeat or nearly repeat" if near else "repeat"
     what = {
         "duplicates": "the text of an earlier one",
-        "leakage": "the text of a training row" + ", so their scores are too good" * bool(fault["count"]),
+        "leakage": "the text of a training row"
+        + ", so their scores are too good" * bool(fault["count"]),
         "conflicts": "an earlier text, but with another label",
     }[name]
-    kinds = f" ({fault['equal']:,} equal, {fault['near']:,} near)" if near and fault["count"] else ""
+    kinds = (
+        f" ({fault['equal']:,} equal, {fault['near']:,} near)" if near and fault["count"] else ""
+    )
     return f"{rows} {repeat} {what}{kinds}"
 
 

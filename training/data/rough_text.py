@@ -26,7 +26,10 @@ Roughen = Callable[[Text, int, int], Text]
 # An initial or an abbreviation at the beginning ("Ky. Company wins ...") ends no sentence.
 _FEWEST_WORDS = 3
 # The first one that occurs ends the first part. Chinese and Japanese have no space behind it.
-_ENDS = (re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]"), re.compile(r"[,;:](?=\s)|\s[-–—]+(?=\s)|—|[，；：、]"))
+_ENDS = (
+    re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]"),
+    re.compile(r"[,;:](?=\s)|\s[-–—]+(?=\s)|—|[，；：、]"),
+)
 _WORD_OF_LETTERS = re.compile(r"[^\W\d_]{3,}")
 _APOSTROPHES = frozenset("'’ʼ`")
 _WORDS_PER_ERROR = 10
@@ -63,7 +66,10 @@ def without_punctuation(text: Text, seed: int, row: int) -> Text:
     """Without punctuation: apostrophes are dropped (dont), everything else becomes a space (well known)."""
 
     def bare(part: str) -> str:
-        kept = ("" if one in _APOSTROPHES else " " if unicodedata.category(one)[0] == "P" else one for one in part)
+        kept = (
+            "" if one in _APOSTROPHES else " " if unicodedata.category(one)[0] == "P" else one
+            for one in part
+        )
         return " ".join("".join(kept).split()) or part
 
     return _each(text, bare)
@@ -71,7 +77,9 @@ def without_punctuation(text: Text, seed: int, row: int) -> Text:
 
 def with_typing_errors(text: Text, seed: int, row: int) -> Text:
     """One typing error per ten words, at least one: two letters swapped, one dropped, doubled, or its neighbour hit."""
-    draw = random.Random(f"{seed} {row}")  # seeded by a text's bytes, as in every version of Python since 3.2
+    draw = random.Random(
+        f"{seed} {row}"
+    )  # seeded by a text's bytes, as in every version of Python since 3.2
 
     def mistyped(part: str) -> str:
         words = list(_WORD_OF_LETTERS.finditer(part))
@@ -129,7 +137,9 @@ class RoughTexts(Sequence[Text]):
             longer be decoded.
     """
 
-    def __init__(self, texts: Sequence[Text], rows: np.ndarray, seed: int, clean: Callable[[str], str]) -> None:
+    def __init__(
+        self, texts: Sequence[Text], rows: np.ndarray, seed: int, clean: Callable[[str], str]
+    ) -> None:
         self._texts, self._rows, self._seed, self._clean = texts, rows, seed, clean
 
     def __len__(self) -> int:
@@ -144,7 +154,9 @@ class RoughTexts(Sequence[Text]):
     def __getitem__(self, place: int | slice) -> Text | list[Text]:
         if isinstance(place, slice):
             chosen = ChosenTexts(self._texts, self._rows[place])[:]
-            return [self._rough(*one) for one in zip(chosen, self._rows[place].tolist(), strict=True)]
+            return [
+                self._rough(*one) for one in zip(chosen, self._rows[place].tolist(), strict=True)
+            ]
         row = int(self._rows[place])
         return self._rough(self._texts[row], row)
 
@@ -168,7 +180,11 @@ def _each(text: Text, change: Callable[[str], str]) -> Text:
 def _mistype(word: str, draw: random.Random) -> str:
     place = draw.randrange(len(word) - 1)
     before, one, other, after = word[:place], word[place], word[place + 1], word[place + 2 :]
-    changes = [before + other + one + after, before + other + after, before + one + one + other + after]
+    changes = [
+        before + other + one + after,
+        before + other + after,
+        before + one + one + other + after,
+    ]
     changes += [before + neighbour + other + after for neighbour in _NEIGHBOURS.get(one, "")[:1]]
     # Two equal letters that are swapped are no error.
     return draw.choice([changed for changed in changes if changed != word])

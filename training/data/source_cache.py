@@ -23,15 +23,25 @@ READING_VERSION = 4
 
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
     """Where it is kept what came of these files, if none of them changes, read with these flags; None for the hub."""
-    if not config.dataset or config.from_model:  # names are read in no time, and an earlier model's data may change
+    if (
+        not config.dataset or config.from_model
+    ):  # names are read in no time, and an earlier model's data may change
         return None
     path = SAMPLE_NEWS if config.dataset == SAMPLE else Path(config.dataset).expanduser().absolute()
     states = _states_of(path)
     if not states:
         return None
-    flags = [asdict(config.columns), asdict(config.selection), config.task, config.seed, config.bad_rows]
+    flags = [
+        asdict(config.columns),
+        asdict(config.selection),
+        config.task,
+        config.seed,
+        config.bad_rows,
+    ]
     if config.is_language_model:
-        flags.append(config.validation_fraction)  # decides which texts are set aside before they are joined
+        flags.append(
+            config.validation_fraction
+        )  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
     flags += [config.long] if config.long != "cut" else []
     flags += [Copies.VERSION, config.rough_share] if config.rough_share else []
@@ -47,13 +57,25 @@ def _states_of(path: Path) -> list[list[Any]]:
     files = [path, *([beside] if beside.is_file() else [])] if path.is_file() else []
     if path.is_dir():
         found = path.rglob("*") if is_saved_by_datasets(path) else path.glob("*")
-        files = [one for one in found if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()]
-    return sorted([str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files)
+        files = [
+            one
+            for one in found
+            if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()
+        ]
+    return sorted(
+        [str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files
+    )
 
 
 def repeats_file(folder: Path, key: str, config: TrainConfig, what: str) -> Path:
     """Where it is kept which rows of these texts repeat others, if the same ones are trained and validated on."""
-    rows = [READING_VERSION, config.duplicates, config.validation_fraction, config.max_train_rows, config.seed]
+    rows = [
+        READING_VERSION,
+        config.duplicates,
+        config.validation_fraction,
+        config.max_train_rows,
+        config.seed,
+    ]
     return folder / f"{key}-{what}-{_digest(rows)}.json"
 
 

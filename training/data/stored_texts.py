@@ -137,7 +137,9 @@ class StoredTexts(Sequence[Text]):
             self._offsets.flush()
             self._file.flush()
         count = (stop - start) * self.width + 1
-        stored = _read_exactly(self._offsets, 8 * count, self._begin_offsets + 8 * start * self.width)
+        stored = _read_exactly(
+            self._offsets, 8 * count, self._begin_offsets + 8 * start * self.width
+        )
         return np.frombuffer(stored, dtype=np.int64)
 
     def _read(self, start: int, stop: int) -> list[Text]:
@@ -157,7 +159,11 @@ def _encoded(text: str) -> bytes:
 
 def _decoded(data: bytes) -> str:
     first, joint, rest = data.partition(JOINT)
-    return JoinedText.of([_decoded_plain(first), _decoded_plain(rest)]) if joint else _decoded_plain(data)
+    return (
+        JoinedText.of([_decoded_plain(first), _decoded_plain(rest)])
+        if joint
+        else _decoded_plain(data)
+    )
 
 
 def _decoded_plain(data: bytes) -> str:
@@ -197,7 +203,10 @@ class JoinedTexts(Sequence[Text]):
     def __getitem__(self, place: int | slice) -> Text | list[Text]:
         if isinstance(place, slice):
             start, stop, step = place.indices(len(self))
-            cuts = [np.clip((start, max(start, stop)), *ends) - ends[0] for ends in pairwise(self._firsts)]
+            cuts = [
+                np.clip((start, max(start, stop)), *ends) - ends[0]
+                for ends in pairwise(self._firsts)
+            ]
             found = (part[int(a) : int(b)] for part, (a, b) in zip(self._parts, cuts, strict=True))
             return list(chain.from_iterable(found))[::step]
         part = int(np.searchsorted(self._firsts, place, side="right")) - 1

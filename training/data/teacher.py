@@ -60,7 +60,11 @@ class TeacherAnswers:
         """The mean over the teachers: (rows, labels), in the order of the data's labels."""
         places = np.searchsorted(self.rows, rows)
         return np.mean(
-            [answers[places][:, order] for answers, order in zip(self.answers, self.orders, strict=True)], axis=0
+            [
+                answers[places][:, order]
+                for answers, order in zip(self.answers, self.orders, strict=True)
+            ],
+            axis=0,
         )
 
     def has_label(self, rows: np.ndarray) -> np.ndarray:
@@ -84,7 +88,9 @@ def _read_teacher(name: str, config: TrainConfig) -> SavedModel:
             code="model-not-found",
         )
     saved = read_saved_model(path)
-    if saved.problem_type is not task.problem_type or saved.reads_pairs is not bool(config.columns.pair):
+    if saved.problem_type is not task.problem_type or saved.reads_pairs is not bool(
+        config.columns.pair
+    ):
         kind = f"a {saved.problem_type.name} model of {'pairs of texts' if saved.reads_pairs else 'single texts'}"
         pair = f" --pair_column {config.columns.pair}" if config.columns.pair else ""
         raise UserError(
@@ -98,8 +104,14 @@ def notes_on_teachers(config: TrainConfig, unlabelled: int) -> Iterator[str]:
     """What the report says about the teachers, and about rows that only they answer."""
     if config.is_distilled:
         names, share = ", ".join(config.teachers), f"{config.distill_share:.0%} of a row's loss"
-        whose = "answer of the teacher" if len(config.teachers) == 1 else "mean answer of the teachers"
-        more = f", and all of it for {counted(unlabelled, 'row')} without a label" if unlabelled else ""
+        whose = (
+            "answer of the teacher" if len(config.teachers) == 1 else "mean answer of the teachers"
+        )
+        more = (
+            f", and all of it for {counted(unlabelled, 'row')} without a label"
+            if unlabelled
+            else ""
+        )
         yield f"Distilled from {names}: {share} comes from the {whose}{more}."
 
 
@@ -142,7 +154,9 @@ def ask_teachers(
         )
     keys, orders = zip(*found[0], strict=True)
     answers = [ArrayFile.open(_file(config, key))["answers"] for key in keys]
-    return TeacherAnswers("+".join(keys), answers, rows, [np.array(order) for order in orders], tokens.num_labelled)
+    return TeacherAnswers(
+        "+".join(keys), answers, rows, [np.array(order) for order in orders], tokens.num_labelled
+    )
 
 
 def _places_of_labels(
@@ -162,7 +176,9 @@ def _places_of_labels(
 def _key(teacher: Path, texts: Sequence[Text]) -> str:
     """A name for exactly this teacher and these texts. An exported artefact counts, because the engine prefers it."""
     artefacts = [artefact_folder(teacher, engine) / MANIFEST_FILE for engine in PRECISIONS]
-    inside = [teacher / name for name in (*DESCRIPTION_FILES, MANIFEST_FILE)] if teacher.is_dir() else []
+    inside = (
+        [teacher / name for name in (*DESCRIPTION_FILES, MANIFEST_FILE)] if teacher.is_dir() else []
+    )
     files = [*inside, weights_file(teacher), *artefacts]
     digest = hashlib.sha256(str(ANSWERS_VERSION).encode())
     for file in files:
@@ -178,7 +194,12 @@ def _file(config: TrainConfig, key: str) -> Path:
 
 
 def _compute(
-    name: str, teacher: SavedModel, config: TrainConfig, texts: Sequence[Text], key: str, say: Callable[[str], None]
+    name: str,
+    teacher: SavedModel,
+    config: TrainConfig,
+    texts: Sequence[Text],
+    key: str,
+    say: Callable[[str], None],
 ) -> None:
     """Write the answers to the file of this key, unless it is there and undamaged.
 
@@ -187,7 +208,9 @@ def _compute(
     """
     file = _file(config, key)
     if file.exists() and not find_damage(file):
-        say(f"The answers of --distill {name} to {counted(len(texts), 'text')} are already known, from {file}")
+        say(
+            f"The answers of --distill {name} to {counted(len(texts), 'text')} are already known, from {file}"
+        )
         return
     say(f"Asking --distill {name} about {counted(len(texts), 'text')} ...")
     asked, answered = (file.with_suffix(f".{what}.jsonl") for what in ("texts", "answers"))
@@ -196,11 +219,25 @@ def _compute(
     try:
         with writing_whole(asked) as lines:
             for text in texts:
-                row = dict(zip(("text", "text_pair"), (text,) if isinstance(text, str) else text, strict=False))
+                row = dict(
+                    zip(
+                        ("text", "text_pair"),
+                        (text,) if isinstance(text, str) else text,
+                        strict=False,
+                    )
+                )
                 lines.write(json.dumps(row).encode() + b"\n")
-        flags = ["--model", str(teacher.path), "--bad_rows", "keep", *(["--probabilities"] * has_probabilities)]
+        flags = [
+            "--model",
+            str(teacher.path),
+            "--bad_rows",
+            "keep",
+            *(["--probabilities"] * has_probabilities),
+        ]
         what = f"--distill {name}"
-        run_command_of_serving("inference.score", [str(asked), str(answered), *flags], what, say, quiet=True)
+        run_command_of_serving(
+            "inference.score", [str(asked), str(answered), *flags], what, say, quiet=True
+        )
         about = {"teacher": str(teacher.path), "labels": teacher.labels}
         write_arrays(file, {"answers": _read_answers(name, answered, teacher, len(texts))}, about)
     except (OSError, UserError) as error:
@@ -209,7 +246,8 @@ def _compute(
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"--cache_dir {config.cache_dir}: cannot be written ({error.strerror or error})", code="not-writable"
+            f"--cache_dir {config.cache_dir}: cannot be written ({error.strerror or error})",
+            code="not-writable",
         ) from error
     for left_over in (asked, answered, record):
         left_over.unlink(missing_ok=True)
@@ -228,7 +266,9 @@ def _read_answers(name: str, path: Path, teacher: SavedModel, num_texts: int) ->
                     code="row-unusable",
                 )
             by_label = answer.get("probabilities")
-            answers[number] = [by_label[label] for label in teacher.labels] if by_label else answer["value"]
+            answers[number] = (
+                [by_label[label] for label in teacher.labels] if by_label else answer["value"]
+            )
     if teacher.problem_type is SINGLE_LABEL:
         answers /= answers.sum(axis=1, keepdims=True)  # they are written with six digits
     return answers

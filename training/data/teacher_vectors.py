@@ -19,7 +19,13 @@ from common.text import VERSION, TextTokenizer, cleaner
 from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
 from training.data.stored_texts import JoinedTexts
-from training.data.tokenized import Copies, TokenizedNews, TokenizedRows, check_vocabulary, load_from
+from training.data.tokenized import (
+    Copies,
+    TokenizedNews,
+    TokenizedRows,
+    check_vocabulary,
+    load_from,
+)
 from training.model.pooling import FIRST, POOLER, trained_pooling
 from training.model.precision import autocast, why_not_in_half
 from training.model.weights import read_network
@@ -31,10 +37,16 @@ TEXTS_AT_ONCE = 20_000  # sorted by length
 def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
     """``data`` with the rough copies of its training rows, for which the teacher has vectors of their own."""
     numbers, rough = copies.of(data, cleaner(cleaning))
-    return replace(data, train=Rows(JoinedTexts(data.train.texts, rough), data.train.labels)) if len(numbers) else data
+    return (
+        replace(data, train=Rows(JoinedTexts(data.train.texts, rough), data.train.labels))
+        if len(numbers)
+        else data
+    )
 
 
-def vectors_file(folder: Path, data: NewsData, teacher: str, cleaning: str, max_length: int) -> Path:
+def vectors_file(
+    folder: Path, data: NewsData, teacher: str, cleaning: str, max_length: int
+) -> Path:
     """Where the vectors of these texts by this teacher are kept, for students of any vocabulary.
 
     Raises:
@@ -45,7 +57,8 @@ def vectors_file(folder: Path, data: NewsData, teacher: str, cleaning: str, max_
     for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
         if not (place / name).is_file():
             raise UserError(
-                f"--distill {teacher}: has no {name}; give the folder of an encoder", code="model-not-found"
+                f"--distill {teacher}: has no {name}; give the folder of an encoder",
+                code="model-not-found",
             )
         digest.update(sha256_of(place / name).encode())
     for split, rows in data.splits.items():
@@ -76,12 +89,16 @@ def write_vectors(
         return
     place = Path(teacher).expanduser()
     asked = f"--distill {teacher}"
-    reading, notes = load_from(teacher, lambda: read_network(AutoModel, str(place), asked), say, "--distill")
+    reading, notes = load_from(
+        teacher, lambda: read_network(AutoModel, str(place), asked), say, "--distill"
+    )
     for note in notes:
         say(note)
     network = reading.network.eval().to(device)
     probe = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    if precision != "fp32" and why_not_in_half(device.type, lambda: network(input_ids=probe).last_hidden_state):
+    if precision != "fp32" and why_not_in_half(
+        device.type, lambda: network(input_ids=probe).last_hidden_state
+    ):
         precision = "fp32"
     longest = min(max_length, max_positions(network.config.to_dict()) or max_length)
     tokenizer = TextTokenizer.from_file(place / "tokenizer.json", longest, cleaning)
@@ -107,7 +124,9 @@ def write_vectors(
         found = np.zeros((len(rows.texts), network.config.hidden_size), np.float32)
         for start in range(0, len(rows.texts), TEXTS_AT_ONCE):
             ids = [one.ids for one in tokenizer.encode(rows.texts[start : start + TEXTS_AT_ONCE])]
-            order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)  # too little memory shows at once
+            order = sorted(
+                range(len(ids)), key=lambda i: len(ids[i]), reverse=True
+            )  # too little memory shows at once
             while order:
                 size = max(1, BATCH_TOKENS // len(ids[order[0]]))
                 batch, order = order[:size], order[size:]

@@ -15,7 +15,9 @@ from training.data.dataset import NewsData
 from training.data.tokenized import TokenizedNews, TokenizedRows
 
 TEXTS_TRIED, CHARS_TRIED = 1000, 2000
-MOST_UNKNOWN = 0.5  # of the characters; a tokenizer for another language or alphabet knows less than half
+MOST_UNKNOWN = (
+    0.5  # of the characters; a tokenizer for another language or alphabet knows less than half
+)
 WORTH_A_NOTE = 0.05
 
 
@@ -28,7 +30,9 @@ def check_tokens(
         UserError: most of the texts cannot be read.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    frame = tokenizer.num_special_tokens_to_add(bool(config.columns.pair))  # that each row has in addition
+    frame = tokenizer.num_special_tokens_to_add(
+        bool(config.columns.pair)
+    )  # that each row has in addition
     splits = {"training": tokens.train, "validation": tokens.validation, "test": tokens.test}
     lines = [] if config.is_language_model else _check_empty(config, splits, frame)
     share = _unknown_share(tokenizer, cleaning, texts)
@@ -38,17 +42,27 @@ def check_tokens(
             f"{what}; use a model for the language of the texts, with the tokenizer that it was trained with",
             code="tokenizer-unlike",
         )
-    return [*lines, *([f"{what}, so words with them all look the same to it"] if share >= WORTH_A_NOTE else [])]
+    return [
+        *lines,
+        *([f"{what}, so words with them all look the same to it"] if share >= WORTH_A_NOTE else []),
+    ]
 
 
-def _check_empty(config: TrainConfig, splits: dict[str, TokenizedRows | None], frame: int) -> list[str]:
+def _check_empty(
+    config: TrainConfig, splits: dict[str, TokenizedRows | None], frame: int
+) -> list[str]:
     empty = {name: np.flatnonzero(rows.lengths <= frame) for name, rows in splits.items() if rows}
     found = {name: rows for name, rows in empty.items() if len(rows)}
     if not found:
         return []
-    counts = " and ".join(f"{len(rows):,} {name} row{'s' * (len(rows) > 1)}" for name, rows in found.items())
+    counts = " and ".join(
+        f"{len(rows):,} {name} row{'s' * (len(rows) > 1)}" for name, rows in found.items()
+    )
     name, rows = next(iter(found.items()))
-    what = f"{counts} (first: {name} row {rows[0] + 1:,}) have no token" + " besides the special ones" * (frame > 0)
+    what = (
+        f"{counts} (first: {name} row {rows[0] + 1:,}) have no token"
+        + " besides the special ones" * (frame > 0)
+    )
     if 2 * len(empty["training"]) > len(splits["training"] or ()):
         raise UserError(
             f"{what}; --model {config.model} needs the tokenizer that it was trained with, and texts that it can read",
@@ -82,4 +96,6 @@ def _unknown_share(tokenizer: Tokenizer, cleaning: str, texts: NewsData) -> floa
         for encoding in tokenizer.encode_batch(cut, add_special_tokens=False)
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
     ]
-    return sum(size for is_unknown, size in places if is_unknown) / max(1, sum(size for _, size in places))
+    return sum(size for is_unknown, size in places if is_unknown) / max(
+        1, sum(size for _, size in places)
+    )

@@ -74,7 +74,9 @@ class TokenizedRows:
         """The rows as the data has them."""
         count = len(self) - len(self.copies_of)
         ids, offsets = self.ids[: self.offsets[count]], self.offsets[: count + 1]
-        return replace(self, ids=ids, offsets=offsets, labels=self.labels[:count], copies_of=NO_ROWS)
+        return replace(
+            self, ids=ids, offsets=offsets, labels=self.labels[:count], copies_of=NO_ROWS
+        )
 
     def with_copies(self, index: np.ndarray) -> np.ndarray:
         """These rows, and behind them their rough copies."""
@@ -90,18 +92,26 @@ class TokenizedRows:
 
     def num_inputs(self, index: np.ndarray) -> np.ndarray:
         """How many inputs of the model each of these rows is: its windows, or 1. int64, (rows,)."""
-        return count_windows(self.lengths[index], self.window) if self.window else np.ones(len(index), np.int64)
+        return (
+            count_windows(self.lengths[index], self.window)
+            if self.window
+            else np.ones(len(index), np.int64)
+        )
 
     def input_lengths(self, index: np.ndarray) -> np.ndarray:
         """Tokens of each input, one row after the other: int64, (inputs,)."""
-        return window_lengths(self.lengths[index], self.window) if self.window else self.lengths[index]
+        return (
+            window_lengths(self.lengths[index], self.window) if self.window else self.lengths[index]
+        )
 
     def cut(self, length: int) -> TokenizedRows:
         """These rows with at most ``length`` tokens each, the last of which stays the last: the end of the text."""
         lengths = np.minimum(self.lengths, length)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         # Each row begins at its old offset; what is before it among the kept ids has moved up by what was cut.
-        ids = self.ids[np.arange(offsets[-1]) + np.repeat(self.offsets[:-1] - offsets[:-1], lengths)]
+        ids = self.ids[
+            np.arange(offsets[-1]) + np.repeat(self.offsets[:-1] - offsets[:-1], lengths)
+        ]
         ids[offsets[1:] - 1] = self.ids[self.offsets[1:] - 1]
         num_cut = max(self.num_cut, int((self.lengths > length).sum()))
         return replace(self, ids=ids, offsets=offsets, num_cut=num_cut)
@@ -188,7 +198,9 @@ def load_tokenizer(
     from transformers.utils import cached_file
 
     if model == TINY:
-        parts = (part for text in train_texts for part in ((text,) if isinstance(text, str) else text))
+        parts = (
+            part for text in train_texts for part in ((text,) if isinstance(text, str) else text)
+        )
         return _train_wordpiece(map(cleaner(cleaning), parts), max_length)
 
     place = model_place(model)
@@ -197,8 +209,12 @@ def load_tokenizer(
         # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
         # other.
         version = {"revision": revision} if revision else {}
-        config = json.loads(Path(cached_file(place, "config.json", **version)).read_text(encoding="utf-8"))
-        has_file = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **version)
+        config = json.loads(
+            Path(cached_file(place, "config.json", **version)).read_text(encoding="utf-8")
+        )
+        has_file = cached_file(
+            place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **version
+        )
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **version)
         except Exception as error:
@@ -206,7 +222,11 @@ def load_tokenizer(
                 raise
             raise _no_tokenizer(model, first_line(error)) from error
         # Without any files transformers makes a tokenizer that knows special tokens only.
-        others = [tokenizer.init_kwargs.get(name) for name in tokenizer.vocab_files_names if name != "tokenizer_file"]
+        others = [
+            tokenizer.init_kwargs.get(name)
+            for name in tokenizer.vocab_files_names
+            if name != "tokenizer_file"
+        ]
         if not tokenizer.is_fast or not (has_file or all(others)):
             raise _no_tokenizer(model)
         rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -246,7 +266,9 @@ def is_local_model(model: str) -> bool:
     return model in (TINY, STARTER) or Path(model).expanduser().is_dir()
 
 
-def load_from(model: str, load: Callable[[], T], say: Callable[[str], None], flag: str = "--model") -> T:
+def load_from(
+    model: str, load: Callable[[], T], say: Callable[[str], None], flag: str = "--model"
+) -> T:
     """Load a part of a model, from the hub if it is not a folder, and turn errors into one line.
 
     Raises:
@@ -263,13 +285,19 @@ def load_from(model: str, load: Callable[[], T], say: Callable[[str], None], fla
     except ForeseenError:
         raise
     except Exception as error:  # every library below has errors of its own, its HTTP client too
-        raise UserError(f"{flag} {model}: {_why_not_loaded(model, error)}", code="model-unreadable") from error
+        raise UserError(
+            f"{flag} {model}: {_why_not_loaded(model, error)}", code="model-unreadable"
+        ) from error
 
 
 def _lfs_pointer(model: str) -> str:
     """The name of a file that Git has not fetched, in the folder of a model; empty if there is none."""
     files = sorted(Path(model).expanduser().glob("*"))
-    read = (file for file in files if file.suffix in (".json", ".model", ".safetensors", ".txt") and file.is_file())
+    read = (
+        file
+        for file in files
+        if file.suffix in (".json", ".model", ".safetensors", ".txt") and file.is_file()
+    )
     return next((file.name for file in read if is_lfs_pointer(file)), "")
 
 
@@ -301,14 +329,18 @@ def cache_key(
     digest = hashlib.sha256()
     more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
     more += [data.num_unlabelled] if data.num_unlabelled else []
-    more += [f"rough {copies.VERSION} {copies.share} {copies.seed}"] if copies and copies.share else []
+    more += (
+        [f"rough {copies.VERSION} {copies.share} {copies.seed}"] if copies and copies.share else []
+    )
     about = [data.name, data.label_names, data.notes, max_length, cleaning, *more]
     digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
         for number, chunk in enumerate(in_chunks(rows.texts)):
             texts = (text if isinstance(text, str) else "\x01".join(text) for text in chunk)
-            digest.update(("\x00" * bool(number) + "\x00".join(texts)).encode("utf-8", "surrogatepass"))
+            digest.update(
+                ("\x00" * bool(number) + "\x00".join(texts)).encode("utf-8", "surrogatepass")
+            )
             del chunk  # before the next one is read
         digest.update(np.ascontiguousarray(rows.labels).data)
     return f"v{VERSION}-{digest.hexdigest()[:24]}"
@@ -344,7 +376,9 @@ class Blocks:
     def offsets(self, num_tokens: int) -> np.ndarray:
         """Where blocks begin and end among so many tokens; from a single token that is left nothing can be learned."""
         edges = np.arange(0, num_tokens, self.size)
-        return np.append(edges, num_tokens) if num_tokens - edges[-1] > 1 or len(edges) == 1 else edges
+        return (
+            np.append(edges, num_tokens) if num_tokens - edges[-1] > 1 or len(edges) == 1 else edges
+        )
 
 
 def write_tokens(
@@ -370,9 +404,17 @@ def write_tokens(
     started = time.perf_counter()
     say(f"Tokenizing {sum(map(len, data.splits.values())):,} texts ...")
     arrays: dict[str, np.ndarray | GrowingArray] = {}
-    about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
+    about = {
+        "name": data.name,
+        "label_names": data.label_names,
+        "notes": data.notes,
+        "left_out": data.left_out,
+    }
     about |= {"vocab_size": tokenizer.highest_id + 1, "cut": {}, "width": {}}
-    about |= {"window": tokenizer.windows.length if tokenizer.windows else 0, "unlabelled": data.num_unlabelled}
+    about |= {
+        "window": tokenizer.windows.length if tokenizer.windows else 0,
+        "unlabelled": data.num_unlabelled,
+    }
     kind = "uint16" if tokenizer.highest_id < 2**16 else "int32"
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)  # it holds the texts
@@ -388,21 +430,35 @@ def write_tokens(
                     texts.append(text)
                 del chunk  # before the next one is read
             about["width"][split] = texts.width
-            arrays |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": rows.labels}
+            arrays |= {
+                f"{split}.ids": ids,
+                f"{split}.offsets": offsets,
+                f"{split}.labels": rows.labels,
+            }
             if blocks:
                 edges = blocks.offsets(ids.shape[0])
-                arrays |= {f"{split}.offsets": edges, f"{split}.labels": np.zeros(len(edges) - 1, rows.labels.dtype)}
+                arrays |= {
+                    f"{split}.offsets": edges,
+                    f"{split}.labels": np.zeros(len(edges) - 1, rows.labels.dtype),
+                }
             arrays[f"{split}.texts"], arrays[f"{split}.text_offsets"] = texts.arrays(folder)
             if split == "train" and copies and copies.share:
                 numbers, rough = copies.of(data, tokenizer.clean)
                 labels = rows.labels[numbers]
-                for _, part, part_lengths, _ in _encoded(tokenizer, Rows(rough, labels), cleaned=True):
+                for _, part, part_lengths, _ in _encoded(
+                    tokenizer, Rows(rough, labels), cleaned=True
+                ):
                     offsets.extend(ids.shape[0] + np.cumsum(part_lengths))
                     ids.extend(part)
-                arrays |= {"train.labels": np.concatenate([rows.labels, labels]), "train.copies_of": numbers}
+                arrays |= {
+                    "train.labels": np.concatenate([rows.labels, labels]),
+                    "train.copies_of": numbers,
+                }
         write_arrays(file, arrays, about)
     except OSError as error:
-        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
+        raise UserError(
+            f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable"
+        ) from error
     say(f"Tokenized in {time.perf_counter() - started:.1f}s, kept in {file}")
 
 
@@ -483,7 +539,10 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     special = list(SPECIAL_TOKENS.values())
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    normalizer, splitter = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     words: Counter[str] = Counter()
     for parts in _counted_parts(texts):
         for part, count in parts.items():
@@ -523,7 +582,9 @@ def make_tokenizer(tokenizer_json: str, max_length: int) -> PreTrainedTokenizerB
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=max_length, **SPECIAL_TOKENS
+    )
 
 
 def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
@@ -544,6 +605,8 @@ def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
                 parts[f"##{word[start:]}"] += count
     repeated = Counter({word: count for word, count in words.items() if count > 1})
     ordered = dict.fromkeys(
-        piece for pieces in (letters, repeated, parts) for piece in sorted(pieces, key=lambda p: (-pieces[p], p))
+        piece
+        for pieces in (letters, repeated, parts)
+        for piece in sorted(pieces, key=lambda p: (-pieces[p], p))
     )
     return list(ordered)[:size]

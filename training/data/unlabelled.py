@@ -39,8 +39,17 @@ def names_of_labels(labels: str) -> list[str]:
         lines = next(csv.reader([labels], skipinitialspace=True))
     names = [name.strip() for name in lines if name.strip()]
     if len(set(names)) < max(2, len(names)):
-        what = f"names {names[0]!r} only" if len(set(names)) == 1 else "names one label twice" if names else "is empty"
-        raise UserError(f"--labels {labels}: {what}; give two or more, separated by commas", code="labels-too-few")
+        what = (
+            f"names {names[0]!r} only"
+            if len(set(names)) == 1
+            else "names one label twice"
+            if names
+            else "is empty"
+        )
+        raise UserError(
+            f"--labels {labels}: {what}; give two or more, separated by commas",
+            code="labels-too-few",
+        )
     return names
 
 
@@ -84,7 +93,9 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     place = Path(getattr(config, flag)).expanduser()
     # Columns of a second text stand behind that of a label. There is none to read, so a column of the text takes its
     # place, and what it says there is ignored.
-    columns = Columns(config.columns.text, config.columns.pair.partition(",")[0], config.columns.pair)
+    columns = Columns(
+        config.columns.text, config.columns.pair.partition(",")[0], config.columns.pair
+    )
     reading = Reading(
         columns,
         skip=config.bad_rows == "skip",
@@ -93,12 +104,18 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
         problem_type=PLAIN_TEXT,
         new_texts=partial(texts_on_disk, cache_dir),
     )
-    files = [place] if place.is_file() else sorted(one for one in place.glob("*") if one.suffix in reading.formats)
+    files = (
+        [place]
+        if place.is_file()
+        else sorted(one for one in place.glob("*") if one.suffix in reading.formats)
+    )
     if not files:
         what = f"the folder has no file that ends in {', '.join(reading.formats)}"
         what = what if place.is_dir() else "no such file or folder"
         raise UserError(f"{asked}: {what}", code="data-not-found")
-    texts, _ = reading.usable(str(place), chain.from_iterable(read_file(file, reading) for file in files))
+    texts, _ = reading.usable(
+        str(place), chain.from_iterable(read_file(file, reading) for file in files)
+    )
 
     num_labelled = len(data.train)
     joined = replace(data, train=_joined(data.train, texts))
@@ -111,7 +128,9 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
         raise UserError(f"{asked}: all of its texts are already in the data", code="data-empty")
     note = f"{len(fresh):,} texts without a label from {place}"
     if left_out := len(new) - len(fresh):
-        note += f"; {left_out:,} are left out, because the data or an earlier line has the same text"
+        note += (
+            f"; {left_out:,} are left out, because the data or an earlier line has the same text"
+        )
     return replace(
         data,
         train=_joined(data.train, ChosenTexts(texts, fresh - num_labelled)),

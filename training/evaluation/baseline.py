@@ -78,13 +78,18 @@ class Baseline:
     @property
     def figures(self) -> str:
         """The task's first two metrics on the test rows."""
-        return ", ".join(f"{METRICS[name].title} {METRICS[name].shown(self.test[name])}" for name in self._metrics[:2])
+        return ", ".join(
+            f"{METRICS[name].title} {METRICS[name].shown(self.test[name])}"
+            for name in self._metrics[:2]
+        )
 
     @property
     def tile(self) -> tuple[str, str]:
         """The first of them, and what it is."""
         metric = METRICS[self._metrics[0]]
-        return metric.shown(self.test[self._metrics[0]]), f"{metric.title} of {self.how}: {self.verdict}"
+        return metric.shown(
+            self.test[self._metrics[0]]
+        ), f"{metric.title} of {self.how}: {self.verdict}"
 
     @property
     def _metrics(self) -> list[str]:
@@ -93,13 +98,19 @@ class Baseline:
     @property
     def how(self) -> str:
         read, there = self.rows
-        return f"{self.name}, " + ("the same rows" if read == there else f"on {read:,} of the {there:,} rows")
+        return f"{self.name}, " + (
+            "the same rows" if read == there else f"on {read:,} of the {there:,} rows"
+        )
 
     @property
     def verdict(self) -> str:
         if not self.gain.is_clear:
             return "no clear difference"
-        by = "" if self.gain.metric == self._metrics[0] else f" by its {METRICS[self.gain.metric].title}"
+        by = (
+            ""
+            if self.gain.metric == self._metrics[0]
+            else f" by its {METRICS[self.gain.metric].title}"
+        )
         return f"{'better' if self.gain.value < 0 else 'worse'} than this model{by}"
 
     @property
@@ -110,16 +121,21 @@ class Baseline:
         """For metrics.json; ``gain`` is the network's over the baseline."""
         read, there = self.rows
         rows = {"train_rows": read, **({} if read == there else {"of_train_rows": there})}
-        return {"name": self.name, **rows, "validation": self.validation or None, "test": self.test} | {
-            "gain": vars(self.gain)
-        }
+        return {
+            "name": self.name,
+            **rows,
+            "validation": self.validation or None,
+            "test": self.test,
+        } | {"gain": vars(self.gain)}
 
 
 def seconds_for_baseline(config: TrainConfig, news: PreparedNews) -> float:
     """How long the baseline of a run takes at most; 0 if there is no time for one."""
     limits = [MOST_SECONDS, SHARE_OF_TIMEOUT * config.collective_timeout]
     limits += [SHARE_OF_BUDGET * config.budget_seconds] if config.budget else []
-    letters = LETTERS_PER_TOKEN * sum(float(rows.lengths.sum()) for rows in (news.tokens.train, news.tokens.test))
+    letters = LETTERS_PER_TOKEN * sum(
+        float(rows.lengths.sum()) for rows in (news.tokens.train, news.tokens.test)
+    )
     needed = STARTING_SECONDS + letters * _seconds_per_letter(len(news.tokens.label_names))
     return min(needed, *limits) if min(limits) > STARTING_SECONDS else 0.0
 
@@ -150,7 +166,9 @@ def measure_baseline(
     """
     assert news.texts is not None
     num_labels = len(news.tokens.label_names)
-    letters = int((seconds_for_baseline(config, news) - STARTING_SECONDS) / _seconds_per_letter(num_labels))
+    letters = int(
+        (seconds_for_baseline(config, news) - STARTING_SECONDS) / _seconds_per_letter(num_labels)
+    )
 
     def read(texts: Sequence[Text], index: np.ndarray) -> tuple[np.ndarray, list[Text]]:
         """As many of these rows as there is time for, and their texts as the network gets them."""
@@ -171,8 +189,12 @@ def measure_baseline(
     scores, targets = task.as_scores(answer(texts)), news.tokens.test.labels[rows]
     heartbeat()
 
-    names = [name for name in config.task_facts.metrics if name != "loss"]  # which is one of probabilities
-    by_preference = dict.fromkeys(name for name in (config.best_metric, *names[:2]) if name in names)
+    names = [
+        name for name in config.task_facts.metrics if name != "loss"
+    ]  # which is one of probabilities
+    by_preference = dict.fromkeys(
+        name for name in (config.best_metric, *names[:2]) if name in names
+    )
     of_both = [(scores_of_network[rows], chosen_by_network), (scores, validation)]
     gains = [_gain(task, name, of_both, targets) for name in by_preference]
     test = task.metrics(scores, targets, validation)
@@ -189,7 +211,9 @@ def measure_baseline(
 def _draw(texts: Sequence[Text], index: np.ndarray, letters: int, seed: int) -> np.ndarray:
     """All of these rows, or at random as many as have so many letters, but at least one; ascending."""
     drawn = np.random.default_rng([seed, 6]).permutation(index)
-    fitting = takewhile(lambda total: total <= letters, accumulate(map(num_chars, ChosenTexts(texts, drawn))))
+    fitting = takewhile(
+        lambda total: total <= letters, accumulate(map(num_chars, ChosenTexts(texts, drawn)))
+    )
     return np.sort(drawn[: max(1, sum(1 for _ in fitting))])
 
 
@@ -199,7 +223,10 @@ def _cleaned(text: Text, cleaning: str) -> Text:
 
 
 def _gain(
-    task: Task, metric: str, of_both: Sequence[tuple[np.ndarray, Mapping[str, Any]]], targets: np.ndarray
+    task: Task,
+    metric: str,
+    of_both: Sequence[tuple[np.ndarray, Mapping[str, Any]]],
+    targets: np.ndarray,
 ) -> Gain:
     """Of the first of two models over the second, each with the evaluation that chose its thresholds.
 
@@ -209,12 +236,15 @@ def _gain(
 
     def difference(rows: np.ndarray) -> float:
         first, second = (
-            score_of(task.metrics(scores[rows], targets[rows], chosen), metric) for scores, chosen in of_both
+            score_of(task.metrics(scores[rows], targets[rows], chosen), metric)
+            for scores, chosen in of_both
         )
         return first - second
 
     every = np.arange(len(targets))
-    part = np.random.default_rng(len(targets)).permutation(every) % PARTS  # at random, as rows may come in an order
+    part = (
+        np.random.default_rng(len(targets)).permutation(every) % PARTS
+    )  # at random, as rows may come in an order
     if len(targets) < PARTS:
         return Gain(metric, difference(every), math.inf)
     without = np.array([difference(every[part != left_out]) for left_out in range(PARTS)])
@@ -267,12 +297,16 @@ def _features(texts: Sequence[Text], read: Callable[[Iterable[str]], spmatrix]) 
     """(texts, features); ``read``: from texts to their TF-IDF."""
     from scipy.sparse import hstack
 
-    of_all = read(chain.from_iterable(zip(*map(texts_in, texts), strict=True)))  # the first of all pairs, the second
+    of_all = read(
+        chain.from_iterable(zip(*map(texts_in, texts), strict=True))
+    )  # the first of all pairs, the second
     if of_all.shape[0] == len(texts):
         return of_all
     first, second = of_all[: len(texts)], of_all[len(texts) :]
     shared = first.multiply(second)
-    return hstack([first, second, shared, shared.sum(axis=1)], format="csr")  # the last is their cosine similarity
+    return hstack(
+        [first, second, shared, shared.sum(axis=1)], format="csr"
+    )  # the last is their cosine similarity
 
 
 def _separate(
@@ -292,13 +326,17 @@ def _separate(
             class_weights = {label: class_weights[label] for label in present.tolist()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # not quite converged is good enough here
-            svm = LinearSVC(C=1, random_state=seed, class_weight=class_weights).fit(features, labels)
+            svm = LinearSVC(C=1, random_state=seed, class_weight=class_weights).fit(
+                features, labels
+            )
 
     def margins(rows: spmatrix) -> np.ndarray:
         found = np.ones((rows.shape[0], 1)) if svm is None else svm.decision_function(rows)
         if found.ndim == 1:  # two labels share one plane
             found = np.stack([-found, found], axis=1)
-        answers = np.full((rows.shape[0], num_labels), found.min() - 2)  # of labels that no row has: they never apply
+        answers = np.full(
+            (rows.shape[0], num_labels), found.min() - 2
+        )  # of labels that no row has: they never apply
         answers[:, present] = found
         return answers
 

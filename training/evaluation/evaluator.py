@@ -72,10 +72,14 @@ def evaluate(
     """
     index = np.arange(len(rows)) if index is None else index
     if not len(index):
-        return {"rows": 0, "labels": list(task.label_names)}, np.zeros((0, task.num_scores), np.float32)
+        return {"rows": 0, "labels": list(task.label_names)}, np.zeros(
+            (0, task.num_scores), np.float32
+        )
     # Rows of similar length share a batch, so little is padded. Rank r of n takes the batches r, r + n, r + 2n, ...
     order = np.argsort(rows.lengths[index], kind="stable")
-    batch_of = (np.cumsum(rows.num_inputs(index[order])) - 1) // task.rows_at_once  # a row's windows stay together
+    batch_of = (
+        np.cumsum(rows.num_inputs(index[order])) - 1
+    ) // task.rows_at_once  # a row's windows stay together
     batches = np.split(order, np.flatnonzero(np.diff(batch_of)) + 1) if len(order) else []
     results = []
     for number, first in enumerate(range(0, len(batches), data_shard.size)):
@@ -87,7 +91,9 @@ def evaluate(
         own = index[batch]
         input_ids, attention_mask = pad(rows, own, int(rows.input_lengths(own).max()))
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
-        input_ids, targets = task.ask(input_ids, attention_mask, torch.from_numpy(rows.labels[own]), own, EVALUATION)
+        input_ids, targets = task.ask(
+            input_ids, attention_mask, torch.from_numpy(rows.labels[own]), own, EVALUATION
+        )
         finish = partial(task.summary, targets=targets.to(ranks.device))
         part = logits_of(input_ids.to(ranks.device), mask, finish=finish).float().cpu().numpy()
         if rows.window:
@@ -97,7 +103,9 @@ def evaluate(
             on_batch(len(batch))
     # Put every row's logits back where the row was, on every rank.
     logits = np.zeros((len(index), task.num_scores), dtype=np.float32)
-    for number, parts in ranks.gather((data_shard.rank, results if data_shard.is_replica_leader else [])):
+    for number, parts in ranks.gather(
+        (data_shard.rank, results if data_shard.is_replica_leader else [])
+    ):
         for batch, part in zip(batches[number :: data_shard.size], parts, strict=False):
             logits[batch] = part
     return task.measure(logits, rows.labels[index], chosen), logits
@@ -128,7 +136,8 @@ def evaluate_saved(
         name = dataset or saved.metadata.get("dataset")
         if name is None:
             raise UserError(
-                f"{path}: does not say what it was trained on; name the data with --dataset", code="data-not-found"
+                f"{path}: does not say what it was trained on; name the data with --dataset",
+                code="data-not-found",
             )
         text, label, pair = columns
         text = text or str(saved.metadata.get("text_column", "text"))
@@ -136,15 +145,33 @@ def evaluate_saved(
         pair = pair or str(saved.metadata.get("pair_column", ""))
         task = TASK_OF_PROBLEM[saved.problem_type.name]
         # Those of the dataset that it was trained on fit no other.
-        known = {} if dataset else {field.name: saved.metadata.get(field.name) for field in fields(Selection)}
+        known = (
+            {}
+            if dataset
+            else {field.name: saved.metadata.get(field.name) for field in fields(Selection)}
+        )
         selection = Selection(**{name: str(value) for name, value in known.items() if value})
         say = partial(print, file=sys.stderr)
-        seed, bad_rows = (saved.metadata.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows"))
+        seed, bad_rows = (
+            saved.metadata.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows")
+        )
         # Numbers without a header mean AG News' classes to a model that answers with these.
         names = AG_NEWS_LABELS if set(saved.labels) <= set(AG_NEWS_LABELS) else None
-        data = load_news(name, seed, bad_rows, Columns(text, label, pair), say, selection, task, class_names=names)
+        data = load_news(
+            name,
+            seed,
+            bad_rows,
+            Columns(text, label, pair),
+            say,
+            selection,
+            task,
+            class_names=names,
+        )
         if not data.has_test_rows and recorded_name(name) != saved.metadata.get("dataset"):
-            texts, labels = [*data.train.texts, *data.test.texts], np.concatenate([data.train.labels, data.test.labels])
+            texts, labels = (
+                [*data.train.texts, *data.test.texts],
+                np.concatenate([data.train.labels, data.test.labels]),
+            )
             return saved, replace(data, test=Rows(texts, labels))
         for note in data.notes if ranks.is_first and not quiet else ():
             say(note[0].upper() + note[1:])
@@ -160,7 +187,11 @@ def evaluate_saved(
 
     def answer(rows: Rows) -> dict[str, Any]:
         tokens = encode_rows(tokenizer, rows)
-        counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
+        counting = (
+            Console().counting("evaluating", len(tokens))
+            if show
+            else nullcontext(lambda rows: None)
+        )
         with counting as count, torch.inference_mode():
             metrics, _ = evaluate(
                 lambda input_ids, mask, finish: finish(model(input_ids, mask)),

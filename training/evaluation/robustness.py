@@ -46,12 +46,25 @@ def robustness_table(found: dict[str, Any], num_test_rows: int) -> str:
     metric = METRICS.get(name, Metric(name, is_share=False))
     whole = kinds[WHOLE][name]
     width = max(map(len, kinds))
-    of = f"{rows:,} rows drawn from {num_test_rows:,}" if rows < num_test_rows else f"{rows:,} test rows"
-    lines = [f"robustness: {metric.title} on {of}", f"{'':{width}}  {metric.title:>10}     change  texts changed"]
+    of = (
+        f"{rows:,} rows drawn from {num_test_rows:,}"
+        if rows < num_test_rows
+        else f"{rows:,} test rows"
+    )
+    lines = [
+        f"robustness: {metric.title} on {of}",
+        f"{'':{width}}  {metric.title:>10}     change  texts changed",
+    ]
     for kind, one in kinds.items():
         change = ""
         if kind != WHOLE:
-            change = f"{100 * (one[name] - whole):+.2f}" if metric.is_share else f"{one[name] - whole:+.4g}"
+            change = (
+                f"{100 * (one[name] - whole):+.2f}"
+                if metric.is_share
+                else f"{one[name] - whole:+.4g}"
+            )
         changed = "" if kind == WHOLE else f"{one['rows_changed'] / rows:.0%}"
-        lines.append(f"{kind:{width}}  {metric.shown(one[name]):>10}  {change:>9}  {changed:>13}".rstrip())
+        lines.append(
+            f"{kind:{width}}  {metric.shown(one[name]):>10}  {change:>9}  {changed:>13}".rstrip()
+        )
     return "\n".join(lines)

@@ -47,10 +47,16 @@ class BadStep:
 
     @property
     def what(self) -> str:
-        return f"the gradient norm is {self.grad_norm}" if math.isfinite(self.loss) else f"the loss is {self.loss}"
+        return (
+            f"the gradient norm is {self.grad_norm}"
+            if math.isfinite(self.loss)
+            else f"the loss is {self.loss}"
+        )
 
     def __str__(self) -> str:
-        where = "; ".join(f"rank {rank}, training rows {_listed(rows)}" for rank, rows in self.found.items())
+        where = "; ".join(
+            f"rank {rank}, training rows {_listed(rows)}" for rank, rows in self.found.items()
+        )
         return f"step {self.step}: {self.what} ({where or 'every row has a finite loss, the gradient overflowed'})"
 
 
@@ -64,7 +70,9 @@ class BadSteps:
         texts = context.news.texts
         if context.ranks.is_first and texts.left_out and not context.state.step:
             self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})
-            context.events.write_on_rank0("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
+            context.events.write_on_rank0(
+                "bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1]
+            )
 
     def is_left(self, rows: np.ndarray) -> np.ndarray:
         """Whether each of these rows is still trained on; bool, (rows,)."""
@@ -95,7 +103,10 @@ class BadSteps:
         """
         count = self.context.state.bad
         if not self.budget:
-            self.fail(last, "The last checkpoint is good and is kept; lower --learning_rate or fix the rows")
+            self.fail(
+                last,
+                "The last checkpoint is good and is kept; lower --learning_rate or fix the rows",
+            )
         # No step has succeeded beyond the one that caused the last rollback: the rows were not to blame.
         if count.last_good < count.went_back_from:
             self.fail(
@@ -113,13 +124,22 @@ class BadSteps:
 
     def fail(self, last: BadStep, advice: str) -> NoReturn:
         message = f"{last}{self._shown(last)}. {advice}, then {self.context.config.how_to_resume}"
-        raise TrainingFailure(message, quiet=not self.context.ranks.is_first, code="loss-not-finite")
+        raise TrainingFailure(
+            message, quiet=not self.context.ranks.is_first, code="loss-not-finite"
+        )
 
     def _record(self, bad: BadStep) -> None:
         self.context.exporter.bad_steps.inc()
-        self.context.events.write_on_rank0("skipped_step", step=bad.step, what=bad.what, rows=bad.rows)
+        self.context.events.write_on_rank0(
+            "skipped_step", step=bad.step, what=bad.what, rows=bad.rows
+        )
         if self.context.ranks.is_first:
-            fields = {"step": bad.step, "epoch": bad.epoch, "ranks": list(bad.found), "rows": bad.rows}
+            fields = {
+                "step": bad.step,
+                "epoch": bad.epoch,
+                "ranks": list(bad.found),
+                "rows": bad.rows,
+            }
             self.file.write({**fields, "loss": bad.loss, "norm": bad.grad_norm, "what": bad.what})
         if self.budget:
             self.context.say(f"Skipped {bad}{self._shown(bad)}")
@@ -129,4 +149,6 @@ class BadSteps:
 
 
 def _listed(rows: Sequence[int], most: int = 8) -> str:
-    return ", ".join(map(str, rows[:most])) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+    return ", ".join(map(str, rows[:most])) + (
+        f" and {len(rows) - most} more" if len(rows) > most else ""
+    )

@@ -45,7 +45,11 @@ class Missing:
 
 
 def describe_position(phase: str, step: int) -> str:
-    return f"in phase {phase} of step {step + 1}" if phase != "start" else f"between steps, after step {step}"
+    return (
+        f"in phase {phase} of step {step + 1}"
+        if phase != "start"
+        else f"between steps, after step {step}"
+    )
 
 
 def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]:
@@ -54,14 +58,22 @@ def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]
     Returns:
         The ranks that are gone, stopped, silent, failed, or busy while others wait; and the numbers of those that wait.
     """
-    others = {status.rank: status for status in read_statuses(run_dir) if status.rank < ranks.world_size}
+    others = {
+        status.rank: status for status in read_statuses(run_dir) if status.rank < ranks.world_size
+    }
     written = {rank: status.written for rank, status in others.items()}
     patience = 3 * writing_period(ranks.world_size) + MARGIN_SECONDS
     end = time.monotonic() + patience
     while True:
-        others |= {status.rank: status for status in read_statuses(run_dir) if status.rank in others}
+        others |= {
+            status.rank: status for status in read_statuses(run_dir) if status.rank in others
+        }
         others.pop(ranks.rank, None)
-        silent = [rank for rank, s in others.items() if s.state == "running" and s.written == written[rank]]
+        silent = [
+            rank
+            for rank, s in others.items()
+            if s.state == "running" and s.written == written[rank]
+        ]
         evident = {rank: why for rank, status in others.items() if (why := _known_problem(status))}
         if evident or not silent or time.monotonic() > end:
             break
@@ -69,12 +81,16 @@ def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]
     if not evident and time.monotonic() > end:
         evident = dict.fromkeys(silent, f"has written nothing for {patience:.0f} s")
     lost = evident or _busy(run_dir, others)
-    return [Missing(others[rank], why) for rank, why in sorted(lost.items())], sorted(others.keys() - lost.keys())
+    return [Missing(others[rank], why) for rank, why in sorted(lost.items())], sorted(
+        others.keys() - lost.keys()
+    )
 
 
 def is_any_gone(run_dir: Path, ranks: Ranks) -> bool:
     """Whether the process of a rank that runs on this machine has ended."""
-    others = [status for status in read_statuses(run_dir) if ranks.rank != status.rank < ranks.world_size]
+    others = [
+        status for status in read_statuses(run_dir) if ranks.rank != status.rank < ranks.world_size
+    ]
     return any(_known_problem(status) == GONE for status in others)
 
 
@@ -105,7 +121,11 @@ def _busy(run_dir: Path, others: Mapping[int, RankStatus]) -> dict[int, str]:
     for rank, status in others.items():
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(record_path(run_dir, rank).read_text())
-            if record["pid"] == status.pid and record["step"] == status.step and not record["waits"]:
+            if (
+                record["pid"] == status.pid
+                and record["step"] == status.step
+                and not record["waits"]
+            ):
                 busy[rank] = f"{BUSY} {record['seconds']:.0f} s"
     return busy
 
@@ -127,15 +147,24 @@ def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds
             waits = any(_is_under_way(record["entries"]) for record in records)
     path = record_path(run_dir, status.rank)
     place = {"rank": status.rank, "host": status.host, "pid": status.pid, "restart": status.restart}
-    place |= {"phase": phases.now, "step": phases.step, "seconds": round(seconds, 1), "waits": waits}
+    place |= {
+        "phase": phases.now,
+        "step": phases.step,
+        "seconds": round(seconds, 1),
+        "waits": waits,
+    }
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".txt").open("w", encoding="utf-8") as file:
-            file.write(f"rank {status.rank}: {describe_position(phases.now, phases.step)} for {seconds:.0f} s\n\n")
+            file.write(
+                f"rank {status.rank}: {describe_position(phases.now, phases.step)} for {seconds:.0f} s\n\n"
+            )
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(place | {"flight_records": records}, indent=1), encoding="utf-8")
+        aside.write_text(
+            json.dumps(place | {"flight_records": records}, indent=1), encoding="utf-8"
+        )
         aside.replace(path)
     return waits
 

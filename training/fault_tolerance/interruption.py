@@ -59,16 +59,26 @@ class Interruption:
             self._ended.clear()
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
-            self._writer, self._fd_before = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+            self._writer, self._fd_before = (
+                writer,
+                signal.set_wakeup_fd(writer, warn_on_full_buffer=False),
+            )
+            threading.Thread(
+                target=self._listen, args=(reader,), name="signals", daemon=True
+            ).start()
             outlive_terminal()
             is_nohup = (signal.SIGHUP, signal.SIG_IGN)
-            caught = [number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != is_nohup]
+            caught = [
+                number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != is_nohup
+            ]
             self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._depth -= 1
         if self._depth or not self._before:
@@ -84,14 +94,18 @@ class Interruption:
     def saving(self) -> Iterator[Interruption]:
         """From here on a stop is synchronized and saved."""
         with self:
-            self._saves = True  # for good: the error that ends the run must not give way to a late signal
+            self._saves = (
+                True  # for good: the error that ends the run must not give way to a late signal
+            )
             yield self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if number != signal.SIGUSR1 and not self._saves and not self._gives_up:
             self._gives_up = True
-            raise StopAsked(130 if number == signal.SIGINT else self.exit_code, quiet=not self._is_first)
+            raise StopAsked(
+                130 if number == signal.SIGINT else self.exit_code, quiet=not self._is_first
+            )
 
     def _listen(self, reader: int) -> None:
         interrupted = None

@@ -76,7 +76,10 @@ def stopped_exit_code(wanted: int) -> int:
     If several launchers share the run and restart it, 0 is wrong: a launcher may see its ranks end before it hears that
     a node joins or leaves, would take the run for finished, and the others would wait for it forever.
     """
-    shared = int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    shared = (
+        int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
+        and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    )
     code = wanted or (os.EX_TEMPFAIL if shared else 0)
     _correct_exit_code(code)
     return code

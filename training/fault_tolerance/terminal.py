@@ -25,4 +25,8 @@ def outlive_terminal() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.isatty():
             raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True),
+            )

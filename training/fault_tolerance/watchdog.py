@@ -47,7 +47,9 @@ class Watchdog(Subscriber):
 
     def __init__(self, context: RunContext) -> None:
         self._run_dir = context.config.run_dir
-        self._resume_hint = f"The last checkpoint is safe: to resume, {context.config.how_to_resume}"
+        self._resume_hint = (
+            f"The last checkpoint is safe: to resume, {context.config.how_to_resume}"
+        )
         self._timeout = context.config.collective_timeout
         self._limit = start_timeout(self._timeout)
         self._has_stepped = False
@@ -62,7 +64,10 @@ class Watchdog(Subscriber):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._ended.set()
         # If the thread is about to end the process, let it do the reporting.
@@ -132,7 +137,9 @@ class Watchdog(Subscriber):
             missing, reports = self._find_missing_ranks()
             if missing:  # else the others live, and a slow step or a long save will end
                 line = f"{self._line(missing, 'asked to stop, but the ranks could not agree on it')} [stop-not-agreed]"
-                self._report_and_exit(self._interruption.exit_code, line, reports=reports, at_once=True)
+                self._report_and_exit(
+                    self._interruption.exit_code, line, reports=reports, at_once=True
+                )
 
     def _find_missing_ranks(self) -> tuple[list[Missing], bool]:
         """Which ranks are missing, and whether this rank is the lowest of the others, which reports it."""
@@ -141,10 +148,15 @@ class Watchdog(Subscriber):
 
     def _line(self, missing: Sequence[Missing], what: str) -> str:
         here = describe_position(self._phases.now, self._phases.step)
-        who = "; ".join(map(str, missing)) or f"no rank seems to be missing; rank {self._ranks.rank} is {here}"
+        who = (
+            "; ".join(map(str, missing))
+            or f"no rank seems to be missing; rank {self._ranks.rank} is {here}"
+        )
         return f"{LOST} {self._phases.step + 1}: {what}; {who}. {self._resume_hint}"
 
-    def _report_and_exit(self, exit_code: int, line: str, *, reports: bool, at_once: bool) -> NoReturn:
+    def _report_and_exit(
+        self, exit_code: int, line: str, *, reports: bool, at_once: bool
+    ) -> NoReturn:
         self._status.failed(line)
         if not reports and not at_once:
             # torchrun ends all ranks once one is gone, so the rank that reports must not be cut short.

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import sdpa_mask
 
 from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
@@ -156,12 +161,19 @@ class Llama(Architecture):
         # The head finds each row's last token by the mask, so there has to be one.
         return super().logits(network, input_ids, mask_of(input_ids, attention_mask))
 
-    def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+    def context(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor
+    ) -> dict[str, Any]:
         # Rotary positions, and no mask: padding is at the end of a row, where causal attention never looks.
         positions = torch.arange(attention_mask.shape[1], device=hidden.device)[None]
-        return {"attention_mask": None, "position_embeddings": network.model.rotary_emb(hidden, positions)}
+        return {
+            "attention_mask": None,
+            "position_embeddings": network.model.rotary_emb(hidden, positions),
+        }
 
-    def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def classify(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
         rows = torch.arange(len(hidden), device=hidden.device)
         last = hidden[rows, attention_mask.sum(dim=1) - 1]
         # A norm acts on each token separately, so one token per row is enough.
@@ -183,7 +195,9 @@ class LlamaLanguageModel(Llama):
 
     def head_work(self, network: PreTrainedModel) -> float:
         block = find_blocks(network)[0]
-        return network.lm_head.weight.numel() / sum(parameter.numel() for parameter in block.parameters())
+        return network.lm_head.weight.numel() / sum(
+            parameter.numel() for parameter in block.parameters()
+        )
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -203,7 +217,9 @@ def blocks_of(container: nn.Module) -> Iterable[nn.Module]:
 
 def find_blocks(network: nn.Module) -> Sequence[nn.Module]:
     """The repeated blocks of any network: its module list with the most parameters; empty if it has no list."""
-    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    lists = [
+        module for module in network.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
     largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
     return list(blocks_of(largest)) if largest is not None else []
 
@@ -256,16 +272,28 @@ def row_attention(
     """
     drop = getattr(module, "dropout", None)
     drops = dropout > 0 and isinstance(drop, RowDropout) and drop.masks_attention(query)
-    is_causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
+    is_causal = (
+        attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
+    )
     if not drops and (dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)):
         shares_keys = query.shape[1] != key.shape[1]
         context = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, is_causal, scale=scaling, enable_gqa=shares_keys
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            is_causal,
+            scale=scaling,
+            enable_gqa=shares_keys,
         )
         return context.transpose(1, 2).contiguous(), None
     # The fused kernel draws its own dropout mask. Ours has to be applied to the weights, so they are computed here.
     if query.shape[1] != key.shape[1]:
-        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+        key, value = (
+            states.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            for states in (key, value)
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query * scale, key.transpose(2, 3))
     if attention_mask is not None:
@@ -281,11 +309,16 @@ AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
 
 
 def _attend_first(
-    module: nn.Module, projections: Sequence[nn.Module], hidden: torch.Tensor, mask: torch.Tensor | None
+    module: nn.Module,
+    projections: Sequence[nn.Module],
+    hidden: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of the first token to all tokens: (batch, seq, hidden) -> (batch, 1, hidden)."""
 
-    def heads(projection: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    def heads(
+        projection: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor
+    ) -> torch.Tensor:
         return projection(states).unflatten(-1, (-1, module.attention_head_size)).transpose(1, 2)
 
     query, key, value = projections
@@ -312,7 +345,9 @@ def _distilbert_attend_first(
     return attention.out_lin(_attend_first(attention, projections, hidden, attention_mask))
 
 
-def _bert_attend_first(attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def _bert_attend_first(
+    attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
     projections = (attention.query, attention.key, attention.value)
     return _attend_first(attention, projections, hidden, attention_mask)
 
@@ -324,6 +359,8 @@ def _distilbert_first_token(
     return block.output_layer_norm(block.ffn(first) + first)
 
 
-def _bert_first_token(block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def _bert_first_token(
+    block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
     context = block.attention.self(hidden, attention_mask)
     return block.feed_forward_chunk(block.attention.output(context, hidden[:, :1]))

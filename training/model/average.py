@@ -19,7 +19,9 @@ class WeightAverage:
     def __init__(self, parameters: Mapping[str, torch.Tensor], decay: float) -> None:
         self.decay = decay
         self.parameters = parameters
-        self.tensors = {f"average/{name}": value.detach().clone() for name, value in parameters.items()}
+        self.tensors = {
+            f"average/{name}": value.detach().clone() for name, value in parameters.items()
+        }
 
     @torch.no_grad()
     def update(self, step: int, updated: torch.Tensor) -> None:
@@ -44,4 +46,7 @@ class WeightAverage:
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors.values()]
+    return [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        for tensor in tensors.values()
+    ]

@@ -32,13 +32,25 @@ from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import model_place
 from training.data.dataset import AG_NEWS_LABELS
 from training.facts import TINY
-from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
+from training.model.architectures import (
+    ROW_ATTENTION,
+    architecture_of,
+    find_blocks,
+    mask_of,
+    token_types,
+)
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import FAMILY_OF, keep_blocks
 from training.model.pooling import MEAN, POOLING_KEY, add_mean_block, can_have_mean_block
 from training.model.precision import why_not_in_half
 from training.model.weights import read_network, redraw, stored_dtype
-from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
+from training.tasks import (
+    TASK_OF_PROBLEM,
+    CausalLanguageModel,
+    Classification,
+    MaskedLanguageModel,
+    Task,
+)
 
 # A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
 PROBE_PADDING = 8
@@ -86,10 +98,14 @@ class NewsClassifier(nn.Module):
             about["label2id"] = {name: i for i, name in enumerate(names)}
             if task is not Classification and task.has_labels:  # which is what transformers assumes
                 about["problem_type"] = task.problem_type.name
-        network, self.notes, fresh = _load_network(pretrained_model, task, about, vocab_size, revision or None)
+        network, self.notes, fresh = _load_network(
+            pretrained_model, task, about, vocab_size, revision or None
+        )
         family = FAMILY_OF.get(type(network).__name__)
         # Whether the layer between the encoder and the last layer is one that was trained with the encoder.
-        self.has_stored_pooler = bool(family and family.pooler and f"{family.pooler}.weight" not in fresh)
+        self.has_stored_pooler = bool(
+            family and family.pooler and f"{family.pooler}.weight" not in fresh
+        )
         if layers:  # before the last block learns to compute a single token
             keep_blocks(network, layers, pretrained_model)
         self.has_own_mean_block = getattr(network.config, POOLING_KEY, None) == MEAN
@@ -117,14 +133,18 @@ class NewsClassifier(nn.Module):
         config = AutoConfig.for_model(**saved.config)
         # Whatever the weights were stored in when training began: CPUs compute halves slowly, and a test is exact.
         network = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights)
+        weights = (
+            read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights)
+        )
         attention = weights.pop(ATTENTION_KEY, None)
         if (attention is None) != (saved.windows is None):
             what = f"has one of {ATTENTION_KEY} in the weights and {WINDOWS_KEY} in config.json, but not both"
             raise ModelLoadError(saved.path, what, "copy the files of the training run again")
         known = network.state_dict()
         unread = {name for name in weights if name not in known and changes_nothing(name, network)}
-        network.load_state_dict({name: value for name, value in weights.items() if name not in unread})
+        network.load_state_dict(
+            {name: value for name, value in weights.items() if name not in unread}
+        )
         classifier._adopt(network, TASK_OF_PROBLEM[saved.problem_type.name](saved.labels))
         if saved.windows:
             classifier.widen_head(saved.windows, attention)
@@ -137,7 +157,9 @@ class NewsClassifier(nn.Module):
         nn.Module.__init__(classifier)
         if not isinstance(network, PreTrainedModel):
             network.config = PreTrainedConfig(
-                id2label=dict(enumerate(task.label_names)), problem_type=task.problem_type.name, pad_token_id=0
+                id2label=dict(enumerate(task.label_names)),
+                problem_type=task.problem_type.name,
+                pad_token_id=0,
             )
             network.config.own_network = f"{type(network).__module__}:{type(network).__qualname__}"
         classifier._adopt(network, task)
@@ -147,7 +169,9 @@ class NewsClassifier(nn.Module):
         """Give the last layer one more output, the attention of windows, and note how texts are cut."""
         head = self.network.get_submodule(windows.head)
         trained = head.weight.requires_grad
-        head.weight = nn.Parameter(torch.cat([head.weight.detach(), row.to(head.weight)]), requires_grad=trained)
+        head.weight = nn.Parameter(
+            torch.cat([head.weight.detach(), row.to(head.weight)]), requires_grad=trained
+        )
         if head.bias is not None:
             bias = torch.cat([head.bias.detach(), head.bias.new_zeros(1)])
             head.bias = nn.Parameter(bias, requires_grad=trained)
@@ -161,7 +185,9 @@ class NewsClassifier(nn.Module):
         # Private attributes, because transformers 5 has no public way to ask which families take attention and its
         # masks from the registry. The others would add our boolean mask to their scores.
         if isinstance(network, PreTrainedModel):
-            network.config._attn_implementation = ROW_ATTENTION if network._supports_sdpa else "eager"
+            network.config._attn_implementation = (
+                ROW_ATTENTION if network._supports_sdpa else "eager"
+            )
         if network.config.pad_token_id is None:
             # Some decoders name no padding id, and then accept batches of one row only.
             network.config.pad_token_id = 0
@@ -172,7 +198,9 @@ class NewsClassifier(nn.Module):
             self._predicted: torch.Tensor | None = None
             network.get_output_embeddings().register_forward_pre_hook(self._choose_predicted)
 
-    def _choose_predicted(self, layer: nn.Module, states: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def _choose_predicted(
+        self, layer: nn.Module, states: tuple[torch.Tensor]
+    ) -> tuple[torch.Tensor]:
         """Let the layer of the vocabulary compute predicted tokens only: (batch, seq, hidden) -> (tokens, hidden)."""
         return states if self._predicted is None else (states[0][self._predicted],)
 
@@ -195,7 +223,9 @@ class NewsClassifier(nn.Module):
             found = token_types(self.network, input_ids)
             more = {} if found is None else {"token_type_ids": found}
             if self.task.is_language_model and hasattr(self.config, "use_cache"):
-                more["use_cache"] = False  # keys and values would be kept for a next token, which nobody asks for
+                more["use_cache"] = (
+                    False  # keys and values would be kept for a next token, which nobody asks for
+                )
             return self.network(input_ids=input_ids, attention_mask=attention_mask, **more).logits
         return self.network(input_ids, attention_mask)
 
@@ -231,8 +261,17 @@ class NewsClassifier(nn.Module):
         if self.architecture:
             return self.architecture.family.classifier
         outputs = len(self.task.label_names) + hasattr(self.config, WINDOWS_KEY)
-        layers = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
-        return next((name for name in reversed(layers) if self.network.get_submodule(name).out_features == outputs), "")
+        layers = [
+            name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)
+        ]
+        return next(
+            (
+                name
+                for name in reversed(layers)
+                if self.network.get_submodule(name).out_features == outputs
+            ),
+            "",
+        )
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -254,14 +293,18 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
     """
     if model.architecture:
         return []
-    widen(model)  # in half precision, rounding alone would change the logits; and no strategy can shard such a model
+    widen(
+        model
+    )  # in half precision, rounding alone would change the logits; and no strategy can shard such a model
     mask, was_training = torch.ones_like(input_ids), model.training
     model.eval()
     try:
         with torch.random.fork_rng(devices=[]):
             alone = model(input_ids, mask)
             with torch.no_grad():
-                padded = model(F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING)))
+                padded = model(
+                    F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING))
+                )
                 if model.task.is_language_model:
                     padded = padded[:, : input_ids.shape[1]]
                 if isinstance(model.task, CausalLanguageModel):
@@ -270,11 +313,15 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
         raise
     except Exception as error:  # the network's own code
         raise UserError(
-            f"{flag}: a text cannot be classified with it ({first_line(error)})", code="model-unreadable"
+            f"{flag}: a text cannot be classified with it ({first_line(error)})",
+            code="model-unreadable",
         ) from error
     finally:
         model.train(was_training)
-    change, scale = (padded - alone.detach()).abs().max().item(), max(alone.abs().max().item(), 1e-6)
+    change, scale = (
+        (padded - alone.detach()).abs().max().item(),
+        max(alone.abs().max().item(), 1e-6),
+    )
     if change > PROBE_TOLERANCE * scale:
         raise UserError(
             f"{flag}: {model.config.model_type or type(model.network).__name__} reads padding, which changes a row's "
@@ -284,7 +331,11 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
         )
     # DDP waits for the gradient of every parameter that requires one, and some would never get one.
     reached = _leaves(alone)
-    unused = {name: parameter for name, parameter in model.network.named_parameters() if parameter not in reached}
+    unused = {
+        name: parameter
+        for name, parameter in model.network.named_parameters()
+        if parameter not in reached
+    }
     for parameter in unused.values():
         parameter.requires_grad_(False)
     return list(unused)
@@ -302,7 +353,9 @@ def try_half_precision(model: NewsClassifier, input_ids: torch.Tensor) -> str:
         model.train(was_training)
 
 
-def _check_causal(model: NewsClassifier, flag: str, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+def _check_causal(
+    model: NewsClassifier, flag: str, input_ids: torch.Tensor, scores: torch.Tensor
+) -> None:
     """Refuse a network that sees the token which it should predict, such as an encoder with a decoder's head."""
     changed = input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % model.config.vocab_size
@@ -336,7 +389,10 @@ def _load_network(
     """The network, notes for the user, and the names of the weights that begin at random."""
     auto = getattr(transformers, task.auto_class)
     if name == TINY and task is CausalLanguageModel:
-        special = {f"{which}_token_id": id for which, id in zip(("pad", "bos", "eos"), (0, 2, 3), strict=True)}
+        special = {
+            f"{which}_token_id": id
+            for which, id in zip(("pad", "bos", "eos"), (0, 2, 3), strict=True)
+        }
         config = LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=128,
@@ -361,7 +417,9 @@ def _load_network(
     about |= {"revision": revision} if revision else {}
     generator, dtype = torch.get_rng_state(), stored_dtype(place, revision)
     reading, notes = read_network(auto, place, asked, dtype, **about)
-    if (now := stored_dtype(place, revision)) != dtype:  # loading has downloaded the model, or a newer version of it
+    if (
+        now := stored_dtype(place, revision)
+    ) != dtype:  # loading has downloaded the model, or a newer version of it
         torch.set_rng_state(generator)
         reading, notes = read_network(auto, place, asked, now, **about)
     if reading.network.dtype != torch.float32:

@@ -65,12 +65,18 @@ class DropoutStream:
         first, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_NUMBER)
         # SplitMix64's state after n steps is key + n * gamma, so all numbers can be mixed at once. Torch has no uint64,
         # but int64 arithmetic wraps around to the same bits.
-        key = int.from_bytes(blake2b(repr((self.seed, self.step, site)).encode(), digest_size=8).digest(), "little")
+        key = int.from_bytes(
+            blake2b(repr((self.seed, self.step, site)).encode(), digest_size=8).digest(), "little"
+        )
         numbers = torch.arange(-(-(skipped + count) // _DRAWS_PER_NUMBER), device=device)
         numbers.mul_(_signed(_GAMMA)).add_(_signed(key + first * _GAMMA))
         # SplitMix64's mixing function. Torch's shift repeats the sign bit, which is masked out again.
-        numbers.bitwise_xor_((numbers >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
-        numbers.bitwise_xor_((numbers >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
+        numbers.bitwise_xor_((numbers >> 30).bitwise_and_((1 << 34) - 1)).mul_(
+            _signed(0xBF58476D1CE4E5B9)
+        )
+        numbers.bitwise_xor_((numbers >> 27).bitwise_and_((1 << 37) - 1)).mul_(
+            _signed(0x94D049BB133111EB)
+        )
         numbers.bitwise_xor_((numbers >> 31).bitwise_and_((1 << 33) - 1))
         return numbers.view(torch.int16)[skipped : skipped + count].view(shape)
 
@@ -123,7 +129,9 @@ class RowDropout(nn.Module):
             return F.dropout(x, self.p)
         return x * self._part_of(lambda shape: F.dropout(x.new_ones(shape), self.p), x.shape)
 
-    def _part_of(self, draw: Callable[[torch.Size], torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    def _part_of(
+        self, draw: Callable[[torch.Size], torch.Tensor], shape: torch.Size
+    ) -> torch.Tensor:
         if self.part is None:
             return draw(shape)
         dim, place, parts = self.part

@@ -90,7 +90,9 @@ class FittedHead:
             assert pooler is not None
             nn.init.eye_(pooler.weight).mul_(self.scale)
             pooler.bias.copy_(torch.from_numpy(self.shift))
-            if self.shift.any():  # what moves all states above zero says nothing, and dropout would make it noise
+            if (
+                self.shift.any()
+            ):  # what moves all states above zero says nothing, and dropout would make it noise
                 for name in FAMILY_OF[type(network).__name__].head_dropout:
                     network.get_submodule(name).p = 0.0
         head = network.get_submodule(model.head)
@@ -118,7 +120,11 @@ def can_be_fitted(model: NewsClassifier) -> bool:
 
 @torch.inference_mode()
 def read_rows(
-    model: NewsClassifier, rows: TokenizedRows, index: np.ndarray, device: torch.device, precision: str
+    model: NewsClassifier,
+    rows: TokenizedRows,
+    index: np.ndarray,
+    device: torch.device,
+    precision: str,
 ) -> dict[str, np.ndarray]:
     """What the layers before the head say of rows, without dropout: fp32, (rows, hidden) each.
 
@@ -175,7 +181,10 @@ def read_on_all_ranks(
     model.to(ranks.device)
     parts = ranks.gather(read_rows(model, rows, own, ranks.device, precision) if len(own) else {})
     model.to(place)
-    found = {name: np.zeros((len(index), states.shape[1]), np.float32) for name, states in parts[0].items()}
+    found = {
+        name: np.zeros((len(index), states.shape[1]), np.float32)
+        for name, states in parts[0].items()
+    }
     for rank, part in enumerate(parts):
         for name, states in part.items():
             found[name][rank :: ranks.world_size] = states
@@ -220,7 +229,9 @@ def _ways_to_read(
         states = [one["head"] for one in of_all]
         if pooler is not None and MEAN in rows:
             # With the block of the mean, the head has just read the mean, through a pooler trained on the first token.
-            weight, bias = (part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias))
+            weight, bias = (
+                part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias)
+            )
             states = [_activation_of(model)(one[FIRST] @ weight.T + bias) for one in of_all]
         ways.insert(0 if trained == POOLER else len(ways), _Features(FIRST, True, *states))
     return [_normalised(way) for way in ways]
@@ -262,7 +273,9 @@ def _normalised(way: _Features) -> _Features:
     if len(names):
         names = names - names.mean(axis=0)
         names = names / _mean_length(names)
-    return _Features(way.pooling, way.through_pooler, rows, names, unlabelled, way.scale, way.shift, mean, length)
+    return _Features(
+        way.pooling, way.through_pooler, rows, names, unlabelled, way.scale, way.shift, mean, length
+    )
 
 
 def _normalised_names(way: _Features) -> _Features:
@@ -329,7 +342,12 @@ class _Strength:
 
 
 def _fit(
-    task: Task, way: _Features, targets: np.ndarray, own: np.ndarray, strength: _Strength, earlier: Linear | None = None
+    task: Task,
+    way: _Features,
+    targets: np.ndarray,
+    own: np.ndarray,
+    strength: _Strength,
+    earlier: Linear | None = None,
 ) -> Linear:
     """The linear model of the task for the rows ``own``, the names of the labels, and the texts without a label, each
     with their weight; a text counts the less, the less sure it is whose it is.
@@ -345,7 +363,12 @@ def _fit(
     num_labels = len(task.label_names)
     way = replace(way, rows=rows)
     is_single = not isinstance(task, MultiLabelClassification)
-    if is_single and not strength.of_texts and len(np.unique(targets)) < num_labels and len(way.names):
+    if (
+        is_single
+        and not strength.of_texts
+        and len(np.unique(targets)) < num_labels
+        and len(way.names)
+    ):
         # Logistic regression would never answer with a label that it has seen no text of. The angle to a name or to
         # the rows does not ask how many there are.
         has_rows = np.bincount(targets, minlength=num_labels)[:, None] > 0
@@ -357,12 +380,16 @@ def _fit(
         parts.append((way.names, of_names, np.full(num_labels, strength.of_names)))
     if strength.of_texts:
         answers = _answers_of_clusters(way, targets, num_labels)
-        parts.append((way.unlabelled, answers.argmax(axis=1), strength.of_texts * answers.max(axis=1) ** 2))
+        parts.append(
+            (way.unlabelled, answers.argmax(axis=1), strength.of_texts * answers.max(axis=1) ** 2)
+        )
     fit = _fit_single if is_single else _fit_several
     return fit(*(np.concatenate(part) for part in zip(*parts, strict=True)), num_labels, strength.C)
 
 
-def _fit_single(rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_labels: int, C: float) -> Linear:
+def _fit_single(
+    rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_labels: int, C: float
+) -> Linear:
     """Multinomial logistic regression: each row has one label."""
     model = _regression(C).fit(rows, targets, sample_weight=weights)
     weight, bias = model.coef_, model.intercept_
@@ -371,17 +398,24 @@ def _fit_single(rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_
     if len(model.classes_) == num_labels:
         return Linear(weight, bias)
     # A label without a row and without a name is as unlikely as the least likely one.
-    of_all, bias_of_all = np.zeros((num_labels, weight.shape[1])), np.full(num_labels, bias.min() - 1.0)
+    of_all, bias_of_all = (
+        np.zeros((num_labels, weight.shape[1])),
+        np.full(num_labels, bias.min() - 1.0),
+    )
     of_all[model.classes_], bias_of_all[model.classes_] = weight, bias
     return Linear(of_all, bias_of_all)
 
 
-def _fit_several(rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_labels: int, C: float) -> Linear:
+def _fit_several(
+    rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, num_labels: int, C: float
+) -> Linear:
     """A logistic regression for each label, since a row may have several or none."""
     weight, bias = np.zeros((num_labels, rows.shape[1])), np.zeros(num_labels)
     for label in range(num_labels):
         applies = targets[:, label] > 0
-        if applies.all() or not applies.any():  # its log-odds, as if it had been seen once or missed once
+        if (
+            applies.all() or not applies.any()
+        ):  # its log-odds, as if it had been seen once or missed once
             bias[label] = np.log((applies.sum() + 1) / ((~applies).sum() + 1))
             continue
         model = _regression(C).fit(rows, applies, sample_weight=weights)
@@ -393,11 +427,15 @@ def _regression(C: float) -> Any:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    warnings.filterwarnings("ignore", category=ConvergenceWarning)  # a start need not be the last word
+    warnings.filterwarnings(
+        "ignore", category=ConvergenceWarning
+    )  # a start need not be the last word
     return LogisticRegression(C=C, max_iter=200, tol=1e-3)
 
 
-def _fit_from(earlier: Linear, rows: np.ndarray, targets: np.ndarray, num_labels: int, C: float) -> Linear:
+def _fit_from(
+    earlier: Linear, rows: np.ndarray, targets: np.ndarray, num_labels: int, C: float
+) -> Linear:
     """Logistic regression whose penalty is on the distance from an earlier head; new labels begin at zero."""
     before = np.zeros((num_labels, rows.shape[1] + 1))
     before[: len(earlier.weight)] = np.column_stack([earlier.weight, earlier.bias])
@@ -414,7 +452,9 @@ def _fit_from(earlier: Linear, rows: np.ndarray, targets: np.ndarray, num_labels
         slope[:, :-1] += moved[:, :-1]
         return C * costs + penalty, slope.ravel()
 
-    found = before + minimize(loss, np.zeros(before.size), jac=True, method="L-BFGS-B").x.reshape(before.shape)
+    found = before + minimize(loss, np.zeros(before.size), jac=True, method="L-BFGS-B").x.reshape(
+        before.shape
+    )
     return Linear(found[:, :-1], found[:, -1])
 
 
@@ -424,7 +464,9 @@ def metric_of(task: Task) -> str:
 
 
 def _score(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
-    return task.metrics(scores, targets, {"thresholds": [0.5] * len(task.label_names)})[metric_of(task)]
+    return task.metrics(scores, targets, {"thresholds": [0.5] * len(task.label_names)})[
+        metric_of(task)
+    ]
 
 
 def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
@@ -440,7 +482,9 @@ def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
         return []
     many = len(order) * len(task.label_names) > MANY_SCORES
     folds = FEWER_FOLDS if many else MOST_FOLDS
-    order = order[np.argsort(strata[order], kind="stable")]  # so that each fold gets its share of each label
+    order = order[
+        np.argsort(strata[order], kind="stable")
+    ]  # so that each fold gets its share of each label
     return [order[fold::folds] for fold in range(folds)]
 
 
@@ -451,7 +495,9 @@ def _sharpness(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
     scaling).
     """
     given, wanted = torch.from_numpy(scores), torch.from_numpy(targets)
-    return min(SHARPNESS, key=lambda factor: float(task.row_losses(factor * given, wanted, 0.0).mean()))
+    return min(
+        SHARPNESS, key=lambda factor: float(task.row_losses(factor * given, wanted, 0.0).mean())
+    )
 
 
 @dataclass(frozen=True)
@@ -468,14 +514,18 @@ class _Fitting:
     earlier: Linear | None
 
     def fit(self, way: _Features, strength: _Strength) -> Linear:
-        return _fit(self.task, way, self.targets, np.arange(len(self.targets)), strength, self.earlier)
+        return _fit(
+            self.task, way, self.targets, np.arange(len(self.targets)), strength, self.earlier
+        )
 
     def held_out_scores(self, way: _Features, strength: _Strength) -> tuple[np.ndarray, np.ndarray]:
         """The scores of rows by models that did not see them, and their targets."""
         everything = np.concatenate(self.folds)
         scores, wanted = [], []
         for fold in self.folds:
-            head = _fit(self.task, way, self.targets, np.setdiff1d(everything, fold), strength, self.earlier)
+            head = _fit(
+                self.task, way, self.targets, np.setdiff1d(everything, fold), strength, self.earlier
+            )
             scores.append(head.scores(way.rows[fold]))
             wanted.append(self.targets[fold])
         return np.concatenate(scores).astype(np.float32), np.concatenate(wanted)
@@ -534,7 +584,9 @@ def fit_head(
     if earlier:
         pooling = MEAN if model.has_own_mean_block else FIRST
         ways = [_normalised(_Features(pooling, True, *(one["head"] for one in of_all)))]
-        earlier = Linear(earlier.weight * ways[0].length, earlier.bias + earlier.weight @ ways[0].mean)
+        earlier = Linear(
+            earlier.weight * ways[0].length, earlier.bias + earlier.weight @ ways[0].mean
+        )
     else:
         ways = _ways_to_read(model, of_all, trained=trained)
     fitting = _Fitting(task, targets, _folds(task, targets, seed), earlier)
@@ -543,12 +595,18 @@ def fit_head(
     agreement = None
     if len(way.unlabelled):
         plain = fitting.fit(way, replace(strength, of_texts=0.0))
-        agreement = float((plain.scores(way.unlabelled).argmax(1) == linear.scores(way.unlabelled).argmax(1)).mean())
+        agreement = float(
+            (
+                plain.scores(way.unlabelled).argmax(1) == linear.scores(way.unlabelled).argmax(1)
+            ).mean()
+        )
     if fitting.folds and is_final and not earlier and not isinstance(task, Regression):
         sharpness = _sharpness(task, *fitting.held_out_scores(way, strength))
         linear = Linear(linear.weight * sharpness, linear.bias * sharpness)
     known = (way.rows, targets) if len(targets) else (way.names, np.arange(len(way.names)))
-    scores, wanted = (torch.from_numpy(one) for one in (linear.scores(known[0]).astype(np.float32), known[1]))
+    scores, wanted = (
+        torch.from_numpy(one) for one in (linear.scores(known[0]).astype(np.float32), known[1])
+    )
     # The last layer gets vectors as they are, neither centred nor scaled.
     weight = linear.weight / way.length
     return FittedHead(

@@ -33,7 +33,8 @@ def keep_blocks(network: nn.Module, count: int, model: str) -> None:
     blocks = network.get_submodule(family.blocks)
     if count > len(blocks):
         raise UserError(
-            f"--layers {count}: --model {model} has {len(blocks)} blocks; keep at most that many", code="flag-value"
+            f"--layers {count}: --model {model} has {len(blocks)} blocks; keep at most that many",
+            code="flag-value",
         )
     kept = np.linspace(0, len(blocks) - 1, count).round().astype(int).tolist()
     setattr(network.get_submodule(owner), name, nn.ModuleList(blocks[i] for i in kept))
@@ -51,7 +52,9 @@ def check_depths(network: nn.Module, config: TrainConfig) -> None:
     for flag, off in (("freeze", "none"), ("layer_decay", 1)):
         if (value := getattr(config, flag)) != off:
             _known_family(network, f"--{flag} {value}")
-    if config.freeze != "none" and config.frozen_depth > (num_blocks := network.config.num_hidden_layers):
+    if config.freeze != "none" and config.frozen_depth > (
+        num_blocks := network.config.num_hidden_layers
+    ):
         raise UserError(
             f"--freeze {config.freeze}: --model {config.model} has {num_blocks} blocks; freeze at most that many",
             code="flag-value",

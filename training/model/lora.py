@@ -71,7 +71,12 @@ def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(
-            LoraConfig(r=config.lora, lora_alpha=config.adapter_alpha, target_modules=layers, lora_dropout=0.0),
+            LoraConfig(
+                r=config.lora,
+                lora_alpha=config.adapter_alpha,
+                target_modules=layers,
+                lora_dropout=0.0,
+            ),
             network,
             ADAPTER,
         )
@@ -83,7 +88,9 @@ def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
             parameter.requires_grad_(True)
 
 
-def merge_adapters(weights: dict[str, torch.Tensor], config: TrainConfig) -> dict[str, torch.Tensor]:
+def merge_adapters(
+    weights: dict[str, torch.Tensor], config: TrainConfig
+) -> dict[str, torch.Tensor]:
     """The whole weights of a model with adapters as those of an ordinary one: W + alpha / rank * B A."""
     merged = {}
     for name, tensor in weights.items():

@@ -27,10 +27,16 @@ def parameter_groups(
     factor_of = rate_factors(model.network, config.layer_decay)
     # Biases and norms are the parameters with one dimension. They come last, so that the groups have a fixed order.
     groups: dict[tuple[bool, Any, float], dict[str, Any]] = {}
-    trained = [(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad]
+    trained = [
+        (name, parameter) for name, parameter in parameters.items() if parameter.requires_grad
+    ]
     for name, parameter in sorted(trained, key=lambda item: item[1].dim() <= 1):
         decays, factor = parameter.dim() > 1, factor_of(name.removeprefix("network."))
-        group = {"params": [], "weight_decay": config.weight_decay if decays else 0.0, "lr_factor": factor}
+        group = {
+            "params": [],
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "lr_factor": factor,
+        }
         key = decays, getattr(parameter, "device_mesh", None), factor
         groups.setdefault(key, group)["params"].append(parameter)
     return list(groups.values())
@@ -41,7 +47,9 @@ def adamw_settings(config: TrainConfig) -> dict[str, Any]:
     return {"lr": 0.0, "betas": config.betas, "eps": EPSILON, "fused": True}
 
 
-def build_optimizer(model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig
+) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameter_groups(model, parameters, config), **adamw_settings(config))
 
 
@@ -50,17 +58,24 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                **moments,
+            }
 
 
 def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:
     """The peak learning rate for this many data ranks (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
-    factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}[config.scale_lr]
+    factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}[
+        config.scale_lr
+    ]
     assert config.learning_rate is not None  # settled by the recipe
     return config.learning_rate * factor
 
 
-def learning_rate_at(step: int, total_steps: int, peak: float, warmup: float, schedule: str) -> float:
+def learning_rate_at(
+    step: int, total_steps: int, peak: float, warmup: float, schedule: str
+) -> float:
     """The learning rate of optimizer step ``step``, counted from 1: a warm-up, then a decay.
 
     It depends on the step only, so there is no scheduler state to save or restore. ``warmup`` is a share of all steps,

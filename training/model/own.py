@@ -53,7 +53,10 @@ class Own:
                 code="flags-conflict",
             )
         if (network or config.network) and (config.layers or config.export):
-            flag, why = f"--layers {config.layers}", "it only knows the blocks of encoders of transformers"
+            flag, why = (
+                f"--layers {config.layers}",
+                "it only knows the blocks of encoders of transformers",
+            )
             if config.export:
                 flag, why = "--export", "the server runs no network that a model folder names"
             raise UserError(f"--network and {flag}: {why}; drop one", code="flags-conflict")
@@ -84,11 +87,19 @@ class Own:
         if self.metric:
             with _as_user_error("metric"):
                 figures = dict(self.metric(scores, targets))
-            if wrong := [name for name, value in figures.items() if not isinstance(value, int | float | np.number)]:
-                raise UserError(f"--metric: {wrong[0]!r} must be a number, got {figures[wrong[0]]!r}", code="own-code")
+            if wrong := [
+                name
+                for name, value in figures.items()
+                if not isinstance(value, int | float | np.number)
+            ]:
+                raise UserError(
+                    f"--metric: {wrong[0]!r} must be a number, got {figures[wrong[0]]!r}",
+                    code="own-code",
+                )
             if best_metric not in (known := [*TASK_FACTS[task.name].metrics, *figures]):
                 raise UserError(
-                    f"--best_metric {best_metric}: there is {', '.join(known)}; name one of these", code="flag-value"
+                    f"--best_metric {best_metric}: there is {', '.join(known)}; name one of these",
+                    code="flag-value",
                 )
             task.own_metric = self.metric
 
@@ -100,7 +111,8 @@ def _as_user_error(flag: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise UserError(
-            f"--{flag}: failed on a few rows ({type(error).__name__}: {first_line(error)})", code="own-code"
+            f"--{flag}: failed on a few rows ({type(error).__name__}: {first_line(error)})",
+            code="own-code",
         ) from error
 
 

@@ -57,10 +57,16 @@ def _read(file: Path) -> dict[str, Any]:
 def can_have_mean_block(network: nn.Module) -> bool:
     """Whether the blocks are known well enough to add one, and there is none yet."""
     family = FAMILY_OF.get(type(network).__name__)
-    if not isinstance(network, PreTrainedModel) or family is None or getattr(network.config, POOLING_KEY, None) == MEAN:
+    if (
+        not isinstance(network, PreTrainedModel)
+        or family is None
+        or getattr(network.config, POOLING_KEY, None) == MEAN
+    ):
         return False
     # A bias by distance would give near tokens more weight; a norm before the block is not one that follows the mean.
-    return not (family.relative_positions or family.final_norm or family.gate) and bool(family.pooler)
+    return not (family.relative_positions or family.final_norm or family.gate) and bool(
+        family.pooler
+    )
 
 
 @torch.no_grad()

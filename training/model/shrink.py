@@ -36,10 +36,16 @@ def choose_ids(tokenizer: Tokenizer, counts: Counter[int], size: int) -> list[in
     With all letters every word can be spelled, so a WordPiece tokenizer needs ``[UNK]`` as seldom as before.
     """
     pieces = tokenizer.get_vocab()
-    special = sorted(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    letters = sorted(id_ for piece, id_ in pieces.items() if len(piece.removeprefix("##")) == 1 and counts[id_])
+    special = sorted(
+        id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    )
+    letters = sorted(
+        id_ for piece, id_ in pieces.items() if len(piece.removeprefix("##")) == 1 and counts[id_]
+    )
     ascii_letters = sorted(
-        id_ for piece, id_ in pieces.items() if len(letter := piece.removeprefix("##")) == 1 and letter.isascii()
+        id_
+        for piece, id_ in pieces.items()
+        if len(letter := piece.removeprefix("##")) == 1 and letter.isascii()
     )
     frequent = sorted(counts, key=lambda id_: (-counts[id_], id_))
     return list(dict.fromkeys([*special, *ascii_letters, *letters, *frequent]))[:size]
@@ -53,7 +59,9 @@ def smaller_tokenizer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     parts["model"]["vocab"] = number
     parts["padding"] = parts["truncation"] = None
     parts["added_tokens"] = [
-        token | {"id": number[token["content"]]} for token in parts["added_tokens"] if token["content"] in number
+        token | {"id": number[token["content"]]}
+        for token in parts["added_tokens"]
+        if token["content"] in number
     ]
     after = parts["post_processor"]
     for name, token in after.get("special_tokens", {}).items():  # TemplateProcessing
@@ -66,7 +74,11 @@ def smaller_tokenizer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 @torch.no_grad()
 def shrink(
-    network: PreTrainedModel, family: EncoderFamily, ids: Sequence[int], counts: Counter[int], width: int
+    network: PreTrainedModel,
+    family: EncoderFamily,
+    ids: Sequence[int],
+    counts: Counter[int],
+    width: int,
 ) -> DistilBertForSequenceClassification:
     """A DistilBERT of ``width`` that begins as a part of ``network``, with a new head.
 
@@ -86,7 +98,9 @@ def shrink(
     # Signs of singular vectors differ between libraries; the product with them does not matter, but the weights would.
     _, _, directions = torch.linalg.svd(centred.double(), full_matrices=False)
     largest = directions.abs().argmax(dim=1, keepdim=True)
-    directions = (directions * directions.gather(1, largest).sign())[:width].float().T  # (hidden, width)
+    directions = (
+        (directions * directions.gather(1, largest).sign())[:width].float().T
+    )  # (hidden, width)
 
     positions = weight(family.position_embeddings)
     if family.token_type_embeddings:
@@ -108,13 +122,19 @@ def shrink(
     encoder.embeddings.word_embeddings.weight.copy_(words @ directions)
     encoder.embeddings.position_embeddings.weight.copy_(positions @ directions)
 
-    for target, source in zip(encoder.transformer.layer, network.get_submodule(family.blocks), strict=True):
+    for target, source in zip(
+        encoder.transformer.layer, network.get_submodule(family.blocks), strict=True
+    ):
         _shrink_block(source, target, family, directions, heads=slice(0, width))
     return small
 
 
 def _shrink_block(
-    source: nn.Module, target: nn.Module, family: EncoderFamily, directions: torch.Tensor, heads: slice
+    source: nn.Module,
+    target: nn.Module,
+    family: EncoderFamily,
+    directions: torch.Tensor,
+    heads: slice,
 ) -> None:
     def layers(own: str, new: str) -> tuple[nn.Linear, nn.Linear]:
         return source.get_submodule(own), target.get_submodule(new)
@@ -129,7 +149,8 @@ def _shrink_block(
 
     # Of the features in the middle of the feed-forward layers those with the largest weights.
     (read, new_read), (write, new_write) = (
-        layers(getattr(family, name), getattr(DISTILBERT, name)) for name in ("intermediate", "output")
+        layers(getattr(family, name), getattr(DISTILBERT, name))
+        for name in ("intermediate", "output")
     )
     reading = read.weight @ directions
     strength = reading.norm(dim=1) * write.weight.norm(dim=0)

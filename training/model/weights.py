@@ -42,13 +42,17 @@ class Reading:
     @property
     def base(self) -> str:
         """What the names of the base model's weights begin with: nothing if the network has no head."""
-        return "" if self.network.base_model is self.network else f"{self.network.base_model_prefix}."
+        return (
+            "" if self.network.base_model is self.network else f"{self.network.base_model_prefix}."
+        )
 
     def lost(self, names: Sequence[str]) -> list[str]:
         """Those weights of the base model that a head may not lack."""
         parameters = dict(self.network.named_parameters())  # buffers are computed
         inside = [name for name in names if name.startswith(self.base) and name in parameters]
-        return sorted(name for name in inside if not name.removeprefix(self.base).startswith(f"{POOLER}."))
+        return sorted(
+            name for name in inside if not name.removeprefix(self.base).startswith(f"{POOLER}.")
+        )
 
     @property
     def left_over(self) -> list[str]:
@@ -56,12 +60,17 @@ class Reading:
         return sorted(name for name in self.unexpected if self._belongs_to_base(name))
 
     def _belongs_to_base(self, name: str) -> bool:
-        base, inner = self.network.base_model, name.removeprefix(f"{self.network.base_model_prefix}.")
+        base, inner = (
+            self.network.base_model,
+            name.removeprefix(f"{self.network.base_model_prefix}."),
+        )
         part, (owner, _, own_name) = inner.partition(".")[0], inner.rpartition(".")
         if part == POOLER or getattr(base, part, None) is None:
             return False  # of a part that this task does not use, such as another head
         try:
-            return own_name in base.get_submodule(owner)._parameters  # a bias that the layer has not
+            return (
+                own_name in base.get_submodule(owner)._parameters
+            )  # a bias that the layer has not
         except AttributeError:
             return True
         # Otherwise it was computed by an older version, such as position_ids.
@@ -87,14 +96,20 @@ def read_network(
         target = "" if wrapped != prefix else reading.base
         torch.set_rng_state(generator)
         reading = _read(auto, place, dtype, settings, {f"^{re.escape(wrapped)}": target})
-        notes.append(f"The names of the weights of {asked} begin with {wrapped!r}, which was removed")
+        notes.append(
+            f"The names of the weights of {asked} begin with {wrapped!r}, which was removed"
+        )
     _check_fit(reading, asked)
     _check_finite(reading.network, asked)
     return reading, notes
 
 
 def _read(
-    auto: Any, place: str, dtype: torch.dtype, settings: Mapping[str, Any], renamed: Mapping[str, str] | None = None
+    auto: Any,
+    place: str,
+    dtype: torch.dtype,
+    settings: Mapping[str, Any],
+    renamed: Mapping[str, str] | None = None,
 ) -> Reading:
     network, found = auto.from_pretrained(
         place,
@@ -119,7 +134,12 @@ def _wrapper(reading: Reading, missing: Sequence[str]) -> str:
     """What stands before the names of the base model's weights in the file; empty if that is not plain."""
     inner = [name.removeprefix(reading.base) for name in missing]
     unexpected = set(reading.unexpected)
-    candidates = {other.removesuffix(name) for name in inner[:1] for other in unexpected if other.endswith(f".{name}")}
+    candidates = {
+        other.removesuffix(name)
+        for name in inner[:1]
+        for other in unexpected
+        if other.endswith(f".{name}")
+    }
     # Two copies, such as the encoders of questions and answers, leave open which one is meant.
     return candidates.pop() if len(candidates) == 1 else ""
 
@@ -136,7 +156,9 @@ def _check_fit(reading: Reading, asked: str) -> None:
         parts.append(f"missing: {len(missing)} of {total}, first {missing[0]}")
     if wrong_shape:
         first = wrong_shape[0]
-        parts.append(f"of another shape: {len(wrong_shape)} of {total}, first {first}, {reading.wrong_shape[first]}")
+        parts.append(
+            f"of another shape: {len(wrong_shape)} of {total}, first {first}, {reading.wrong_shape[first]}"
+        )
     if left_over:
         parts.append(f"left over: {len(left_over)}, first {left_over[0]}")
     raise UserError(
@@ -181,6 +203,10 @@ def redraw(network: PreTrainedModel, names: Sequence[str]) -> None:
     for name in names:
         owner, _, own_name = name.rpartition(".")
         module = network.get_submodule(owner)
-        setattr(module, own_name, nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)))
+        setattr(
+            module,
+            own_name,
+            nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)),
+        )
         module._is_hf_initialized = False  # tells transformers 5 to initialise it again
     network.initialize_weights()

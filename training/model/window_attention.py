@@ -60,7 +60,10 @@ def pool_windows(outputs: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
 def split_head(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
     """The whole weights with an ordinary last layer, and the attention's row under a name of its own."""
     weight, bias = f"network.{head}.weight", f"network.{head}.bias"
-    split = {weight: weights[weight][:-1].clone(), f"network.{ATTENTION_KEY}": weights[weight][-1:].clone()}
+    split = {
+        weight: weights[weight][:-1].clone(),
+        f"network.{ATTENTION_KEY}": weights[weight][-1:].clone(),
+    }
     if bias in weights:
         # The bias of the attention is the same for all windows, so it changes nothing.
         split[bias] = weights[bias][:-1].clone()

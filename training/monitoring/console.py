@@ -43,7 +43,11 @@ class Console:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._epochs_shown: set[int] = set()
-        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
+        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (
+            "dumb",
+            "unknown",
+            None,
+        )
         self._rich = rich_console.Console(
             force_terminal=self.is_terminal,
             width=None if self.is_terminal else PLAIN_WIDTH,
@@ -59,11 +63,19 @@ class Console:
     def banner(self, facts: Mapping[str, str]) -> None:
         self.facts("DistriNews training", facts)
 
-    def progress(self, *, total_steps: int, first_step: int = 0, samples_done: int = 0) -> ProgressBar:
+    def progress(
+        self, *, total_steps: int, first_step: int = 0, samples_done: int = 0
+    ) -> ProgressBar:
         """The run's only progress bar; before a resume ``first_step`` steps and ``samples_done`` rows were done."""
         if first_step:
-            self.say(f"Resuming after step {first_step:,} of {total_steps:,} ({samples_done:,} samples seen)")
-        return LiveBar(self, total_steps, first_step) if self.is_terminal else PlainBar(self, total_steps)
+            self.say(
+                f"Resuming after step {first_step:,} of {total_steps:,} ({samples_done:,} samples seen)"
+            )
+        return (
+            LiveBar(self, total_steps, first_step)
+            if self.is_terminal
+            else PlainBar(self, total_steps)
+        )
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -77,16 +89,23 @@ class Console:
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         self._epochs_shown |= {metrics.epoch for metrics in epochs}
-        best = max((metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation), default=None)
+        best = max(
+            (metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation),
+            default=None,
+        )
         shown = list(metrics_of(epochs[-1].validation).items())[:2]
         titles = [metric.title for _, metric in shown]
         trained = ["train accuracy"] if epochs[-1].train_accuracy is not None else []
-        table = self._table(("epoch", "train loss", *trained, "validation loss", *titles, "time", ""))
+        table = self._table(
+            ("epoch", "train loss", *trained, "validation loss", *titles, "time", "")
+        )
         for metrics in epochs:
             validation, is_best = metrics.validation, metrics.epoch == best
             cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}"]
             if trained:
-                cells.append("" if metrics.train_accuracy is None else format_percent(metrics.train_accuracy))
+                cells.append(
+                    "" if metrics.train_accuracy is None else format_percent(metrics.train_accuracy)
+                )
             cells.append(f"{validation['loss']:.4f}" if validation else "none")
             cells += [metric.shown(validation[name]) for name, metric in shown]
             cells += [format_time(metrics.seconds), "* best" if is_best else ""]
@@ -118,7 +137,9 @@ class Console:
         self._rich.print(table)
 
     def _table(self, headings: Sequence[str]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD if self.is_terminal else None, pad_edge=False, show_edge=False)
+        table = Table(
+            box=box.SIMPLE_HEAD if self.is_terminal else None, pad_edge=False, show_edge=False
+        )
         for heading in headings:
             table.add_column(heading, justify="right", header_style="bold", no_wrap=True)
         return table
@@ -143,9 +164,13 @@ class Console:
         main = next(iter(metrics_of(validation or test)), None)
         if validation:
             metric = metrics_of(validation)[main]
-            facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
+            facts = {
+                "Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"
+            }
         else:
-            facts = {"Last epoch": f"{best_epoch}, there were no validation rows to choose another one by"}
+            facts = {
+                "Last epoch": f"{best_epoch}, there were no validation rows to choose another one by"
+            }
             facts = facts if best_epoch else {}
             facts |= {"Fitted head": by_folds} if by_folds else {}
         for name, metric in metrics_of(test).items():
@@ -166,7 +191,9 @@ class Console:
         facts |= {"One file": str(checkpoint_file)} if checkpoint_file else {}
         facts |= {"Report": str(report)}
         if not checkpoint_file:  # a language model: it is not served, but it can be trained further
-            facts["Next"] = f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
+            facts["Next"] = (
+                f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
+            )
         elif not exports:  # otherwise the export names the next command
             rows = "" if test["rows"] else " --rows LABELLED.csv"
             facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}{rows}"
@@ -238,7 +265,9 @@ class LiveBar(ProgressBar):
             refresh_per_second=2,
             expand=True,
         )
-        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step, time_left="")
+        self._task = self._progress.add_task(
+            "starting", total=total_steps, completed=first_step, time_left=""
+        )
 
     def __enter__(self) -> LiveBar:
         self._progress.start()
@@ -248,7 +277,9 @@ class LiveBar(ProgressBar):
         self._progress.stop()
 
     def update(self, metrics: StepMetrics) -> None:
-        self._progress.figures = Text("  ".join(_figures(metrics)), "dim", no_wrap=True, overflow="ellipsis")
+        self._progress.figures = Text(
+            "  ".join(_figures(metrics)), "dim", no_wrap=True, overflow="ellipsis"
+        )
         fields = {"description": f"epoch {metrics.epoch}", "time_left": self._eta(metrics.step)}
         self._progress.update(self._task, completed=metrics.step, total=self._total_steps, **fields)
 
@@ -294,10 +325,18 @@ class PlainBar(ProgressBar):
 def _figures(metrics: StepMetrics) -> list[str]:
     return [
         f"loss {metrics.loss:.4f}",
-        *([] if metrics.accuracy is None else [f"accuracy {format_percent(metrics.accuracy, digits=0)}"]),
+        *(
+            []
+            if metrics.accuracy is None
+            else [f"accuracy {format_percent(metrics.accuracy, digits=0)}"]
+        ),
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.samples_per_second:,.1f} samples/s",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
-        *([] if metrics.gpu_utilization is None else [f"GPU {format_percent(metrics.gpu_utilization, digits=0)}"]),
+        *(
+            []
+            if metrics.gpu_utilization is None
+            else [f"GPU {format_percent(metrics.gpu_utilization, digits=0)}"]
+        ),
         *([] if metrics.mfu is None else [f"MFU {format_percent(metrics.mfu, digits=1)}"]),
     ]

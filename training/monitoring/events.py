@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import reason_to_record
 from common.files import write_whole
-from training.monitoring.records import CollectiveUse, EpochMetrics, SavedCheckpoint, StepMetrics, metrics_of
+from training.monitoring.records import (
+    CollectiveUse,
+    EpochMetrics,
+    SavedCheckpoint,
+    StepMetrics,
+    metrics_of,
+)
 from training.run.phases import Phases
 
 if TYPE_CHECKING:
@@ -205,9 +211,15 @@ class EventStream:
             case StepDone(step):
                 self.write("first_step", step=step)
             case StepMetrics():
-                self.write("step", **event.known())  # flat, and asdict would copy it deeply each step
+                self.write(
+                    "step", **event.known()
+                )  # flat, and asdict would copy it deeply each step
             case RunStarted(step, total_steps):
-                process = {"world_size": self._ranks.world_size, "host": platform.node(), "pid": os.getpid()}
+                process = {
+                    "world_size": self._ranks.world_size,
+                    "host": platform.node(),
+                    "pid": os.getpid(),
+                }
                 self.write("start", step=step, total_steps=total_steps, **process)
             case EpochMetrics():
                 fields = asdict(event)
@@ -225,7 +237,12 @@ class EventStream:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Record what only this rank knows, from any thread; ``fields`` may hold another ``time`` or ``step``."""
-        now = {"time": time.time(), "rank": self._ranks.rank, "restart": self._ranks.restart, "step": self._phases.step}
+        now = {
+            "time": time.time(),
+            "rank": self._ranks.rank,
+            "restart": self._ranks.restart,
+            "step": self._phases.step,
+        }
         line = {**now, "kind": kind, **fields}
         if self._held_back is None:  # recording() has begun
             self._lines.write(line)
@@ -256,7 +273,9 @@ class EventStream:
 
 
 def _headline(prefix: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    return {prefix + name: evaluation.get(name) for name in ("loss", *list(metrics_of(evaluation))[:2])}
+    return {
+        prefix + name: evaluation.get(name) for name in ("loss", *list(metrics_of(evaluation))[:2])
+    }
 
 
 class MetricsFile(Subscriber):
@@ -287,7 +306,9 @@ class MetricsFile(Subscriber):
                 }
                 self._lines.write({"kind": "collectives", "step": step, "operations": used})
             case RanksCompared(step, efficiency) if efficiency is not None:
-                self._lines.write({"kind": "efficiency", "step": step, "scaling_efficiency": efficiency})
+                self._lines.write(
+                    {"kind": "efficiency", "step": step, "scaling_efficiency": efficiency}
+                )
             case RunTested(step, test):
                 self._lines.write({"kind": "test", **test, "step": step})
             case RolledBack(step):
@@ -298,11 +319,17 @@ class MetricsFile(Subscriber):
         if not path.exists():
             return
         # A test belongs to a finished run; one that resumes makes its own.
-        kept = [record for record in read_lines(path) if record["kind"] != "test" and record["step"] <= step]
+        kept = [
+            record
+            for record in read_lines(path)
+            if record["kind"] != "test" and record["step"] <= step
+        ]
         try:
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         except OSError as error:
-            self._say(f"{path}: the lines after step {step} could not be removed ({error.strerror}); the run continues")
+            self._say(
+                f"{path}: the lines after step {step} could not be removed ({error.strerror}); the run continues"
+            )
 
 
 class JsonLines:
@@ -320,8 +347,13 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> bool:
         """Append a record, with null for what is not finite; returns whether the system took all of it."""
-        line = json.dumps(_null_if_not_finite(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
-        if self._torn:  # part of the last line is in the file: end it, so that it spoils only itself
+        line = (
+            json.dumps(_null_if_not_finite(record), allow_nan=False, ensure_ascii=False).encode()
+            + b"\n"
+        )
+        if (
+            self._torn
+        ):  # part of the last line is in the file: end it, so that it spoils only itself
             line = b"\n" + line
         written = 0
         try:

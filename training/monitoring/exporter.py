@@ -14,7 +14,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
 from prometheus_client.process_collector import ProcessCollector
 
 from common.errors import UserError, in_one_line
@@ -46,7 +53,12 @@ _STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _PHASE_SECONDS = (0.0001, 0.001, 0.0025, 0.005, *_STEP_SECONDS)
 _CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 Value = Callable[[Any], float | None]  # reads a metric's new value from an event
-COMPARED = ("data", "forward", "backward", "compute")  # phases in which a rank may be slower than the others
+COMPARED = (
+    "data",
+    "forward",
+    "backward",
+    "compute",
+)  # phases in which a rank may be slower than the others
 
 
 class Exporter(Subscriber):
@@ -63,12 +75,18 @@ class Exporter(Subscriber):
 
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases) -> None:
         self.registry = CollectorRegistry()
-        self.counts_rows = True  # of the ranks that hold parts of one replica, only one counts its rows
+        self.counts_rows = (
+            True  # of the ranks that hold parts of one replica, only one counts its rows
+        )
         self.phases = phases
         self._run_dir = config.run_dir
         # By type of event: what it updates, and how the new value is read from it.
-        self._updates: defaultdict[type, list[tuple[Callable[[float], None], Value]]] = defaultdict(list)
-        self._by_phase: dict[str, Histogram] = {}  # finding one by its label takes as long as observing
+        self._updates: defaultdict[type, list[tuple[Callable[[float], None], Value]]] = defaultdict(
+            list
+        )
+        self._by_phase: dict[
+            str, Histogram
+        ] = {}  # finding one by its label takes as long as observing
         ProcessCollector(registry=self.registry)
         self._kinds = tuple(partial(self._register, kind) for kind in (Counter, Gauge, Histogram))
         self._register_steps(config)
@@ -86,7 +104,9 @@ class Exporter(Subscriber):
         counter("steps", "Optimizer steps of this process.", StepsAgreed)
         self._samples = counter("samples", "Rows that this rank has trained on.")
         self._tokens = counter("tokens", "Tokens that this rank has trained on, without padding.")
-        histogram("step_seconds", "Seconds of an optimizer step.", StepsAgreed, buckets=_STEP_SECONDS)
+        histogram(
+            "step_seconds", "Seconds of an optimizer step.", StepsAgreed, buckets=_STEP_SECONDS
+        )
         self._phase_seconds = histogram(
             "phase_seconds",
             "Seconds of this rank in each phase of a step: data = waiting for rows, agree = for other ranks, step = "
@@ -97,20 +117,38 @@ class Exporter(Subscriber):
         )
         text = "Optimizer steps of the run, including those before a resume."
         gauge("step", text, StepsAgreed, RolledBack, RunStarted, first=0)
-        gauge("total_steps", "Optimizer steps that the run will have in all.", Rescheduled, RunStarted, first=0)
+        gauge(
+            "total_steps",
+            "Optimizer steps that the run will have in all.",
+            Rescheduled,
+            RunStarted,
+            first=0,
+        )
         gauge("epoch", "Epoch of the last step, from 1.", StepsAgreed, first=0)
         gauge("loss", "Mean loss of the last global batch.", StepsAgreed)
-        gauge("accuracy", "Share of the last global batch answered correctly, with dropout.", StepsAgreed)
+        gauge(
+            "accuracy",
+            "Share of the last global batch answered correctly, with dropout.",
+            StepsAgreed,
+        )
         gauge("grad_norm", "Global gradient norm of the last step, before clipping.", StepsAgreed)
         gauge("learning_rate", "Learning rate of the last step.", StepsAgreed)
-        gauge("samples_per_second", "Rows of all ranks per second, over the last steps.", StepsAgreed)
-        gauge("tokens_per_second", "Tokens of all ranks per second, over the last steps.", StepsAgreed)
+        gauge(
+            "samples_per_second", "Rows of all ranks per second, over the last steps.", StepsAgreed
+        )
+        gauge(
+            "tokens_per_second", "Tokens of all ranks per second, over the last steps.", StepsAgreed
+        )
         text = (
             "What all ranks achieve, divided by what they would achieve if none waited for another, as measured under "
             "ddp; NaN if it is not known."
         )
         gauge("scaling_efficiency", text, RanksCompared)
-        gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.", StepsAgreed)
+        gauge(
+            "gpu_utilization",
+            "Share of the last second in which the GPU computed, 0 to 1.",
+            StepsAgreed,
+        )
         if config.is_language_model:
             text = "Operations that the tokens of the last steps need, divided by what the devices could do, 0 to 1."
             gauge("mfu", text, StepsAgreed)
@@ -123,13 +161,23 @@ class Exporter(Subscriber):
                 texts[name] = f"{title[0].upper() + title[1:]} there{unit}."
         for name, text in texts.items():
             self._register(
-                Gauge, f"validation_{name}", text, EpochMetrics, value=lambda epoch, name=name: epoch.validation[name]
+                Gauge,
+                f"validation_{name}",
+                text,
+                EpochMetrics,
+                value=lambda epoch, name=name: epoch.validation[name],
             )
 
     def _register_times(self) -> None:
         counter, gauge, histogram = self._kinds
         text = "Unix time of the last step; before the first one, of the start."
-        gauge("last_step_timestamp_seconds", text, StepsAgreed, RunStarted, value=lambda _: time.time())
+        gauge(
+            "last_step_timestamp_seconds",
+            text,
+            StepsAgreed,
+            RunStarted,
+            value=lambda _: time.time(),
+        )
         text = (
             "Unix time of this process's last checkpoint; before the first one, of the run's first start that has led "
             "to no checkpoint."
@@ -139,10 +187,24 @@ class Exporter(Subscriber):
         )
         text, buckets = "Seconds until a checkpoint was complete.", _CHECKPOINT_SECONDS
         histogram("checkpoint_seconds", text, SavedCheckpoint, value="seconds", buckets=buckets)
-        text, buckets = "Seconds for which a checkpoint held up training.", (0.01, *_CHECKPOINT_SECONDS)
-        histogram("checkpoint_blocked_seconds", text, SavedCheckpoint, value="blocked_seconds", buckets=buckets)
+        text, buckets = (
+            "Seconds for which a checkpoint held up training.",
+            (0.01, *_CHECKPOINT_SECONDS),
+        )
+        histogram(
+            "checkpoint_blocked_seconds",
+            text,
+            SavedCheckpoint,
+            value="blocked_seconds",
+            buckets=buckets,
+        )
         counter("checkpoint_failures", "Checkpoints that could not be written.", CheckpointFailed)
-        gauge("checkpoint_bytes", "Bytes of the last checkpoint, of all ranks.", SavedCheckpoint, value="num_bytes")
+        gauge(
+            "checkpoint_bytes",
+            "Bytes of the last checkpoint, of all ranks.",
+            SavedCheckpoint,
+            value="num_bytes",
+        )
 
     def _register_checks(self) -> None:
         # Every series exists from the start, with 0: Prometheus sees no increase in the first value of a series that
@@ -150,14 +212,19 @@ class Exporter(Subscriber):
         counter, gauge, histogram = self._kinds
         text = "Steps that did not update the weights, including those that the loss scale skipped."
         counter("skipped_steps", text, StepsAgreed, value="skipped")
-        self.bad_steps = counter("bad_steps", "Steps skipped because the loss or gradient was not finite.")
-        self.loss_spikes = counter("loss_spikes", "Steps whose loss was far above that of the steps before.")
+        self.bad_steps = counter(
+            "bad_steps", "Steps skipped because the loss or gradient was not finite."
+        )
+        self.loss_spikes = counter(
+            "loss_spikes", "Steps whose loss was far above that of the steps before."
+        )
         text = "Comparisons of the copies that ranks hold."
         self.replica_checks = counter("replica_checks", text, label="outcome")
         for outcome in ("equal", "different"):
             self.replica_checks.labels(outcome)
         text = (
-            "Seconds of this rank in a phase divided by the median of all, at the last check; NaN if none is compared."
+            "Seconds of this rank in a phase divided by the median of all, at the last "
+            "check; NaN if none is compared."
         )
         self.slowness = gauge("slowness", text, label="phase")
         self.straggler = gauge("straggler", "1 while this rank is reported as slow.", label="phase")
@@ -168,30 +235,47 @@ class Exporter(Subscriber):
         counter("collective_steps", text, CollectivesRecorded)
         text = "Collectives of this rank in those steps."
         self._collective_calls = counter("collective_calls", text, label="operation")
-        self._collective_bytes = counter("collective_bytes", "Bytes that it handed to them.", label="operation")
+        self._collective_bytes = counter(
+            "collective_bytes", "Bytes that it handed to them.", label="operation"
+        )
         text = "Seconds of each, including the wait for other ranks; with NCCL, of each kernel on the GPU."
-        self._collective_seconds = histogram("collective_seconds", text, buckets=_PHASE_SECONDS, label="operation")
+        self._collective_seconds = histogram(
+            "collective_seconds", text, buckets=_PHASE_SECONDS, label="operation"
+        )
 
     def _register_process(self, config: TrainConfig, ranks: Ranks) -> None:
         _, gauge, _ = self._kinds
         gauge("world_size", "Ranks of the run.", first=ranks.world_size)
-        gauge("restarts", "How often torchrun has restarted the run's processes.", first=ranks.restart)
+        gauge(
+            "restarts", "How often torchrun has restarted the run's processes.", first=ranks.restart
+        )
         labels = {
             "run": config.output_dir.name,
             "rank": str(ranks.rank),
             "strategy": config.strategy,
             "device": ranks.device.type,
         }
-        info = Gauge("distrinews_training_run_info", "1 for this rank.", labels, registry=self.registry)
+        info = Gauge(
+            "distrinews_training_run_info", "1 for this rank.", labels, registry=self.registry
+        )
         info.labels(**labels).set(1)
 
         import torch  # here, so that readers of a run's files do not load it
 
         cuda, device = torch.cuda, ranks.device
         readings: dict[str, tuple[str, Callable[[], float]]] = {
-            "allocated": ("Bytes that tensors take on the GPU; 0 on a CPU.", lambda: cuda.memory_allocated(device)),
-            "reserved": ("Bytes of the GPU's memory that PyTorch holds.", lambda: cuda.memory_reserved(device)),
-            "total": ("Bytes of memory that the GPU has.", lambda: cuda.get_device_properties(device).total_memory),
+            "allocated": (
+                "Bytes that tensors take on the GPU; 0 on a CPU.",
+                lambda: cuda.memory_allocated(device),
+            ),
+            "reserved": (
+                "Bytes of the GPU's memory that PyTorch holds.",
+                lambda: cuda.memory_reserved(device),
+            ),
+            "total": (
+                "Bytes of memory that the GPU has.",
+                lambda: cuda.get_device_properties(device).total_memory,
+            ),
         }
         for name, (text, read) in readings.items():
             memory = gauge(f"device_memory_{name}_bytes", text, first=0)
@@ -226,7 +310,9 @@ class Exporter(Subscriber):
         for phase, seconds in self.phases.elapsed("exporter").items():
             if seconds:
                 if phase not in self._by_phase:
-                    self._by_phase[phase] = self._phase_seconds.labels("other" if phase == "start" else phase)
+                    self._by_phase[phase] = self._phase_seconds.labels(
+                        "other" if phase == "start" else phase
+                    )
                 self._by_phase[phase].observe(seconds)
 
     def _observe_collectives(self, operations: Mapping[str, CollectiveUse]) -> None:
@@ -255,7 +341,13 @@ class Exporter(Subscriber):
         event: by default, a counter counts them, and others take the field of their own name. None becomes NaN.
         ``first``: what a gauge shows before the first of them.
         """
-        metric = kind(f"distrinews_training_{name}", text, [label] if label else [], registry=self.registry, **more)
+        metric = kind(
+            f"distrinews_training_{name}",
+            text,
+            [label] if label else [],
+            registry=self.registry,
+            **more,
+        )
         if kind is Gauge and not label:
             metric.set(first)
         update = getattr(metric, {Counter: "inc", Gauge: "set", Histogram: "observe"}[kind])
@@ -277,7 +369,9 @@ def _unsaved_since(run_dir: Path) -> float:
     return time.time() if since is None else since
 
 
-def _listen(config: TrainConfig, local_rank: int, registry: CollectorRegistry) -> Callable[[], None]:
+def _listen(
+    config: TrainConfig, local_rank: int, registry: CollectorRegistry
+) -> Callable[[], None]:
     """Serve a registry's page on a thread; returns the function that ends that."""
     if not config.metrics_port:
         return lambda: None
@@ -285,10 +379,15 @@ def _listen(config: TrainConfig, local_rank: int, registry: CollectorRegistry) -
     try:
         server, thread = start_http_server(port, config.metrics_host, registry)
     except (OSError, UnicodeError) as error:  # the second for what cannot be a host's name
-        if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        if (
+            not isinstance(error, OSError)
+            or isinstance(error, socket.gaierror)
+            or error.errno == errno.EADDRNOTAVAIL
+        ):
             why = in_one_line(error)
             raise UserError(
-                f"--metrics_host {config.metrics_host}: is no address of this machine ({why})", code="flag-value"
+                f"--metrics_host {config.metrics_host}: is no address of this machine ({why})",
+                code="flag-value",
             ) from error
         raise UserError(
             f"--metrics_port {config.metrics_port}: cannot listen on port {port} ({error.strerror}); "

@@ -55,7 +55,12 @@ class LossSpikes(Subscriber):
         if metrics.loss <= usual + DEVIATIONS * deviation:
             return
         self.exporter.loss_spikes.inc()
-        fields = {"step": metrics.step, "loss": metrics.loss, "usual_loss": usual, "deviation": deviation}
+        fields = {
+            "step": metrics.step,
+            "loss": metrics.loss,
+            "usual_loss": usual,
+            "deviation": deviation,
+        }
         self.events.write_on_rank0("loss_spike", **fields)
         if metrics.step > self.last_spike + 1:
             self.say(

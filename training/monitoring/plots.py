@@ -18,7 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from common.escaping import printable
-from training.monitoring.records import METRICS, SMALLER_IS_BETTER, Metric, SearchedTrial, metrics_of
+from training.monitoring.records import (
+    METRICS,
+    SMALLER_IS_BETTER,
+    Metric,
+    SearchedTrial,
+    metrics_of,
+)
 
 DOTS_PER_INCH = 200
 # Of width or height. A confusion matrix of many classes has fewer dots per inch, which saves memory and file size.
@@ -81,7 +87,9 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
     """
     with mpl.rc_context(_style(theme)):
         figures: dict[str, Figure] = {}
-        if curves.steps or any(record["epoch"] for record in curves.epochs):  # a head alone has no curve
+        if curves.steps or any(
+            record["epoch"] for record in curves.epochs
+        ):  # a head alone has no curve
             figures["loss"] = _loss(curves, theme)
         if any(record["epoch"] for record in curves.validated):
             figures["validation"] = _validation(curves, test, theme)
@@ -99,7 +107,9 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
         }
 
 
-def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collection[str], theme: Theme) -> bytes:
+def draw_search(
+    trials: Sequence[SearchedTrial], metric: str, log_scaled: Collection[str], theme: Theme
+) -> bytes:
     """PNG bytes of a search: the metric of each trial with the best so far, and below it by each searched field.
 
     The best trial comes first in ``trials``; the fields in ``log_scaled`` have a logarithmic axis.
@@ -116,7 +126,9 @@ def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collec
         for place, name in enumerate(fields):
             row, column = divmod(place, columns)
             panel = figure.add_subplot(grid[1 + row, column], sharey=axes)
-            _by_field(panel, shown, name, theme, is_log=name in log_scaled, inches=SEARCH_WIDTH / columns)
+            _by_field(
+                panel, shown, name, theme, is_log=name in log_scaled, inches=SEARCH_WIDTH / columns
+            )
             panel.tick_params(axis="y", labelleft=column == 0)
         return _png(figure, DOTS_PER_INCH)
 
@@ -128,7 +140,11 @@ def _png(figure: Figure, dots: float) -> bytes:
 
 
 def _by_trial(
-    axes: Axes, trials: Sequence[SearchedTrial], shown: Sequence[SearchedTrial], metric: str, theme: Theme
+    axes: Axes,
+    trials: Sequence[SearchedTrial],
+    shown: Sequence[SearchedTrial],
+    metric: str,
+    theme: Theme,
 ) -> None:
     """The figure of each trial, the best so far, and which trials have none."""
     shown_as = METRICS.get(metric, Metric(metric, is_share=False))
@@ -137,28 +153,42 @@ def _by_trial(
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_xlabel("trial")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    finished = sorted((trial for trial in shown if trial.state == "finished"), key=lambda trial: trial.number)
+    finished = sorted(
+        (trial for trial in shown if trial.state == "finished"), key=lambda trial: trial.number
+    )
     if finished:
         better = np.minimum if metric in SMALLER_IS_BETTER else np.maximum
         so_far = better.accumulate([trial.value for trial in finished])
         steps = [*(trial.number for trial in finished), max(trial.number for trial in trials)]
-        axes.step(steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far")
+        axes.step(
+            steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far"
+        )
     _trial_points(axes, shown, [trial.number for trial in shown], theme)
     failed = [trial.number for trial in trials if trial.value is None]
     if failed:  # at the bottom: they have no figure
         bottom = axes.get_xaxis_transform()
-        axes.plot(failed, [0.04] * len(failed), "x", color=theme.muted, label="failed", transform=bottom)
+        axes.plot(
+            failed, [0.04] * len(failed), "x", color=theme.muted, label="failed", transform=bottom
+        )
     _legend_above(axes, columns=4)
 
 
 def _by_field(
-    axes: Axes, trials: Sequence[SearchedTrial], name: str, theme: Theme, *, is_log: bool, inches: float
+    axes: Axes,
+    trials: Sequence[SearchedTrial],
+    name: str,
+    theme: Theme,
+    *,
+    is_log: bool,
+    inches: float,
 ) -> None:
     """The figure of each trial by its value of a searched field, on a panel that is ``inches`` wide."""
     values = [trial.values[name] for trial in trials]
     if is_log:
         axes.set_xscale("log")
-    elif len(set(values)) <= MOST_NAMED_VALUES and not all(isinstance(value, float) for value in values):
+    elif len(set(values)) <= MOST_NAMED_VALUES and not all(
+        isinstance(value, float) for value in values
+    ):
         # Few values: evenly spaced, under their names.
         names = sorted(set(values), key=lambda value: (isinstance(value, str), value))
         values = [names.index(value) for value in values]
@@ -173,12 +203,24 @@ def _by_field(
     axes.tick_params(which="minor", length=0)
 
 
-def _trial_points(axes: Axes, trials: Sequence[SearchedTrial], places: Sequence[Any], theme: Theme) -> None:
+def _trial_points(
+    axes: Axes, trials: Sequence[SearchedTrial], places: Sequence[Any], theme: Theme
+) -> None:
     fillings = {"finished": theme.first, "pruned": theme.surface}
     for state, filling in fillings.items():
-        points = [(x, trial.value) for x, trial in zip(places, trials, strict=True) if trial.state == state]
+        points = [
+            (x, trial.value)
+            for x, trial in zip(places, trials, strict=True)
+            if trial.state == state
+        ]
         if points:
-            axes.plot(*zip(*points, strict=True), "o", color=theme.first, markerfacecolor=filling, label=state)
+            axes.plot(
+                *zip(*points, strict=True),
+                "o",
+                color=theme.first,
+                markerfacecolor=filling,
+                label=state,
+            )
     if trials and trials[0].state == "finished":
         axes.plot(places[0], trials[0].value, "o", color=theme.second)
 
@@ -232,7 +274,9 @@ def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure
 
 def _learning_rate(curves: Curves, theme: Theme) -> Figure:
     figure, axes = _curve_axes("Learning rate", "step")
-    axes.plot(curves.column("step"), curves.column("learning_rate"), _mark(curves), color=theme.first)
+    axes.plot(
+        curves.column("step"), curves.column("learning_rate"), _mark(curves), color=theme.first
+    )
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     axes.set_ylim(bottom=0)
     return figure
@@ -291,7 +335,12 @@ def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
     # The exponent makes small shares visible, which are the confusions.
     # Squares instead of an image, which matplotlib would compute in float64 for each of millions of pixels.
     edges = np.arange(classes + 1) - 0.5
-    squares = {"cmap": colours, "norm": PowerNorm(0.6, 0, 1), "edgecolors": theme.grid, "linewidth": 0.8}
+    squares = {
+        "cmap": colours,
+        "norm": PowerNorm(0.6, 0, 1),
+        "edgecolors": theme.grid,
+        "linewidth": 0.8,
+    }
     axes.pcolormesh(edges, edges, shares, **squares)
     axes.set_aspect("equal")
     axes.invert_yaxis()
@@ -326,7 +375,13 @@ def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
 
 def _legend_above(axes: Axes, columns: int = 3) -> None:
     # Between title and curves, so that no curve runs through it.
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=columns, borderpad=0, columnspacing=1.4)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.99),
+        ncols=columns,
+        borderpad=0,
+        columnspacing=1.4,
+    )
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -343,7 +398,9 @@ def _mark(curves: Curves) -> str:
 
 
 def _shorten(label: str) -> str:
-    label = printable(label)  # a character without a glyph would go to the terminal in matplotlib's warning
+    label = printable(
+        label
+    )  # a character without a glyph would go to the terminal in matplotlib's warning
     # Cut in the middle, because names of one family differ at their ends.
     return label if len(label) <= LONGEST_LABEL else f"{label[:10]}…{label[-9:]}"
 

@@ -42,7 +42,17 @@ _MEMORY_EVENTS = 100_000
 _COMMUNICATION = ("gloo:", "nccl")
 _ASKED = ("c10d::", "_c10d_functional::", "record_param_comms")
 _PHASES = ("data", "forward", "backward", "optimizer")
-_RANK_HEADINGS = ("Rank", "A step", "Data wait", "Forward", "Backward", "Optimizer", "Other", "Collectives", "Hidden")
+_RANK_HEADINGS = (
+    "Rank",
+    "A step",
+    "Data wait",
+    "Forward",
+    "Backward",
+    "Optimizer",
+    "Other",
+    "Collectives",
+    "Hidden",
+)
 
 Interval = tuple[float, float]
 Table = tuple[list[str], list[list[str]]]  # headings, rows
@@ -87,7 +97,9 @@ class Profiler(Subscriber):
 
     follows_steps = True
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases, console: Console | None) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, phases: Phases, console: Console | None
+    ) -> None:
         self._config = config
         self._ranks = ranks
         self._phases = phases
@@ -122,7 +134,9 @@ class Profiler(Subscriber):
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        starting = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
+        starting = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
+        )
         starting.start()
         self._profile = starting
         if self._on_gpu:
@@ -149,13 +163,17 @@ class Profiler(Subscriber):
             self._say(f"rank 0: no profile ({self._problem}); the run continues")
         if not (found and self._console):
             return
-        self._console.table(f"Profile of steps {found.first_step} to {found.last_step}", *rank_table([found]))
+        self._console.table(
+            f"Profile of steps {found.first_step} to {found.last_step}", *rank_table([found])
+        )
         self._console.table("Costliest operators of rank 0", *operator_table(found))
         self._say(f"Traces for ui.perfetto.dev: {self._folder}")
         try:
             write_json(self._folder / SUMMARY_FILE, {"ranks": [asdict(found)]})
         except OSError as error:
-            self._say(f"{self._folder}: the summary of the profile could not be written ({error.strerror})")
+            self._say(
+                f"{self._folder}: the summary of the profile could not be written ({error.strerror})"
+            )
 
     def _write_profile(self) -> RankProfile:
         seconds = self._phases.elapsed("profiler")
@@ -216,9 +234,17 @@ def communication(events: Iterable[FunctionEvent], *, on_gpu: bool) -> dict[str,
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     ran = [event for event in events if event.device_type == device]
     # gloo marks its work as an annotation, as user code would; NCCL's kernels are kernels.
-    collectives = [e for e in ran if e.name.startswith(_COMMUNICATION) and not (on_gpu and e.is_user_annotation)]
+    collectives = [
+        e
+        for e in ran
+        if e.name.startswith(_COMMUNICATION) and not (on_gpu and e.is_user_annotation)
+    ]
     # Of other nested events only the innermost: an outer one, such as a node of autograd, may be waiting.
-    operators = [e for e in ran if not e.is_user_annotation and (e.name.startswith("aten::") or not e.cpu_children)]
+    operators = [
+        e
+        for e in ran
+        if not e.is_user_annotation and (e.name.startswith("aten::") or not e.cpu_children)
+    ]
     computing = [e for e in operators if not e.name.startswith(_COMMUNICATION + _ASKED)]
     communicating = merge_intervals((e.time_range.start, e.time_range.end) for e in collectives)
     working = merge_intervals(interval for e in computing for interval in _own_times(e))
@@ -230,7 +256,9 @@ def communication(events: Iterable[FunctionEvent], *, on_gpu: bool) -> dict[str,
 def _own_times(event: FunctionEvent) -> Iterator[Interval]:
     """When an operator ran, the operators that it called excluded."""
     start = event.time_range.start
-    for child in sorted((child.time_range for child in event.cpu_children), key=lambda span: span.start):
+    for child in sorted(
+        (child.time_range for child in event.cpu_children), key=lambda span: span.start
+    ):
         yield start, child.start
         start = child.end
     yield start, event.time_range.end
@@ -261,11 +289,22 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
 
 
 def _top_operators(events: EventList, *, on_gpu: bool) -> list[Operator]:
-    averages = [a for a in events.key_averages() if a.device_type == DeviceType.CPU and not a.is_user_annotation]
-    seconds = {a.key: (a.self_device_time_total if on_gpu else a.self_cpu_time_total) / 1e6 for a in averages}
+    averages = [
+        a
+        for a in events.key_averages()
+        if a.device_type == DeviceType.CPU and not a.is_user_annotation
+    ]
+    seconds = {
+        a.key: (a.self_device_time_total if on_gpu else a.self_cpu_time_total) / 1e6
+        for a in averages
+    }
     total = math.fsum(seconds.values()) or 1.0
     top = sorted(averages, key=lambda average: -seconds[average.key])[:MOST_OPERATORS]
-    return [Operator(a.key, a.count, seconds[a.key], seconds[a.key] / total) for a in top if seconds[a.key] > 0]
+    return [
+        Operator(a.key, a.count, seconds[a.key], seconds[a.key] / total)
+        for a in top
+        if seconds[a.key] > 0
+    ]
 
 
 def read_summary(run_dir: Path) -> list[RankProfile]:
@@ -274,7 +313,10 @@ def read_summary(run_dir: Path) -> list[RankProfile]:
     if not path.exists():
         return []
     ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
-    return [RankProfile(**{**rank, "operators": [Operator(**o) for o in rank["operators"]]}) for rank in ranks]
+    return [
+        RankProfile(**{**rank, "operators": [Operator(**o) for o in rank["operators"]]})
+        for rank in ranks
+    ]
 
 
 def rank_table(profiles: Sequence[RankProfile]) -> Table:
@@ -284,12 +326,22 @@ def rank_table(profiles: Sequence[RankProfile]) -> Table:
         times = [*shares, max(0.0, 1 - sum(shares)), rank.communication / rank.seconds]
         hidden = "-" if rank.hidden is None else format_percent(rank.hidden, 1)
         step = rank.seconds / (rank.last_step - rank.first_step + 1)
-        rows.append([str(rank.rank), _milliseconds(step), *(format_percent(time, 1) for time in times), hidden])
+        rows.append(
+            [
+                str(rank.rank),
+                _milliseconds(step),
+                *(format_percent(time, 1) for time in times),
+                hidden,
+            ]
+        )
     return [*_RANK_HEADINGS], rows
 
 
 def operator_table(profile: RankProfile) -> Table:
-    rows = [[o.name, f"{o.calls:,}", _milliseconds(o.seconds), format_percent(o.share, 1)] for o in profile.operators]
+    rows = [
+        [o.name, f"{o.calls:,}", _milliseconds(o.seconds), format_percent(o.share, 1)]
+        for o in profile.operators
+    ]
     return ["Operator", "Calls", "Own time", "Share"], rows
 
 

@@ -91,7 +91,9 @@ SMALLER_IS_BETTER = ("loss", "rmse", "mae", "perplexity")
 
 
 def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, Metric]:
-    figures = [name for name, value in evaluation.items() if isinstance(value, float) and name != "loss"]
+    figures = [
+        name for name, value in evaluation.items() if isinstance(value, float) and name != "loss"
+    ]
     return {name: METRICS.get(name, Metric(name, is_share=False)) for name in figures}
 
 
@@ -149,7 +151,9 @@ def wilson_interval(share: float, rows: int) -> tuple[float, float]:
         return 0.0, 1.0
     z = 1.959964
     middle = (share + z * z / (2 * rows)) / (1 + z * z / rows)
-    half = z / (1 + z * z / rows) * math.sqrt(share * (1 - share) / rows + z * z / (4 * rows * rows))
+    half = (
+        z / (1 + z * z / rows) * math.sqrt(share * (1 - share) / rows + z * z / (4 * rows * rows))
+    )
     return max(0.0, middle - half), min(1.0, middle + half)
 
 

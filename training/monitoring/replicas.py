@@ -23,15 +23,26 @@ from torch.distributed.tensor import DTensor
 from common.errors import TrainingFailure
 from training.config import TrainConfig
 from training.fault_tolerance.failures import translate_errors
-from training.monitoring.events import CheckpointStarted, Event, EventStream, RunStarted, StepDone, Subscriber
+from training.monitoring.events import (
+    CheckpointStarted,
+    Event,
+    EventStream,
+    RunStarted,
+    StepDone,
+    Subscriber,
+)
 from training.monitoring.exporter import Exporter
 from training.monitoring.records import SavedCheckpoint
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
-Part = tuple[str, tuple[int, ...]]  # a parameter's name; which of its shards, along each dimension that splits it
+Part = tuple[
+    str, tuple[int, ...]
+]  # a parameter's name; which of its shards, along each dimension that splits it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 1 << 18  # elements at a time, so that their intermediate results stay in the processor's cache
+CHUNK = (
+    1 << 18
+)  # elements at a time, so that their intermediate results stay in the processor's cache
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2 to the 64th over the golden ratio, as int64
 
 
@@ -103,7 +114,9 @@ class ReplicaCheck(Subscriber):
         self.events.write_on_rank0("divergence", parameter=found.name, ranks=found.odd)
         when = f"after step {step}" if step else "before the first step"
         since = f" They were the same after step {self.equal_at}." if self.equal_at >= 0 else ""
-        good = f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
+        good = (
+            f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
+        )
         raise TrainingFailure(
             f"{when} the copies of the weights differ: {found}.{since} {good}To resume, {self.how_to_resume}. "
             f"If it happens again on {_listed(found.odd)}, look for failing memory or a failing processor or GPU there",
@@ -112,7 +125,9 @@ class ReplicaCheck(Subscriber):
         )
 
 
-def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, when: str = "") -> None:
+def check_gradient_sync(
+    parameters: Mapping[str, nn.Parameter], ranks: Ranks, when: str = ""
+) -> None:
     """Compare the gradients of all copies, bit by bit; called on every rank after a step's last backward pass.
 
     A shard is compared with the same shard; ``when`` is for the message, such as ``step 1``.
@@ -120,7 +135,9 @@ def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, wh
     Raises:
         TrainingFailure: they differ, on all ranks; the message names the first parameter and the ranks.
     """
-    found = first_difference({name: parameter.grad for name, parameter in parameters.items()}, ranks)
+    found = first_difference(
+        {name: parameter.grad for name, parameter in parameters.items()}, ranks
+    )
     if found:
         raise TrainingFailure(
             f"{f'{when}: ' * bool(when)}the gradients differ after their reduction: that of {found}. A backward pass "
@@ -135,13 +152,18 @@ def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -
 
     A shard is compared with the same shard; None differs from any tensor.
     """
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    local = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()
+    ]
     numbers = [checksum(tensor).to(ranks.device) for tensor in local if tensor is not None]
     # Stacked, so that the host waits for the device once.
     sums = iter(torch.stack(numbers).tolist() if numbers else [])
     # Which part of which tensor this rank holds, with its checksum. Everything after the gather is the same on all
     # ranks, so all of them return the same answer and none waits for another.
-    own = [(_part_of(name, tensor), next(sums) if tensor is not None else None) for name, tensor in tensors.items()]
+    own = [
+        (_part_of(name, tensor), next(sums) if tensor is not None else None)
+        for name, tensor in tensors.items()
+    ]
     copies: dict[Part, dict[int, int | None]] = {}
     for rank, parts in enumerate(ranks.gather(own)):
         for part, number in parts:
@@ -182,7 +204,9 @@ def _part_of(name: str, tensor: torch.Tensor | None) -> Part:
     if not isinstance(tensor, DTensor):
         return name, ()
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    return name, tuple(-1 if placement.is_replicate() else coordinate for coordinate, placement in places)
+    return name, tuple(
+        -1 if placement.is_replicate() else coordinate for coordinate, placement in places
+    )
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -98,9 +98,13 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     for name, png in light.items():
         write_whole(run_dir / "plots" / f"{name}.png", png)
 
-    efficiencies = [record["scaling_efficiency"] for record in records if record["kind"] == "efficiency"]
+    efficiencies = [
+        record["scaling_efficiency"] for record in records if record["kind"] == "efficiency"
+    ]
     collectives = [record["operations"] for record in records if record["kind"] == "collectives"]
-    wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[:MOST_WRONG_TEXTS]
+    wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[
+        :MOST_WRONG_TEXTS
+    ]
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -109,8 +113,15 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"percent": format_percent, "decimal": _decimal, "duration": format_time, "shorten": _shorten}
-    epoch_metrics = list(metrics_of(curves.validated[-1]["validation"]).items())[:2] if curves.validated else []
+    filters = {
+        "percent": format_percent,
+        "decimal": _decimal,
+        "duration": format_time,
+        "shorten": _shorten,
+    }
+    epoch_metrics = (
+        list(metrics_of(curves.validated[-1]["validation"]).items())[:2] if curves.validated else []
+    )
     environment.filters |= filters
     page = environment.get_template(REPORT_FILE).render(
         report=report,
@@ -118,13 +129,23 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         headline=_headline(report, curves, efficiencies),
         epochs=curves.epochs,
         epoch_metrics=epoch_metrics,
-        has_train_accuracy=any(record.get("train_accuracy") is not None for record in curves.epochs),
-        best_epoch=max((record["epoch"] for record in curves.validated if record["is_best"]), default=None),
-        plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
+        has_train_accuracy=any(
+            record.get("train_accuracy") is not None for record in curves.epochs
+        ),
+        best_epoch=max(
+            (record["epoch"] for record in curves.validated if record["is_best"]), default=None
+        ),
+        plots={
+            name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name]))
+            for name in PLOTS
+            if name in light
+        },
         profile=_profile(run_dir),
         collectives=collective_table(collectives) if collectives else None,
         data_facts=in_words(report.figures) if report.figures else {},
-        faults={name: rows for name in FAULTS if (rows := report.figures.get(name, {}).get("rows"))},
+        faults={
+            name: rows for name in FAULTS if (rows := report.figures.get(name, {}).get("rows"))
+        },
         wrong_texts=wrong_texts,
         doubted_texts=report.doubted_texts[:MOST_DOUBTED_TEXTS],
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
@@ -146,7 +167,9 @@ def _profile(run_dir: Path) -> dict[str, Any] | None:
     }
 
 
-def collective_table(recorded: Sequence[dict[str, dict[str, float]]]) -> tuple[list[str], list[list[str]]]:
+def collective_table(
+    recorded: Sequence[dict[str, dict[str, float]]],
+) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: what the recorded steps spent on each collective operation, per step, the longest first."""
     count, rows = len(recorded), []
     totals = {
@@ -157,7 +180,11 @@ def collective_table(recorded: Sequence[dict[str, dict[str, float]]]) -> tuple[l
         for name in {name for step in recorded for name in step}
     }
     for name, mean in sorted(totals.items(), key=lambda item: -item[1]["seconds"]):
-        figures = (f"{mean['calls']:,.1f}", f"{mean['bytes'] / 1e6:,.2f} MB", f"{1000 * mean['seconds']:,.2f} ms")
+        figures = (
+            f"{mean['calls']:,.1f}",
+            f"{mean['bytes'] / 1e6:,.2f} MB",
+            f"{1000 * mean['seconds']:,.2f} ms",
+        )
         rows.append([name, *figures])
     return ["Operation", "Calls per step", "Bytes per step", "Time per step"], rows
 
@@ -168,7 +195,9 @@ def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dic
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float]) -> list[tuple[str, str, str]]:
+def _headline(
+    report: ReportData, curves: Curves, efficiencies: Sequence[float]
+) -> list[tuple[str, str, str]]:
     """The tiles at the top of the page: name, figure, small print."""
     tiles = _test_tiles(report.test) if report.test["rows"] else []
     if report.baseline:
@@ -183,9 +212,17 @@ def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float])
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
         tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
-    busy, used = ([record[name] for record in curves.steps if name in record] for name in ("gpu_utilization", "mfu"))
+    busy, used = (
+        [record[name] for record in curves.steps if name in record]
+        for name in ("gpu_utilization", "mfu")
+    )
     for title, shares, digits, small_print in (
-        ("Scaling efficiency", efficiencies, 1, "median; what the ranks lost by waiting is missing from 100%"),
+        (
+            "Scaling efficiency",
+            efficiencies,
+            1,
+            "median; what the ranks lost by waiting is missing from 100%",
+        ),
         ("GPU utilization", busy, 0, "median share of the time in which rank 0's GPU computed"),
         ("MFU", used, 1, "median share of the devices' peak"),
     ):

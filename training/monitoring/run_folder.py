@@ -49,20 +49,28 @@ class RunSnapshot:
     @property
     def silent_seconds(self) -> float:
         """How long a live rank may go without writing."""
-        return MISSED_WRITINGS * writing_period(max((status.world_size for status in self.statuses), default=1))
+        return MISSED_WRITINGS * writing_period(
+            max((status.world_size for status in self.statuses), default=1)
+        )
 
     @property
     def has_remote_ranks(self) -> bool:
         """Whether a rank may run on another machine, where only a change of its status file shows that it is alive."""
-        return any(status.state == "running" and status.host != platform.node() for status in self.statuses)
+        return any(
+            status.state == "running" and status.host != platform.node() for status in self.statuses
+        )
 
     @property
     def state(self) -> str:
         """Finished or stopped if all ranks are, failed if one has, silent if none writes."""
-        states = Counter("silent" if self.is_silent(status) else status.state for status in self.statuses)
+        states = Counter(
+            "silent" if self.is_silent(status) else status.state for status in self.statuses
+        )
         if not states:
             return "unknown"
-        return next((state for state in ("failed", "running") if states[state]), states.most_common(1)[0][0])
+        return next(
+            (state for state in ("failed", "running") if states[state]), states.most_common(1)[0][0]
+        )
 
     @property
     def step(self) -> int:
@@ -81,7 +89,11 @@ class RunSnapshot:
             return None
         first, last = self.recent[0], self.recent[-1]
         steps = last["step"] - first["step"]
-        return (last["seconds"] - first["seconds"]) / steps * (self.total_steps - self.step) if steps > 0 else None
+        return (
+            (last["seconds"] - first["seconds"]) / steps * (self.total_steps - self.step)
+            if steps > 0
+            else None
+        )
 
 
 class RunFolder:
@@ -210,7 +222,10 @@ class RestartSplit:
         """How long each part took; ``rendezvous`` begins with ending the remaining ranks."""
         moments = list(asdict(self).values())
         names = ("detection", "rendezvous", "import", "group", "load", "first_step")
-        parts = {name: after - before for name, (before, after) in zip(names, pairwise(moments), strict=True)}
+        parts = {
+            name: after - before
+            for name, (before, after) in zip(names, pairwise(moments), strict=True)
+        }
         return parts | {"total": self.stepped - self.lost}
 
 
@@ -229,7 +244,11 @@ def restart_split(run_dir: Path, launcher_log: str = "") -> list[RestartSplit]:
         first_times = {event["kind"]: event["time"] for event in reversed(after)}
         imported = after[0]["time"]
         # Events that are written because of the loss come after it.
-        alive = [event["time"] for event in before if event["kind"] not in ("failed", "hang", "stop_asked")]
+        alive = [
+            event["time"]
+            for event in before
+            if event["kind"] not in ("failed", "hang", "stop_asked")
+        ]
         seen = [when for when in _losses(launcher_log, imported) if alive[0] < when < imported]
         split = RestartSplit(
             lost=max(alive),
@@ -248,5 +267,10 @@ def _losses(launcher_log: str, near: float) -> list[float]:
     """When torchrun noticed that a rank had failed."""
     # Its lines are in local time and have no year: that of ``near`` is meant.
     year = time.localtime(near).tm_year
-    found = re.findall(r"^E(\d{4} \d\d:\d\d:\d\d)(\.\d+) .*failed \(exitcode:", launcher_log, re.MULTILINE)
-    return [time.mktime(time.strptime(f"{year} {clock}", "%Y %m%d %H:%M:%S")) + float(rest) for clock, rest in found]
+    found = re.findall(
+        r"^E(\d{4} \d\d:\d\d:\d\d)(\.\d+) .*failed \(exitcode:", launcher_log, re.MULTILINE
+    )
+    return [
+        time.mktime(time.strptime(f"{year} {clock}", "%Y %m%d %H:%M:%S")) + float(rest)
+        for clock, rest in found
+    ]

@@ -16,7 +16,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from common.errors import reason_to_record
-from training.monitoring.events import Event, Rescheduled, RolledBack, RunEnded, RunStarted, StepsAgreed, Subscriber
+from training.monitoring.events import (
+    Event,
+    Rescheduled,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepsAgreed,
+    Subscriber,
+)
 from training.monitoring.records import SavedCheckpoint
 
 if TYPE_CHECKING:
@@ -82,7 +90,14 @@ class StatusFile(Subscriber):
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks, phases: Phases) -> None:
-        place = (ranks.rank, platform.node(), os.getpid(), ranks.local_rank, ranks.world_size, ranks.restart)
+        place = (
+            ranks.rank,
+            platform.node(),
+            os.getpid(),
+            ranks.local_rank,
+            ranks.world_size,
+            ranks.restart,
+        )
         self.status = RankStatus(*place)
         self._run_dir, self._path = run_dir, status_path(run_dir, ranks.rank)
         self._phases = phases
@@ -96,17 +111,24 @@ class StatusFile(Subscriber):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self.status.rank == 0:
                 for status in read_statuses(self._run_dir):
-                    if status.rank >= self.status.world_size:  # of an earlier start, which had more ranks
+                    if (
+                        status.rank >= self.status.world_size
+                    ):  # of an earlier start, which had more ranks
                         status_path(self._run_dir, status.rank).unlink(missing_ok=True)
         self.write()
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._ended.set()
-        self._thread.join(PERIOD)  # with a limit: a disk that does not answer must not keep the process
+        self._thread.join(
+            PERIOD
+        )  # with a limit: a disk that does not answer must not keep the process
         if error is not None:
             self.failed(reason_to_record(error))
             return
@@ -144,11 +166,20 @@ class StatusFile(Subscriber):
                 if not steps:
                     return
                 last = steps[-1]
-                status.epoch, status.loss = last.epoch, last.loss if math.isfinite(last.loss) else None
-                status.samples_per_second, status.tokens_per_second = last.samples_per_second, last.tokens_per_second
+                status.epoch, status.loss = (
+                    last.epoch,
+                    last.loss if math.isfinite(last.loss) else None,
+                )
+                status.samples_per_second, status.tokens_per_second = (
+                    last.samples_per_second,
+                    last.tokens_per_second,
+                )
                 count = last.step - self._averaged_from
                 if count >= STEPS_AVERAGED:
-                    status.phases = {name: seconds / count for name, seconds in self._phases.elapsed("status").items()}
+                    status.phases = {
+                        name: seconds / count
+                        for name, seconds in self._phases.elapsed("status").items()
+                    }
                     self._averaged_from = last.step
             case SavedCheckpoint(step):
                 status.last_checkpoint_step, status.last_checkpoint_time = step, time.time()
@@ -187,7 +218,9 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
     for path in sorted((run_dir / "ranks").glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             found = json.loads(path.read_text(encoding="utf-8"))
-            statuses.append(RankStatus(**{name: value for name, value in found.items() if name in known}))
+            statuses.append(
+                RankStatus(**{name: value for name, value in found.items() if name in known})
+            )
     return statuses
 
 

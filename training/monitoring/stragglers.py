@@ -42,7 +42,15 @@ from training.run.context import RunContext
 
 BACKENDS = ("gloo", "nccl")
 # By the profiler's names of types; one byte for those that are not here.
-BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2, "short int": 2}
+BYTES = {
+    "double": 8,
+    "long int": 8,
+    "float": 4,
+    "int": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "short int": 2,
+}
 
 CHECKS_IN_A_ROW = 3
 SLOW = 1.2  # times the median of the ranks; with two ranks that is the faster one
@@ -79,7 +87,9 @@ class CollectiveRecorder(Subscriber):
         self.events = events
         self.on_gpu = backend == "nccl"
         self.every = every
-        self.waited: float | None = None  # seconds of the last step in which a collective ran; None if unknown
+        self.waited: float | None = (
+            None  # seconds of the last step in which a collective ran; None if unknown
+        )
         self._records = False
 
     def receive(self, event: Event) -> None:
@@ -88,7 +98,9 @@ class CollectiveRecorder(Subscriber):
                 self.waited = None
                 is_due = step % self.every == 0
                 self._records = (
-                    is_due and not torch.autograd._profiler_enabled() and _start_recording(on_gpu=self.on_gpu)
+                    is_due
+                    and not torch.autograd._profiler_enabled()
+                    and _start_recording(on_gpu=self.on_gpu)
                 )
             case StepDone(step):
                 if not self._records:
@@ -96,7 +108,9 @@ class CollectiveRecorder(Subscriber):
                 self._records = False
                 calls, kernels = _stop_recording(on_gpu=self.on_gpu)
                 self.waited = None if self.on_gpu else covered_seconds(calls)
-                self.events.publish(CollectivesRecorded(step, by_operation(calls, kernels if self.on_gpu else None)))
+                self.events.publish(
+                    CollectivesRecorded(step, by_operation(calls, kernels if self.on_gpu else None))
+                )
 
     def close(self) -> None:
         """End a recording that an error cut short."""
@@ -104,12 +118,18 @@ class CollectiveRecorder(Subscriber):
             _stop_recording(on_gpu=self.on_gpu)
 
 
-def by_operation(calls: Sequence[Collective], kernels: Sequence[Collective] | None) -> dict[str, CollectiveUse]:
+def by_operation(
+    calls: Sequence[Collective], kernels: Sequence[Collective] | None
+) -> dict[str, CollectiveUse]:
     """Calls and bytes of each operation; the seconds are those of its ``kernels``, or of its calls without a GPU."""
     found = {}
     for name in sorted({one.operation for one in (*calls, *(kernels or ()))}):
         own = [call for call in calls if call.operation == name]
-        timed = [kernel for kernel in kernels if kernel.operation == name] if kernels is not None else own
+        timed = (
+            [kernel for kernel in kernels if kernel.operation == name]
+            if kernels is not None
+            else own
+        )
         seconds = tuple(one.end - one.start for one in timed)
         found[name] = CollectiveUse(len(own), sum(call.num_bytes for call in own), seconds)
     return found
@@ -117,7 +137,9 @@ def by_operation(calls: Sequence[Collective], kernels: Sequence[Collective] | No
 
 def covered_seconds(collectives: Iterable[Collective]) -> float:
     """Seconds in which at least one of them ran."""
-    return sum(end - start for start, end in merge_intervals((one.start, one.end) for one in collectives))
+    return sum(
+        end - start for start, end in merge_intervals((one.start, one.end) for one in collectives)
+    )
 
 
 def operation_of_kernel(name: str) -> str | None:
@@ -140,9 +162,18 @@ def _start_recording(*, on_gpu: bool) -> bool:
 
         # Shapes, but no memory, stacks, operations or modules.
         config = ProfilerConfig(
-            ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig(), "collectives"
+            ProfilerState.KINETO,
+            True,
+            False,
+            False,
+            False,
+            False,
+            _ExperimentalConfig(),
+            "collectives",
         )
-        activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} if on_gpu else {ProfilerActivity.CPU}
+        activities = (
+            {ProfilerActivity.CPU, ProfilerActivity.CUDA} if on_gpu else {ProfilerActivity.CPU}
+        )
         torch.autograd._prepare_profiler(config, activities)
         torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
         return True
@@ -161,7 +192,9 @@ def _stop_recording(*, on_gpu: bool) -> tuple[list[Collective], list[Collective]
             if operation := operation_of_kernel(event.name()):
                 kernels.append(Collective(operation, 0, start, start + seconds))
             continue
-        backend, _, rest = event.name().partition(":")  # such as "gloo:all_reduce" or "nccl:_all_gather_base"
+        backend, _, rest = event.name().partition(
+            ":"
+        )  # such as "gloo:all_reduce" or "nccl:_all_gather_base"
         if backend in BACKENDS:
             inputs = zip(event.shapes(), event.dtypes(), strict=True)
             num_bytes = sum(prod(shape) * BYTES.get(dtype, 1) for shape, dtype in inputs)
@@ -185,7 +218,10 @@ class Stragglers(Subscriber):
         self.watches: dict[str, Stopwatch] = {}
         if (model := context.strategy.unsynchronized_model) is not None:
             device = self.ranks.device
-            self.watches = {"forward": Stopwatch(model, device), "backward": BackwardStopwatch(model, device)}
+            self.watches = {
+                "forward": Stopwatch(model, device),
+                "backward": BackwardStopwatch(model, device),
+            }
         self.times_slow: dict[tuple[int, str], int] = {}  # in a row, by rank and phase
         self._reset()
 
@@ -211,18 +247,26 @@ class Stragglers(Subscriber):
                 self.elapsed += sum(spent.values())
                 # On a GPU these are the seconds in which the CPU prepares work, most of them hidden by the passes.
                 if self.ranks.device.type == "cpu":
-                    self.beside += spent.get("data", 0.0) + spent.get("step", 0.0) + spent.get("optimizer", 0.0)
+                    self.beside += (
+                        spent.get("data", 0.0)
+                        + spent.get("step", 0.0)
+                        + spent.get("optimizer", 0.0)
+                    )
                 # If the passes are full of collectives (FSDP, tensor parallelism), their seconds are no rank's own:
                 # take off those in which a collective ran, in the steps in which they were recorded.
                 if not self.watches and self.collectives.waited is not None:
-                    self.compute = sum(spent.get(phase, 0.0) for phase in PASSES) - self.collectives.waited
+                    self.compute = (
+                        sum(spent.get(phase, 0.0) for phase in PASSES) - self.collectives.waited
+                    )
             case StepsAgreed():
                 if self.steps >= self.every:
                     self._compare_ranks()
             case RunStarted():
                 # Ranks with the same parameters do the same work: those of one stage of a pipeline.
                 stage = zlib.crc32(" ".join(self.context.strategy.parameters).encode())
-                self.hosts, self.stages = zip(*self.ranks.gather((platform.node(), stage)), strict=True)
+                self.hosts, self.stages = zip(
+                    *self.ranks.gather((platform.node(), stage)), strict=True
+                )
 
     def _compare_ranks(self) -> None:
         seconds = {"data": self.data / self.steps}
@@ -236,7 +280,9 @@ class Stragglers(Subscriber):
         # Other strategies communicate within their passes or, as zero1, in the optimizer.
         is_known = bool(self.watches) and self.context.config.strategy == "ddp"
         efficiency = (
-            scaling_efficiency([(tokens, own, all_) for tokens, _, own, all_ in measured]) if is_known else None
+            scaling_efficiency([(tokens, own, all_) for tokens, _, own, all_ in measured])
+            if is_known
+            else None
         )
         self._reset()
         self.context.events.publish(RanksCompared(self.context.phases.step, efficiency))
@@ -252,7 +298,9 @@ class Stragglers(Subscriber):
             before = self.times_slow.get((rank, phase), 0)
             self.times_slow[rank, phase] = before + 1 if is_slow else 0
             if rank == self.ranks.rank:
-                self.context.exporter.slowness.labels(phase).set(seconds / median if median else 1.0)
+                self.context.exporter.slowness.labels(phase).set(
+                    seconds / median if median else 1.0
+                )
             if self.times_slow[rank, phase] == CHECKS_IN_A_ROW:
                 self._report(rank, phase, seconds, median, slow=True)
             elif before >= CHECKS_IN_A_ROW and not is_slow:
@@ -266,11 +314,19 @@ class Stragglers(Subscriber):
             if slow
             else f"No longer a straggler: {who} ({figures})."
         )
-        fields = {"host": self.hosts[rank], "phase": phase, "seconds": seconds, "median": median, "slow": slow}
+        fields = {
+            "host": self.hosts[rank],
+            "phase": phase,
+            "seconds": seconds,
+            "median": median,
+            "slow": slow,
+        }
         self.context.events.write_on_rank0("straggler", slow_rank=rank, **fields)
         if rank == self.ranks.rank:
             self.context.exporter.straggler.labels(phase).set(int(slow))
-            slow_in = [name for name in COMPARED if self.times_slow.get((rank, name), 0) >= CHECKS_IN_A_ROW]
+            slow_in = [
+                name for name in COMPARED if self.times_slow.get((rank, name), 0) >= CHECKS_IN_A_ROW
+            ]
             self.context.status.status.slow_phases = slow_in
 
 
@@ -283,7 +339,9 @@ class BackwardStopwatch(Stopwatch):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model, device)
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda _: self.laps.append((self._began, self._now())))
+        first.register_post_accumulate_grad_hook(
+            lambda _: self.laps.append((self._began, self._now()))
+        )
 
     def _begin(self, model: nn.Module, arguments: tuple) -> None:
         """The forward pass is not timed here."""
@@ -314,8 +372,12 @@ def scaling_efficiency(by_rank: Sequence[tuple[int, float, float]]) -> float:
     ``by_rank``: the tokens of each rank, the seconds that it spent on them itself, and the seconds that they took with
     the wait for others.
     """
-    ideal = sum(tokens / max(own, 1e-9) for tokens, own, _ in by_rank)  # tokens per second, each at its own pace
-    achieved = sum(tokens for tokens, _, _ in by_rank) / max(1e-9, fmean(elapsed for _, _, elapsed in by_rank))
+    ideal = sum(
+        tokens / max(own, 1e-9) for tokens, own, _ in by_rank
+    )  # tokens per second, each at its own pace
+    achieved = sum(tokens for tokens, _, _ in by_rank) / max(
+        1e-9, fmean(elapsed for _, _, elapsed in by_rank)
+    )
     return min(1.0, achieved / max(ideal, 1e-9))
 
 

@@ -96,7 +96,9 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        )
 
     def finish(self, *, finished: bool) -> None:
         self._writer.close()
@@ -144,16 +146,22 @@ class MLflow(Tracker):
             self._client.update_run(earlier, status="RUNNING")
             return earlier
         experiment = self._client.get_experiment_by_name(PROJECT)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+        )
         self._run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
-        self._client.log_batch(self._run_id, params=[Param(name, str(v)) for name, v in run.configuration.items()])
+        self._client.log_batch(
+            self._run_id, params=[Param(name, str(v)) for name, v in run.configuration.items()]
+        )
         return self._run_id
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
-        self._client.log_batch(self._run_id, [Metric(name, value, now, step) for name, value in scalars.items()])
+        self._client.log_batch(
+            self._run_id, [Metric(name, value, now, step) for name, value in scalars.items()]
+        )
 
     def finish(self, *, finished: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
@@ -168,7 +176,13 @@ class Trackio(Tracker):
         name = earlier or f"{run.name}-{time.time_ns() // 1_000_000:x}"
         config = {key: str(value) for key, value in run.configuration.items()}
         self._run = trackio.init(
-            PROJECT, name, config=config, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+            PROJECT,
+            name,
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
         return name
 
@@ -195,13 +209,17 @@ def check_trackers(names: Sequence[str]) -> None:
 class TrackerThread:
     """Runs a tracker on its own thread, so that it cannot hold up the run; ``say`` prints a line."""
 
-    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, run: TrackedRun, say: Callable[[str], None]
+    ) -> None:
         self.name = name
         self._tracker = tracker
         self._run = run
         self._say = say
         # (scalars, step) to log, (None, step) to roll back to the step, a bool to end: whether the run has finished.
-        self._queue: queue.Queue[tuple[Mapping[str, float] | None, int] | bool] = queue.Queue(LONGEST_QUEUE)
+        self._queue: queue.Queue[tuple[Mapping[str, float] | None, int] | bool] = queue.Queue(
+            LONGEST_QUEUE
+        )
         self._lost = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -224,7 +242,9 @@ class TrackerThread:
                 break
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._lost or self._thread.is_alive():
-            self._say(f"{self.name}: too slow, {self._lost + self._queue.qsize()} records did not reach it")
+            self._say(
+                f"{self.name}: too slow, {self._lost + self._queue.qsize()} records did not reach it"
+            )
 
     def _work(self) -> None:
         try:
@@ -276,8 +296,12 @@ class Trackers(Subscriber):
             case RunEnded(finished):
                 self._finished = finished
 
-    def _put(self, group: str, figures: Mapping[str, Any], names: Collection[str], step: int) -> None:
-        known = {name: figure for name, figure in figures.items() if name in names and figure is not None}
+    def _put(
+        self, group: str, figures: Mapping[str, Any], names: Collection[str], step: int
+    ) -> None:
+        known = {
+            name: figure for name, figure in figures.items() if name in names and figure is not None
+        }
         scalars = {f"{group}/{name}": float(figure) for name, figure in known.items()}
         for thread in self._threads:
             thread.put(scalars, step)

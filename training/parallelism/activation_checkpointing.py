@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from training.model.dropout import DropoutStream
 
@@ -38,14 +42,22 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         # Compiled dropout does not use the stream, and a graph that captured its position would be right for one step
         # only.
-        again = forward if torch.compiler.is_compiling() else partial(_at_position, forward, stream, stream.place)
+        again = (
+            forward
+            if torch.compiler.is_compiling()
+            else partial(_at_position, forward, stream, stream.place)
+        )
         return checkpoint(again, *args, use_reentrant=False, **contexts, **kwargs)
 
     block.forward = checkpointed_forward
 
 
 def _at_position(
-    forward: Callable[..., Any], stream: DropoutStream, place: tuple[int, int, int], *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    stream: DropoutStream,
+    place: tuple[int, int, int],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run with the stream at its former position: in a pipeline, other micro-batches run between the two passes."""
     now = stream.place

@@ -55,4 +55,6 @@ def _treat(block: nn.Module, config: TrainConfig, stream: DropoutStream) -> None
         apply_activation_checkpointing(block, config.activation_checkpointing, stream)
     if config.compile:
         # Few lengths, one graph: rows and lengths are symbolic in it. DTensors do not work with symbolic shapes.
-        block.compile(dynamic=not any(isinstance(parameter, DTensor) for parameter in block.parameters()))
+        block.compile(
+            dynamic=not any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        )

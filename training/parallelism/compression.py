@@ -98,7 +98,11 @@ class Cast:
         # Divided first, because the sum over ranks could exceed the range of fp16.
         cast = buffer.div_(dist.get_world_size()).to(self.dtype)
         self.traffic.count(bucket, cast.numel() * cast.element_size())
-        return dist.all_reduce(cast, async_op=True).get_future().then(lambda sent: buffer.copy_(sent.value()[0]))
+        return (
+            dist.all_reduce(cast, async_op=True)
+            .get_future()
+            .then(lambda sent: buffer.copy_(sent.value()[0]))
+        )
 
     def begin_step(self, loss_scale: float | None) -> None:
         """Nothing to do: an overflow is infinite on all ranks, and the norm shows it."""
@@ -196,7 +200,9 @@ class PowerSGD:
         """Q (m, rank) of the last step; before the first, a random one that is the same on all ranks."""
         if name not in self.queries:
             generator = torch.Generator().manual_seed(sum(name.encode()))
-            self.queries[name] = torch.randn(self._query_shape(matrix), generator=generator).to(matrix)
+            self.queries[name] = torch.randn(self._query_shape(matrix), generator=generator).to(
+                matrix
+            )
         return self.queries[name]
 
     def _query_shape(self, matrix: torch.Tensor) -> tuple[int, int]:
@@ -205,7 +211,9 @@ class PowerSGD:
     def state_dict(self, ranks: Ranks) -> StrategyState:
         """Errors differ between ranks, so all of them together take the gradients' size times the number of ranks."""
         tensors = {f"compression/queries/{name}": query for name, query in self.queries.items()}
-        tensors |= {f"compression/errors/{ranks.rank}/{name}": error for name, error in self.errors.items()}
+        tensors |= {
+            f"compression/errors/{ranks.rank}/{name}": error for name, error in self.errors.items()
+        }
         plain = {"steps": self.steps, "ranks": ranks.world_size, "columns": self.rank}
         return StrategyState(tensors, {"powersgd": plain})
 
@@ -242,7 +250,9 @@ def _average_together(tensors: list[torch.Tensor]) -> int:
         return 0
     flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(dist.get_world_size())
     dist.all_reduce(flat)
-    for tensor, averaged in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, averaged in zip(
+        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(averaged.view_as(tensor))
     return flat.numel() * flat.element_size()
 

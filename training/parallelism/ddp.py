@@ -34,12 +34,16 @@ class DDPStrategy(Strategy):
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"
             self.replica = DistributedDataParallel(
-                model, device_ids=[self.ranks.device] if on_gpu else None, gradient_as_bucket_view=True
+                model,
+                device_ids=[self.ranks.device] if on_gpu else None,
+                gradient_as_bucket_view=True,
             )
             # A step does it itself, under every strategy (Strategy.broadcast_buffers). DDP would also send constants.
             # The argument for it was renamed in torch 2.13.
             self.replica.broadcast_buffers = False
-        self.compression = build_compression(self.config.compress) if self.ranks.is_distributed else None
+        self.compression = (
+            build_compression(self.config.compress) if self.ranks.is_distributed else None
+        )
         if self.config.deterministic or self.compression:
             self._fix_bucket_order(model)
         if self.compression:
@@ -63,7 +67,9 @@ class DDPStrategy(Strategy):
             return "one process"
         copies = f"ddp: a copy on each of {self.ranks.world_size} rank{'s' * (self.ranks.world_size > 1)}"
         return (
-            f"{copies}, gradients as {self.config.compress}{self.compression.traffic}" if self.compression else copies
+            f"{copies}, gradients as {self.config.compress}{self.compression.traffic}"
+            if self.compression
+            else copies
         )
 
     def begin_step(self, learning_rate: float) -> None:

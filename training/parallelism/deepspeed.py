@@ -68,7 +68,9 @@ class DeepSpeedStrategy(Strategy):
                 code="flags-conflict",
             )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        settings = deepspeed_settings(self.config, self.precision, self.ranks.world_size, num_parameters)
+        settings = deepspeed_settings(
+            self.config, self.precision, self.ranks.world_size, num_parameters
+        )
         deepspeed = import_deepspeed(self.ranks.device)
         # Uses the existing process group; DeepSpeed checks the settings against its size.
         deepspeed.init_distributed(self.ranks.backend, auto_mpi_discovery=False, verbose=False)
@@ -83,7 +85,12 @@ class DeepSpeedStrategy(Strategy):
         return deepspeed, settings
 
     def describe(self) -> str:
-        shared = ("nothing", "optimizer", "optimizer and gradients", "optimizer, gradients and weights")
+        shared = (
+            "nothing",
+            "optimizer",
+            "optimizer and gradients",
+            "optimizer, gradients and weights",
+        )
         offload = ", in the machine's memory" if self.config.cpu_offload else ""
         stage = self.config.deepspeed_stage
         return f"deepspeed: stage {stage}, {shared[stage]} sharded over {self.ranks.world_size} ranks{offload}"
@@ -117,11 +124,15 @@ class DeepSpeedStrategy(Strategy):
                     # otherwise the next forward pass would do it, in bf16.
                     self.engine.optimizer.checkpoint_event_epilogue()
                 norm = torch.as_tensor(
-                    self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.ranks.device
+                    self.engine.get_global_grad_norm(),
+                    dtype=torch.float32,
+                    device=self.ranks.device,
                 )
             else:
                 # Stage 0 clips when it updates, but does not report a norm, nor check it.
-                norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+                norm = get_total_norm(
+                    [p.grad for p in self.model.parameters() if p.grad is not None]
+                )
                 if math.isfinite(norm):
                     self.engine.step()
                 self.engine.zero_grad()
@@ -143,7 +154,9 @@ class DeepSpeedStrategy(Strategy):
 
     def state_dict(self) -> StrategyState:
         """Each tensor is gathered, and kept by one rank."""
-        return StrategyState(self.state.shared_tensors(self.ranks), {"loss_scale": self.state.loss_scale()})
+        return StrategyState(
+            self.state.shared_tensors(self.ranks), {"loss_scale": self.state.loss_scale()}
+        )
 
     def load_state_dict(self, saved: SavedState) -> None:
         self.load_weights(saved)

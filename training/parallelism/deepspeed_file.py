@@ -53,7 +53,8 @@ def read_file(path: Path) -> Settings:
         raise UserError(f"{what}: not valid JSON: {error}", code="deepspeed-config") from error
     if not isinstance(settings, dict):
         raise UserError(
-            f'{what}: must hold fields, such as {{"zero_optimization": {{"stage": 2}}}}', code="deepspeed-config"
+            f'{what}: must hold fields, such as {{"zero_optimization": {{"stage": 2}}}}',
+            code="deepspeed-config",
         )
     settings = _without_auto(settings)
     if isinstance(settings.get("zero_optimization"), bool):  # as older files say it
@@ -65,7 +66,9 @@ def read_file(path: Path) -> Settings:
         _check_optimizer(settings["optimizer"], what)
     if "scheduler" in settings:
         settings["scheduler"] = _checked_scheduler(settings["scheduler"], what)
-        if "warmup_max_lr" in settings["scheduler"]["params"]:  # DeepSpeed's scheduler replaces the optimizer's rate
+        if (
+            "warmup_max_lr" in settings["scheduler"]["params"]
+        ):  # DeepSpeed's scheduler replaces the optimizer's rate
             settings.get("optimizer", {}).get("params", {}).pop("lr", None)
     return settings
 
@@ -73,7 +76,11 @@ def read_file(path: Path) -> Settings:
 def flags_of_file(path: Path, num_ranks: int) -> dict[str, Any]:
     """The flags that a file sets, by name; what it says of the global batch is for this number of ranks."""
     settings = read_file(path)
-    flags = {flag: value for name, flag in FLAGS.items() if (value := look_up(settings, name)) is not None}
+    flags = {
+        flag: value
+        for name, flag in FLAGS.items()
+        if (value := look_up(settings, name)) is not None
+    }
     if "scheduler" in settings:
         flags["schedule"] = SCHEDULES[settings["scheduler"]["type"]]
     for precision in ("fp16", "bf16"):
@@ -103,14 +110,22 @@ def look_up(settings: Mapping[str, Any], path: str) -> Any:
 
 def _check_section(section: Any, what: str) -> None:
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
-        raise UserError(f"{what} and its params: must be objects with fields", code="deepspeed-config")
+        raise UserError(
+            f"{what} and its params: must be objects with fields", code="deepspeed-config"
+        )
 
 
 def _check_optimizer(section: Settings, what: str) -> None:
     kind = section.get("type")
     if str(kind).lower() not in ("adam", "adamw"):
-        raise UserError(f"{what}: optimizer.type is {kind}: this trainer uses only AdamW", code="deepspeed-config")
-    known = {name.rpartition(".")[2] for name in FLAGS if name.startswith("optimizer.")} | {"eps", "torch_adam"}
+        raise UserError(
+            f"{what}: optimizer.type is {kind}: this trainer uses only AdamW",
+            code="deepspeed-config",
+        )
+    known = {name.rpartition(".")[2] for name in FLAGS if name.startswith("optimizer.")} | {
+        "eps",
+        "torch_adam",
+    }
     params = section.get("params", {})
     if unknown := sorted(params.keys() - known):
         raise UserError(
@@ -136,7 +151,8 @@ def _checked_scheduler(section: Settings, what: str) -> Settings:
     names = {"warmup_num_steps", "cos_min_ratio" if kind == "WarmupCosineLR" else "warmup_max_lr"}
     if unknown := sorted(params.keys() - names - IGNORED - ZERO):
         raise UserError(
-            f"{what}: scheduler.params.{unknown[0]}: not supported here; leave it out", code="deepspeed-config"
+            f"{what}: scheduler.params.{unknown[0]}: not supported here; leave it out",
+            code="deepspeed-config",
         )
     for name in sorted(params.keys() & ZERO):
         if params[name] != 0:
@@ -149,7 +165,10 @@ def _checked_scheduler(section: Settings, what: str) -> Settings:
             f"{what}: scheduler.params.cos_min_ratio is {params['cos_min_ratio']}: the learning rate ends at 0 here",
             code="deepspeed-config",
         )
-    return {"type": kind, "params": {name: params.get(name, DEFAULTS[name]) for name in sorted(names)}}
+    return {
+        "type": kind,
+        "params": {name: params.get(name, DEFAULTS[name]) for name in sorted(names)},
+    }
 
 
 def _without_auto(settings: Settings) -> Settings:

@@ -46,7 +46,9 @@ REFUSED = (
 )
 
 
-def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num_parameters: int) -> Settings:
+def deepspeed_settings(
+    config: TrainConfig, precision: str, world_size: int, num_parameters: int
+) -> Settings:
     """All settings for DeepSpeed; ``num_parameters`` is that of the whole model: no bucket is larger.
 
     Raises:
@@ -63,7 +65,10 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
     ours = _generated(config, precision, world_size, num_parameters)
     # In bf16 a file may ask for DeepSpeed's own mode, with bf16 weights, instead of autocast.
     if precision == "bf16" and look_up(given, "bf16.enabled"):
-        ours |= {"bf16": {"enabled": True, "check_grad_overflow": True}, "torch_autocast": {"enabled": False}}
+        ours |= {
+            "bf16": {"enabled": True, "check_grad_overflow": True},
+            "torch_autocast": {"enabled": False},
+        }
     for name, flag in (FLAGS | FOLLOWING).items():
         mine, theirs = look_up(ours | _of_flags(config), name), look_up(given, name)
         if None not in (mine, theirs) and mine != theirs:
@@ -76,7 +81,11 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
     given.pop("scheduler", None)
     if "optimizer" in given:
         flags = {"lr": 0.0, "betas": list(config.betas), "eps": EPSILON}
-        kept = {name: value for name, value in given["optimizer"].get("params", {}).items() if name == "torch_adam"}
+        kept = {
+            name: value
+            for name, value in given["optimizer"].get("params", {}).items()
+            if name == "torch_adam"
+        }
         given["optimizer"] = {"type": "AdamW", "params": flags | kept}
     return _merge(ours, given)
 
@@ -106,7 +115,9 @@ def _check(config: TrainConfig, precision: str) -> None:
         )
 
 
-def _generated(config: TrainConfig, precision: str, world_size: int, num_parameters: int) -> Settings:
+def _generated(
+    config: TrainConfig, precision: str, world_size: int, num_parameters: int
+) -> Settings:
     bucket = min(LARGEST_BUCKET, num_parameters + num_parameters % 2)  # DeepSpeed wants it even
     zero: Settings = {
         "stage": config.deepspeed_stage,
@@ -130,7 +141,12 @@ def _generated(config: TrainConfig, precision: str, world_size: int, num_paramet
         "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
         "bf16": {"enabled": False},
         # The same loss scale as the other strategies: it begins at 2^16 and doubles after 2,000 good steps.
-        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1},
+        "fp16": {
+            "enabled": precision == "fp16",
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+        },
         # Every strategy uses PyTorch's AdamW. DeepSpeed calls it untested; our tests cover it.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -141,5 +157,7 @@ def _merge(ours: Settings, given: Settings) -> Settings:
     merged = dict(ours)
     for name, value in given.items():
         inner = merged.get(name)
-        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        merged[name] = (
+            _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        )
     return merged

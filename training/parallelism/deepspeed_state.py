@@ -54,7 +54,11 @@ class ShardedState:
         DeepSpeed 0.19 has no public way to do this before the first step.
         """
         optimizer = self.engine.optimizer
-        swapped = self.stage == 3 and optimizer.swap_optimizer and optimizer._swappable_optimizer_subgroup(index)
+        swapped = (
+            self.stage == 3
+            and optimizer.swap_optimizer
+            and optimizer._swappable_optimizer_subgroup(index)
+        )
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
         yield
@@ -91,7 +95,10 @@ class ShardedState:
         for name, parameter in self.model.named_parameters():
             for moment in MOMENTS:
                 yield f"optimizer/{name}/{moment}", self._whole(parameter, moment)
-            yield f"optimizer/{name}/step", torch.tensor(float(self.optimizer.state[self.pieces[0]]["step"]))
+            yield (
+                f"optimizer/{name}/step",
+                torch.tensor(float(self.optimizer.state[self.pieces[0]]["step"])),
+            )
 
     def load_weights(self, saved: SavedState) -> None:
         """Read weights one by one, into the module and into the optimizer's fp32 pieces."""
@@ -99,7 +106,11 @@ class ShardedState:
             shared_out = self.stage == 3 and isinstance(tensor, nn.Parameter)
             full = self._room_for(tensor)
             saved.read({f"model/{name}": full})
-            with self.zero.GatheredParameters(tensor, modifier_rank=0) if shared_out else nullcontext():
+            with (
+                self.zero.GatheredParameters(tensor, modifier_rank=0)
+                if shared_out
+                else nullcontext()
+            ):
                 tensor.data.copy_(full)
             if isinstance(tensor, nn.Parameter):
                 self._take(tensor, full)
@@ -120,14 +131,19 @@ class ShardedState:
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty whole tensor on the CPU. Weights and moments are saved in fp32, whatever training computes in."""
         shape = getattr(tensor, "ds_shape", tensor.shape)
-        return torch.empty(shape, dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        return torch.empty(
+            shape, dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype
+        )
 
     def loss_scale(self) -> dict[str, float]:
         """Scale and good steps in a row, as :class:`training.model.precision.LossScale` keeps them."""
         if not self.engine.fp16_enabled():
             return {}
         scaler = self.engine.optimizer.loss_scaler
-        return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+        return {
+            "scale": scaler.cur_scale,
+            "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1,
+        }
 
     def load_loss_scale(self, state: Mapping[str, float]) -> None:
         if self.engine.fp16_enabled() and state:

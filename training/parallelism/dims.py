@@ -29,7 +29,9 @@ class ParallelDims:
     tp: int
 
     @classmethod
-    def from_config(cls, config: TrainConfig, world_size: int, ranks_per_machine: int) -> ParallelDims:
+    def from_config(
+        cls, config: TrainConfig, world_size: int, ranks_per_machine: int
+    ) -> ParallelDims:
         """The degrees that were asked for; those left at 0 follow from the strategy and the number of ranks.
 
         Args:
@@ -57,16 +59,20 @@ class ParallelDims:
                 code="mesh-degrees",
             )
         if config.sequence_parallel and tp == 1:
-            raise UserError("--sequence_parallel: does nothing without --tp of 2 or more", code="flags-conflict")
+            raise UserError(
+                "--sequence_parallel: does nothing without --tp of 2 or more", code="flags-conflict"
+            )
         if pp == 1 and config.pp_schedule != TrainConfig.model_fields["pp_schedule"].default:
             raise UserError(
-                f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more", code="flags-conflict"
+                f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more",
+                code="flags-conflict",
             )
         # ZeRO-2 and ZeRO-3 shard over all data ranks unless told otherwise; a smaller --dp_shard gives hybrid sharding.
         shard = config.dp_shard or (dp if STRATEGY_FACTS[config.strategy].shards else 1)
         if dp % shard:
             raise UserError(
-                f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}", code="mesh-degrees"
+                f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}",
+                code="mesh-degrees",
             )
         return cls(pp, dp // shard, shard, tp)
 
@@ -93,5 +99,9 @@ class ParallelDims:
 
     def __str__(self) -> str:
         words = ("pipeline", "replicated", "sharded", "tensor")
-        parts = [f"{word}({degree})" for word, degree in zip(words, self.degrees, strict=True) if degree > 1]
+        parts = [
+            f"{word}({degree})"
+            for word, degree in zip(words, self.degrees, strict=True)
+            if degree > 1
+        ]
         return f"{' x '.join(parts) or 'one process'} = {self.world_size} rank{'s' * (self.world_size > 1)}"

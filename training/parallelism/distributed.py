@@ -42,7 +42,9 @@ COLLECTIVE_TIMEOUT = 1800.0  # seconds
 START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
-SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
+SHARES_STORE = (
+    "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
+)
 # On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every operation and shape,
 # and batches have many lengths: their own limit of 1,024 takes hundreds of megabytes. These do for a few lengths.
 CACHED_KERNELS = "128"
@@ -125,10 +127,14 @@ class Ranks:
             raise
         except ForeseenError as error:
             failure = type(error), str(error), error.code
-        failed = [(rank, *found) for rank, found in enumerate(self.gather(failure)) if found is not None]
+        failed = [
+            (rank, *found) for rank, found in enumerate(self.gather(failure)) if found is not None
+        ]
         if failed:
             rank, kind, text, code = failed[0]
-            raise kind(text if rank == 0 else f"rank {rank}: {text}", code=code, quiet=not self.is_first)
+            raise kind(
+                text if rank == 0 else f"rank {rank}: {text}", code=code, quiet=not self.is_first
+            )
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], T]) -> T:
@@ -163,7 +169,13 @@ def loopback_store() -> dist.TCPStore:
     """A store for ranks of this machine alone; one that opens its own port listens on every interface."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def interface_to(host: str) -> str | None:
@@ -181,7 +193,9 @@ def interface_to(host: str) -> str | None:
 def _interface_of(own: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
     if own.version == 6:  # address, index, prefix length, scope, flags, name (Linux)
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        return next((line.split()[5] for line in lines if int(line.split()[0], 16) == int(own)), None)
+        return next(
+            (line.split()[5] for line in lines if int(line.split()[0], 16) == int(own)), None
+        )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
@@ -202,7 +216,10 @@ def saving_group(timeout: float) -> dist.ProcessGroup:
     try:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, dist.DistError) as error:
-        named = {name: os.environ.get(name, "unset") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        named = {
+            name: os.environ.get(name, "unset")
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        }
         raise TrainingFailure(
             f"rank {dist.get_rank()}: the second process group, over which gloo coordinates checkpoints, did not form "
             f"({in_one_line(error)}); set GLOO_SOCKET_IFNAME (now {named['GLOO_SOCKET_IFNAME']}) to the network "
@@ -291,7 +308,10 @@ def join_ranks(
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
         torch.set_num_threads(threads_per_process(local_world_size))
-        for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first operation
+        for cache in (
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+            "LRU_CACHE_CAPACITY",
+        ):  # read at the first operation
             os.environ.setdefault(cache, CACHED_KERNELS)
     joins = launched and not dist.is_initialized()
     if joins:
@@ -301,10 +321,18 @@ def join_ranks(
             _choose_gloo_interface()
         else:
             use_loopback()
-        _join_group(backend, chosen, restart, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
+        _join_group(
+            backend,
+            chosen,
+            restart,
+            also_on_cpu=also_on_cpu,
+            timeout=start_timeout(collective_timeout),
+        )
         milestones["group_formed"] = time.time()
     try:
-        yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones)
+        yield Ranks(
+            rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones
+        )
     except ForeseenError as error:
         # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
         if error.quiet:  # rank 0 has the same error and prints it
@@ -314,7 +342,9 @@ def join_ranks(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        failure = LostRank(f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}")
+        failure = LostRank(
+            f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}"
+        )
         failure.say()
         raise failure from error
     if joins and dist.is_initialized():
@@ -330,11 +360,14 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
         return torch.device("cpu")
     if num_gpus == 0:
         raise UserError(
-            "--device cuda: no CUDA GPU was found on this machine; use --device cpu or auto", code="gpu-not-found"
+            "--device cuda: no CUDA GPU was found on this machine; use --device cpu or auto",
+            code="gpu-not-found",
         )
     shared = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun shows all its ranks the same GPUs
     if num_gpus == 1 and not shared:
-        local_rank = 0  # some schedulers show each process its own GPU, which is then the first of one
+        local_rank = (
+            0  # some schedulers show each process its own GPU, which is then the first of one
+        )
     elif local_world_size > num_gpus:
         raise UserError(
             f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
@@ -356,7 +389,10 @@ def _choose_gloo_interface() -> None:
 
 def _check_restarts() -> None:
     """Refuse restarts that would hang: attempts of several launchers that share one store read each other's keys."""
-    launchers, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    launchers, restarts = (
+        os.environ.get("GROUP_WORLD_SIZE", "1"),
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"),
+    )
     if os.environ.get(SHARES_STORE) == "True" and int(launchers) > 1 and int(restarts) > 0:
         raise UserError(
             f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks would wait for each "
@@ -373,14 +409,20 @@ def _private_store(timeout: timedelta) -> dist.FileStore | None:
     objects the other ranks unpickle.
     """
     file = attempt_file("store")
-    if file is None or os.environ.get("GROUP_WORLD_SIZE") != "1" or os.environ.get(SHARES_STORE) == "True":
+    if (
+        file is None
+        or os.environ.get("GROUP_WORLD_SIZE") != "1"
+        or os.environ.get(SHARES_STORE) == "True"
+    ):
         return None
     store = dist.FileStore(str(file), int(os.environ["WORLD_SIZE"]))
     store.set_timeout(timeout)
     return store
 
 
-def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float) -> None:
+def _join_group(
+    backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float
+) -> None:
     bound = device if backend == "nccl" else None
     backends = group_backend(device.type, also_on_cpu=also_on_cpu)
     # Every rank remembers its last collectives, for the record that a hang leaves.
@@ -388,14 +430,20 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
     waits = timedelta(seconds=timeout + TIMEOUT_MARGIN)
     try:
         if (private := _private_store(waits)) is not None:
-            store, rank, world_size = private, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store, rank, world_size = (
+                private,
+                int(os.environ["RANK"]),
+                int(os.environ["WORLD_SIZE"]),
+            )
         else:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=waits))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun (2.13) keeps one store for all its attempts: with names of its own, none reads dead addresses.
             # Several launchers count their restarts apart; for those TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.
             store = dist.PrefixStore(f"restart_{restart}", store)
-        dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound)
+        dist.init_process_group(
+            backends, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound
+        )
     except (ValueError, RuntimeError, dist.DistError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -406,7 +454,8 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
         said = f"the process group did not form ({in_one_line(error)})"
         if isinstance(error, ValueError):  # a variable is missing
             raise UserError(
-                f"{said}: start with torchrun --standalone --nproc_per_node=N", code="torchrun-needed"
+                f"{said}: start with torchrun --standalone --nproc_per_node=N",
+                code="torchrun-needed",
             ) from error
         # A network that fails may not fail the next time.
         raise LostRank(

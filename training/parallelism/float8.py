@@ -23,12 +23,15 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
     """
     needs = "needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer)"
     if device.type != "cuda":
-        raise UserError(f"--float8: {needs}, and this run is on the CPU", code="precision-unsupported")
+        raise UserError(
+            f"--float8: {needs}, and this run is on the CPU", code="precision-unsupported"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UserError(
-            f"--float8: {needs}, and {name} has {'.'.join(map(str, capability))}", code="precision-unsupported"
+            f"--float8: {needs}, and {name} has {'.'.join(map(str, capability))}",
+            code="precision-unsupported",
         )
     if precision != "bf16":
         raise UserError(
@@ -44,7 +47,8 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
         import torchao  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f'--float8: torchao is not installed ({error}); pip install "distrinews[float8]"', code="package-missing"
+            f'--float8: torchao is not installed ({error}); pip install "distrinews[float8]"',
+            code="package-missing",
         ) from error
 
 
@@ -61,5 +65,7 @@ def apply_float8(block: nn.Module, *, emulate: bool = False) -> None:
         block,
         # The inner side of a weight's gradient is rows times tokens, which may be any number.
         config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate),
-        module_filter_fn=lambda module, _: all(side % SIDE_MULTIPLE == 0 for side in module.weight.shape),
+        module_filter_fn=lambda module, _: all(
+            side % SIDE_MULTIPLE == 0 for side in module.weight.shape
+        ),
     )

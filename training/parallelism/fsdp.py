@@ -12,7 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from training.model.classifier import widen, widen_outside
 from training.model.precision import DTYPES
@@ -42,7 +47,9 @@ def apply_fsdp(
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if cpu_offload
+        else OffloadPolicy(),
     }
     widen_outside(part, blocks)
     # PyTorch takes a half-precision input only if weights and running statistics are both in fp32.
@@ -56,7 +63,9 @@ def apply_fsdp(
     fully_shard(part, **settings)
 
 
-def set_gradient_sync(parts: Sequence[nn.Module], *, wanted: bool, between_copies_only: bool = False) -> None:
+def set_gradient_sync(
+    parts: Sequence[nn.Module], *, wanted: bool, between_copies_only: bool = False
+) -> None:
     """Turn gradient communication on or off for the next backward passes; only a step's last micro-batch needs it.
 
     ``between_copies_only``: only skip the all-reduce between replicas, and keep reduce-scattering inside each.

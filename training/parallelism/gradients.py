@@ -16,11 +16,15 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum gradients that tensor-parallel ranks hold as partial sums: norms under sequence parallelism."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        if isinstance(gradient, DTensor) and any(
+            placement.is_partial() for placement in gradient.placements
+        ):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
+def global_norm(
+    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """The norm of all gradients of the whole model, the same on every rank: fp32, ().
 
     Args:
@@ -47,7 +51,9 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
     return total.sqrt()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0
+) -> None:
     """Divide gradients in place by the loss ``scale``, and scale them down if their norm (without the scale) exceeds
     ``limit``.
     """
@@ -68,4 +74,8 @@ def _split_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(i) for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return tuple(
+        mesh.get_group(i)
+        for i, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    )

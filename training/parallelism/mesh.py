@@ -39,10 +39,16 @@ class MeshStrategy(Strategy):
         ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))
         self.dims = dims = ParallelDims.from_config(config, ranks.world_size, ranks_per_machine)
         self.mesh = dims.build_mesh(ranks.device.type)
-        self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
+        self.coordinates = dict(
+            zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True)
+        )
         parts: list[nn.Module] = self._stages(model.train()) if dims.pp > 1 else [model.train()]
-        is_replica_leader = self.coordinates["tp"] == 0 and (dims.pp == 1 or any(stage.is_last for stage in parts))
-        self.data_shard = DataShard(dims.data_rank(ranks.rank), dims.dp, is_replica_leader, stages=dims.pp)
+        is_replica_leader = self.coordinates["tp"] == 0 and (
+            dims.pp == 1 or any(stage.is_last for stage in parts)
+        )
+        self.data_shard = DataShard(
+            dims.data_rank(ranks.rank), dims.dp, is_replica_leader, stages=dims.pp
+        )
         for part in parts:
             self._parallelize_part(part, model)
         return parts
@@ -55,10 +61,14 @@ class MeshStrategy(Strategy):
         stages = split_stages(model, indices, degree * len(indices), where)
         self.stage_group = self.mesh["pp"].get_group()
         sequence_parts = self.dims.tp if config.sequence_parallel else 1
-        self.pipeline = Pipeline(stages, self.stage_group, config.pp_schedule, self._loss, sequence_parts)
+        self.pipeline = Pipeline(
+            stages, self.stage_group, config.pp_schedule, self._loss, sequence_parts
+        )
         return stages
 
-    def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _loss(
+        self, logits: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         losses = row_losses(self.task, logits, batch, self.config)
         checks = self.task.check_labels(logits.detach(), batch.labels)
         return loss_share(losses, batch.weights) * self.loss_factor, losses, checks
@@ -84,18 +94,24 @@ class MeshStrategy(Strategy):
                 code="uneven-split",
             )
         if dims.tp > 1:
-            frozen = [name for name, parameter in part.named_parameters() if not parameter.requires_grad]
+            frozen = [
+                name for name, parameter in part.named_parameters() if not parameter.requires_grad
+            ]
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
             for name in frozen:  # not every style of torch keeps it
                 part.get_parameter(name).requires_grad_(False)
-            if not config.compile:  # whose blocks also draw from torch's generator what must be alike on all ranks
+            if (
+                not config.compile
+            ):  # whose blocks also draw from torch's generator what must be alike on all ranks
                 model.dropout_stream.tensor_rank = self.coordinates["tp"]
         apply_to_blocks(part, config, model.dropout_stream)
         if dims.dp > 1:
             apply_fsdp(
                 part,
                 find_blocks(part),
-                self.mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else self.mesh["dp_shard"],
+                self.mesh["dp_replicate", "dp_shard"]
+                if dims.dp_replicate > 1
+                else self.mesh["dp_shard"],
                 # A stage sees many micro-batches per step, and gathering its weights for each of them would cost too
                 # much.
                 reshard_after_forward=config.strategy != "zero2" and dims.pp == 1,

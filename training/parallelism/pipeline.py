@@ -34,7 +34,9 @@ Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, to
 def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
     """Check that the flags work with a pipeline of ``num_ranks``."""
     schedule = config.pp_schedule
-    check_micro_batches(schedule, num_ranks, config.gradient_accumulation, "--gradient_accumulation")
+    check_micro_batches(
+        schedule, num_ranks, config.gradient_accumulation, "--gradient_accumulation"
+    )
     if not SCHEDULES[schedule].splits_backward:
         return
     if config.compile:
@@ -61,7 +63,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], group: dist.ProcessGroup, schedule: str, loss: Loss, sequence_parts: int = 1
+        self,
+        stages: Sequence[Stage],
+        group: dist.ProcessGroup,
+        schedule: str,
+        loss: Loss,
+        sequence_parts: int = 1,
     ) -> None:
         self.stages = stages
         self.group = group
@@ -70,9 +77,13 @@ class Pipeline:
         self.sequence_parts = sequence_parts
         ranks = group.size()
         # The rank in the group that holds each stage.
-        self.rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(schedule, rank, ranks)}
+        self.rank_of = {
+            stage: rank for rank in range(ranks) for stage in stages_of(schedule, rank, ranks)
+        }
         self.config = stages[0].network.config
-        self._schedules: OrderedDict[Shape, tuple[PipelineScheduleMulti, list[PipelineStage]]] = OrderedDict()
+        self._schedules: OrderedDict[Shape, tuple[PipelineScheduleMulti, list[PipelineStage]]] = (
+            OrderedDict()
+        )
         # Receive buffers, flat, each as large as the largest shape so far needed.
         self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self._micro_batches: Sequence[MicroBatch] = ()
@@ -96,13 +107,19 @@ class Pipeline:
         for stage in self.stages:
             stage.precision = precision
             stage.places = iter([(seed, step, batch.first_row) for batch in micro_batches])
-        inputs = [torch.cat([batch.input_ids for batch in micro_batches])] if self.stages[0].is_first else []
+        inputs = (
+            [torch.cat([batch.input_ids for batch in micro_batches])]
+            if self.stages[0].is_first
+            else []
+        )
         first = micro_batches[0].input_ids
         schedule, stages = self._schedule_for((len(micro_batches), *first.shape), first.device)
         self._attach_buffers(stages)
         schedule.step(
             *inputs,
-            attention_mask=torch.cat([mask_of(batch.input_ids, batch.attention_mask) for batch in micro_batches]),
+            attention_mask=torch.cat(
+                [mask_of(batch.input_ids, batch.attention_mask) for batch in micro_batches]
+            ),
             target=torch.arange(len(micro_batches)),
             return_outputs=False,
         )
@@ -117,7 +134,9 @@ class Pipeline:
             self._checks[number.item()] = checks
         return share
 
-    def _schedule_for(self, shape: Shape, device: torch.device) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
+    def _schedule_for(
+        self, shape: Shape, device: torch.device
+    ) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
         """The schedule of a shape, with its stages; the least recently used one makes room for a new one."""
         if shape not in self._schedules:
             if len(self._schedules) == MOST_SCHEDULES:
@@ -126,14 +145,19 @@ class Pipeline:
         self._schedules.move_to_end(shape)
         return self._schedules[shape]
 
-    def _build_schedule(self, shape: Shape, device: torch.device) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
+    def _build_schedule(
+        self, shape: Shape, device: torch.device
+    ) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
         count, rows, length = shape
         stages = [self._pipeline_stage(stage, rows, length, device) for stage in self.stages]
         make = get_schedule_class(self.schedule.torch_name)
         # Gradients are not divided by the number of micro-batches, because the rows' weights are shares of the whole
         # batch.
         schedule = make(
-            stages if self.schedule.is_looped else stages[0], count, loss_fn=self._share_of_loss, scale_grads=False
+            stages if self.schedule.is_looped else stages[0],
+            count,
+            loss_fn=self._share_of_loss,
+            scale_grads=False,
         )
         return schedule, stages
 
@@ -152,12 +176,16 @@ class Pipeline:
                 self._buffers[key] = info.buffer.detach().flatten()
             info.buffer = None
 
-    def _pipeline_stage(self, stage: Stage, rows: int, length: int, device: torch.device) -> PipelineStage:
+    def _pipeline_stage(
+        self, stage: Stage, rows: int, length: int, device: torch.device
+    ) -> PipelineStage:
         # With the shapes given, torch does not need a trial run to find them, which would advance the dropout masks.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(rows, length), device="meta", requires_grad=True)
         logits = torch.empty(
-            stage.architecture.scores_shape(self.config, rows, length), device="meta", requires_grad=True
+            stage.architecture.scores_shape(self.config, rows, length),
+            device="meta",
+            requires_grad=True,
         )
         return PipelineStage(
             stage,
@@ -199,7 +227,11 @@ class Pipeline:
             if index < last and index + 1 not in here:
                 dist.send(states.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
         # The last stage finishes the logits, because those of a language model are too large to be sent around.
-        states = finish(states) if last in here else torch.empty(len(input_ids), num_scores, device=input_ids.device)
+        states = (
+            finish(states)
+            if last in here
+            else torch.empty(len(input_ids), num_scores, device=input_ids.device)
+        )
         dist.broadcast(states, group=self.group, group_src=self.rank_of[last])
         return states
 
@@ -210,7 +242,10 @@ def _received(stages: Sequence[PipelineStage]) -> Iterator[tuple[tuple[str, int,
     In torch 2.13 these two fields of a stage are the only way to its buffers.
     """
     for stage in stages:
-        for direction, infos in (("forward", stage.args_recv_info), ("backward", stage.grad_recv_info)):
+        for direction, infos in (
+            ("forward", stage.args_recv_info),
+            ("backward", stage.grad_recv_info),
+        ):
             for micro_batch, of_micro_batch in infos.items():
                 for info in of_micro_batch:  # one tensor at most: a stage gives one
                     if info.source is not None:

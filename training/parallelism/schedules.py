@@ -40,7 +40,9 @@ SCHEDULES = {
     "gpipe": Schedule("GPipe", 1, "GPipe"),
     "1f1b": Schedule("1F1B", 1, "1F1B"),
     "interleaved": Schedule("Interleaved1F1B", 2, "Interleaved 1F1B"),
-    "zero_bubble": Schedule("InterleavedZeroBubble", 2, "Interleaved zero-bubble", splits_backward=True),
+    "zero_bubble": Schedule(
+        "InterleavedZeroBubble", 2, "Interleaved zero-bubble", splits_backward=True
+    ),
     "zbv": Schedule("ZBVZeroBubble", 2, "Zero-bubble V", is_v=True, splits_backward=True),
 }
 
@@ -57,7 +59,9 @@ class Action:
     micro_batch: int
 
 
-def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> list[int]:
+def stages_of(
+    schedule: str, rank: int, num_ranks: int, stages_per_rank: int | None = None
+) -> list[int]:
     """The numbers of the stages that a rank holds, in model order."""
     count = stages_per_rank or SCHEDULES[schedule].stages_per_rank
     if SCHEDULES[schedule].is_v:
@@ -83,7 +87,8 @@ def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag:
     rounds = max(1, micro_batches // num_ranks)
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
         raise UserError(
-            f"{where} runs in {rounds} rounds of equal size; use a multiple of {num_ranks}", code="uneven-split"
+            f"{where} runs in {rounds} rounds of equal size; use a multiple of {num_ranks}",
+            code="uneven-split",
         )
 
 
@@ -94,13 +99,26 @@ def order_of_actions(
     check_micro_batches(schedule, num_ranks, micro_batches, "--micro_batches")
     kind = SCHEDULES[schedule]
     if not kind.is_looped:
-        return [_one_stage_order(schedule, rank, num_ranks, micro_batches) for rank in range(num_ranks)]
+        return [
+            _one_stage_order(schedule, rank, num_ranks, micro_batches) for rank in range(num_ranks)
+        ]
     count = stages_per_rank or kind.stages_per_rank
     # All that a schedule needs to know about a stage to order its actions.
-    place: dict[str, Any] = {"num_stages": count * num_ranks, "group_size": num_ranks, "group_rank": 0, "submod": None}
-    order = get_schedule_class(kind.torch_name)([SimpleNamespace(**place) for _ in range(count)], micro_batches)
+    place: dict[str, Any] = {
+        "num_stages": count * num_ranks,
+        "group_size": num_ranks,
+        "group_rank": 0,
+        "submod": None,
+    }
+    order = get_schedule_class(kind.torch_name)(
+        [SimpleNamespace(**place) for _ in range(count)], micro_batches
+    )
     return [
-        [Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
+        [
+            Action(a.stage_index, a.computation_type.value, a.microbatch_index)
+            for a in actions
+            if a is not None
+        ]
         for _, actions in sorted(order.pipeline_order.items())
     ]
 

@@ -31,7 +31,9 @@ class Stage(nn.Module):
         shared = (*model.parameters(), *model.buffers(), model.dropout_stream)
         network = copy.deepcopy(model.network, {id(value): value for value in shared})
         container = network.get_submodule(self.architecture.blocks)
-        network.set_submodule(self.architecture.blocks, nn.ModuleDict({str(i): container[i] for i in blocks}))
+        network.set_submodule(
+            self.architecture.blocks, nn.ModuleDict({str(i): container[i] for i in blocks})
+        )
         absent = [] if self.is_first else [self.architecture.embeddings]
         for name in absent if self.is_last else [*absent, *self.architecture.head]:
             network.set_submodule(name, nn.Identity())
@@ -66,7 +68,9 @@ class Stage(nn.Module):
         self.dropout_stream.seed_torch(self.index)
 
 
-def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str) -> list[Stage]:
+def split_stages(
+    model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str
+) -> list[Stage]:
     """This rank's stages of a model, cut so that all cost about the same; ``where`` names the flags that asked for
     them.
 
@@ -78,7 +82,8 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
     if model.architecture is None:
         kind = type(model.network).__name__
         raise UserError(
-            f"{where}: {kind} cannot be split into stages; DistilBERT, BERT and Llama can", code="model-not-splittable"
+            f"{where}: {kind} cannot be split into stages; DistilBERT, BERT and Llama can",
+            code="model-not-splittable",
         )
     if len(model.blocks) < num_stages:
         raise UserError(
@@ -90,7 +95,9 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
     last = model.architecture.last_block_work + model.architecture.head_work(model.network)
     costs = [1.0] * (len(model.blocks) - 1) + [last]
     runs = balanced_split(costs, num_stages)
-    if not any(parameter.requires_grad for parameter in model.blocks[runs[0].stop - 1].parameters()):
+    if not any(
+        parameter.requires_grad for parameter in model.blocks[runs[0].stop - 1].parameters()
+    ):
         raise UserError(
             f"--freeze and {where}: the first of {num_stages} stages has blocks 1 to {runs[0].stop}, and nothing in "
             "them is trained; freeze fewer, or use another --strategy",

@@ -40,7 +40,11 @@ class SavedState(Protocol):
 
 
 def model_tensors(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    return {f"model/{name}": tensor.detach() for part in parts for name, tensor in part.state_dict().items()}
+    return {
+        f"model/{name}": tensor.detach()
+        for part in parts
+        for name, tensor in part.state_dict().items()
+    }
 
 
 def optimizer_tensors(
@@ -53,7 +57,9 @@ def optimizer_tensors(
     }
 
 
-def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
+def read_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState
+) -> None:
     """Read this rank's moments and step counts directly into place; zeros if none were saved."""
     moments = optimizer_tensors(parameters, optimizer)
     for name, tensor in moments.items():
@@ -62,13 +68,17 @@ def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.opti
     saved.read({name: tensor for name, tensor in moments.items() if name in saved.tensors})
 
 
-def full_model(parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def full_model(
+    parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Whole tensors on the CPU by name, on the ranks that ``keep`` them; a collective call.
 
     In a pipeline, the first rank of ``stages`` gets the tensors of all of them.
     """
     tensors = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
-    return _collect({name: _whole(tensor, keep=keep) for name, tensor in tensors.items()}, keep, stages)
+    return _collect(
+        {name: _whole(tensor, keep=keep) for name, tensor in tensors.items()}, keep, stages
+    )
 
 
 def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
@@ -79,15 +89,25 @@ def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
     if not keep:
         return None
     # A view of zero1's buffer would be written to the file with the whole buffer.
-    return tensor.clone() if tensor.is_cpu and tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.cpu()
+    return (
+        tensor.clone()
+        if tensor.is_cpu and tensor.untyped_storage().nbytes() > tensor.nbytes
+        else tensor.cpu()
+    )
 
 
-def _collect(tensors: dict[str, Any], keep: bool, stages: dist.ProcessGroup | None) -> dict[str, Any]:
+def _collect(
+    tensors: dict[str, Any], keep: bool, stages: dist.ProcessGroup | None
+) -> dict[str, Any]:
     """On the first rank of a pipeline, the tensors of all stages; only one rank per stage keeps any."""
     if not keep or stages is None:
         return tensors
     # The receiver has to know names and shapes before it can allocate; then the tensors come in that order.
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(stages) == "nccl" else None
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(stages) == "nccl"
+        else None
+    )
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     all_described: list[Any] = [None] * stages.size()
     dist.all_gather_object(all_described, described, group=stages)

@@ -91,7 +91,9 @@ class Strategy:
         self.gradient_checks_left = config.check_gradient_sync
         # Set by the strategies that have one.
         self.pipeline: Any = None  # its schedule runs forward and backward over all micro-batches
-        self.stage_group: dist.ProcessGroup | None = None  # the ranks that hold the other stages of the pipeline
+        self.stage_group: dist.ProcessGroup | None = (
+            None  # the ranks that hold the other stages of the pipeline
+        )
         self.engine: Any = None  # DeepSpeed's
         # A module whose forward pass waits for no other rank, so that timing it shows how fast this rank is.
         self.unsynchronized_model: nn.Module | None = None
@@ -106,12 +108,21 @@ class Strategy:
         # What training changes besides the weights: the running statistics of BatchNorm and its kind. Encoders of
         # transformers have none; their constants, such as rotary frequencies, are not in the state dict.
         names = {name for part in self.parts for name, _ in part.named_buffers()}
-        kept = {name: tensor for part in self.parts for name, tensor in part.state_dict().items() if name in names}
+        kept = {
+            name: tensor
+            for part in self.parts
+            for name, tensor in part.state_dict().items()
+            if name in names
+        }
         is_running = any(tensor.is_floating_point() for tensor in kept.values())
         self.buffers: Mapping[str, torch.Tensor] = kept if is_running else {}
         self.optimizer = self.build_optimizer()
-        floats = {name: tensor for name, tensor in self.buffers.items() if tensor.is_floating_point()}
-        self.average = WeightAverage({**self.parameters, **floats}, config.ema) if config.ema else None
+        floats = {
+            name: tensor for name, tensor in self.buffers.items() if tensor.is_floating_point()
+        }
+        self.average = (
+            WeightAverage({**self.parameters, **floats}, config.ema) if config.ema else None
+        )
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         """Distribute the model over the ranks; returns the parts whose parameters this rank trains."""
@@ -229,7 +240,9 @@ class Strategy:
         missing = max(0, min(-(-length // multiple) * multiple, self.config.max_length) - length)
         if not missing:
             return input_ids, attention_mask
-        return F.pad(input_ids, (0, missing)), F.pad(mask_of(input_ids, attention_mask), (0, missing))
+        return F.pad(input_ids, (0, missing)), F.pad(
+            mask_of(input_ids, attention_mask), (0, missing)
+        )
 
     @property
     def test_precision(self) -> str:
@@ -261,11 +274,17 @@ class Strategy:
         if not self.config.lora:
             return weights
         changed = {*self.parameters, *self.buffers}
-        return {name: tensor for name, tensor in weights.items() if name.removeprefix("model/") in changed}
+        return {
+            name: tensor
+            for name, tensor in weights.items()
+            if name.removeprefix("model/") in changed
+        }
 
     def state_dict(self) -> StrategyState:
         """What this rank holds of model, optimizer and loss scale; every rank calls it."""
-        tensors = self.saved_weights() | optimizer_tensors(self.local_parameters, self.local_optimizer)
+        tensors = self.saved_weights() | optimizer_tensors(
+            self.local_parameters, self.local_optimizer
+        )
         average = self.average.tensors if self.average else {}
         return StrategyState(tensors | average, {"loss_scale": self.loss_scale.state_dict()})
 
@@ -285,7 +304,9 @@ class Strategy:
             saved.read(self.average.tensors)
 
 
-def row_losses(task: Task, scores: torch.Tensor, batch: MicroBatch, config: TrainConfig) -> torch.Tensor:
+def row_losses(
+    task: Task, scores: torch.Tensor, batch: MicroBatch, config: TrainConfig
+) -> torch.Tensor:
     """The loss of each row of a micro-batch, (rows,), by its label and, with ``--distill``, the teacher's answer."""
     by_labels = task.loss(scores, batch.labels, config.label_smoothing)
     if batch.teacher is None:

@@ -40,10 +40,14 @@ WHOLE = Replicate()
 ALONG_SEQUENCE = Shard(1)  # of (batch, seq, hidden)
 
 
-FAMILIES = {family.network_class: family for family in (DISTILBERT, BERT, LLAMA, LLAMA_LANGUAGE_MODEL)}
+FAMILIES = {
+    family.network_class: family for family in (DISTILBERT, BERT, LLAMA, LLAMA_LANGUAGE_MODEL)
+}
 
 
-def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(
+    model: NewsClassifier, mesh: DeviceMesh, *, sequence_parallel: bool
+) -> None:
     """Split a model, or a pipeline stage of one, over the ranks of ``mesh``, in place.
 
     This comes before activation checkpointing, compilation and sharding. With sequence parallelism the ranks must
@@ -74,7 +78,9 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
         widen(block)  # one at a time, so that a rank never holds the whole model in fp32
         if sequence_parallel and int(number) == network.config.num_hidden_layers - 1:
             # The head reads a single token of each row, which only one rank would have: gather the sequence before.
-            gather = PrepareModuleInput(input_layouts=layout, desired_input_layouts=WHOLE, use_local_output=True)
+            gather = PrepareModuleInput(
+                input_layouts=layout, desired_input_layouts=WHOLE, use_local_output=True
+            )
             _apply(block, {"": gather, **_block_plan(names, WHOLE)}, names.attention_dropout, mesh)
         else:
             # Attention weights are always split, by heads; the hidden states only along the sequence.
@@ -110,16 +116,21 @@ def _family_of(network: nn.Module, ranks: int) -> EncoderFamily:
         )
     counts = {
         "attention heads": config.num_attention_heads,
-        "heads of keys and values": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "heads of keys and values": getattr(
+            config, "num_key_value_heads", config.num_attention_heads
+        ),
         "feed-forward features": getattr(config, FAMILIES[name].intermediate_size_key),
     }
     # Any divisor of all three counts splits them evenly.
     common = gcd(*counts.values())
     for what, count in counts.items():
         if count % ranks:
-            fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
+            fitting = ", ".join(
+                str(degree) for degree in range(1, common + 1) if common % degree == 0
+            )
             raise UserError(
-                f"--tp {ranks}: {count} {what} cannot be split evenly; use one of {fitting}", code="uneven-split"
+                f"--tp {ranks}: {count} {what} cannot be split evenly; use one of {fitting}",
+                code="uneven-split",
             )
     return FAMILIES[name]
 
@@ -159,7 +170,9 @@ def _plan_of_ends(names: EncoderFamily, layout: Placement) -> Plan:
         plan = {
             names.word_embeddings: VocabularyParallel(WHOLE),
             **{table: WholeParameters(WHOLE) for table in tables if table},
-            names.embeddings: PrepareModuleOutput(output_layouts=WHOLE, desired_output_layouts=layout),
+            names.embeddings: PrepareModuleOutput(
+                output_layouts=WHOLE, desired_output_layouts=layout
+            ),
         }
     if names.pooler:
         return plan | {names.pooler: ColwiseParallel(), names.classifier: RowwiseParallel()}
@@ -170,4 +183,7 @@ def _plan_of_ends(names: EncoderFamily, layout: Placement) -> Plan:
             names.classifier: ColwiseParallel(output_layouts=WHOLE),
         }
     # A head without a pooler is a single matrix with one row per class: to split it would cost a collective.
-    return plan | {names.final_norm: WholeParameters(WHOLE), names.classifier: WholeParameters(WHOLE)}
+    return plan | {
+        names.final_norm: WholeParameters(WHOLE),
+        names.classifier: WholeParameters(WHOLE),
+    }

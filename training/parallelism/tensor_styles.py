@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -29,7 +37,9 @@ class WholeParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._to_dtensor, self._to_local)
 
-    def _to_dtensor(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+    def _to_dtensor(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+    ) -> DTensor:
         return DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False)
 
     def _to_local(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -46,7 +56,9 @@ class ShareInput(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def share(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple, dict[str, Any]]:
             local, *rest = args or (kwargs["hidden_states"],)
             # A DTensor from here on: its backward pass reduces the gradient once, after local addition.
             hidden = DTensor.from_local(local, device_mesh, [self.layout], run_check=False)
@@ -71,7 +83,9 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def embed(module: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
             # Each rank's rows are zero except for its own tokens, so their sum (Partial) is the embedding.
-            found = DTensor.from_local(_look_up(module, input_ids), device_mesh, [Partial()], run_check=False)
+            found = DTensor.from_local(
+                _look_up(module, input_ids), device_mesh, [Partial()], run_check=False
+            )
             return found.redistribute(placements=[self.layout]).to_local()
 
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
@@ -83,11 +97,19 @@ def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
     """(batch, seq) -> (batch, seq, hidden), zero for tokens that other ranks hold."""
     weight: DTensor = embedding.weight
     ranks, rank = weight.device_mesh.size(), weight.device_mesh.get_local_rank()
-    first = rank * -(-embedding.num_embeddings // ranks)  # DTensor makes all parts but the last of equal size
+    first = rank * -(
+        -embedding.num_embeddings // ranks
+    )  # DTensor makes all parts but the last of equal size
     local_rows = weight.to_local()
     # Look up row 0 for tokens of other ranks, to keep indices valid, and zero the result.
     ids = input_ids - first
     elsewhere = (ids < 0) | (ids >= len(local_rows))
     padding = embedding.padding_idx
-    padding = padding - first if padding is not None and first <= padding < first + len(local_rows) else None
-    return F.embedding(ids.masked_fill(elsewhere, 0), local_rows, padding).masked_fill(elsewhere[..., None], 0)
+    padding = (
+        padding - first
+        if padding is not None and first <= padding < first + len(local_rows)
+        else None
+    )
+    return F.embedding(ids.masked_fill(elsewhere, 0), local_rows, padding).masked_fill(
+        elsewhere[..., None], 0
+    )

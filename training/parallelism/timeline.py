@@ -114,7 +114,10 @@ def simulate(
 
 
 def place(
-    order: Sequence[Sequence[Action]], schedule: str, stages_per_rank: int = 1, costs: Costs | None = None
+    order: Sequence[Sequence[Action]],
+    schedule: str,
+    stages_per_rank: int = 1,
+    costs: Costs | None = None,
 ) -> Timeline:
     """Place the actions of each rank in time: each starts when its rank is free and its input is there."""
     costs = costs or Costs()
@@ -134,10 +137,14 @@ def place(
                 box = Box(action, start, start + costs.of(action.kind))
                 ranks[rank].append(box)
                 # Half a backward pass or a whole one give the previous stage the same thing.
-                done[action.stage, "B" if action.kind == "I" else action.kind, action.micro_batch] = box.end
+                done[
+                    action.stage, "B" if action.kind == "I" else action.kind, action.micro_batch
+                ] = box.end
                 position[rank] += 1
         assert position != before, "the ranks wait for each other"
-    return Timeline(schedule, len({action.micro_batch for action in order[0]}), stages_per_rank, ranks)
+    return Timeline(
+        schedule, len({action.micro_batch for action in order[0]}), stages_per_rank, ranks
+    )
 
 
 def _needs(action: Action, last: int) -> list[tuple[int, str, int]]:
@@ -165,7 +172,10 @@ def rows_of_text(timeline: Timeline) -> list[Text]:
             letter = chr(ord("a") + turn) if timeline.stages_per_rank > 1 else ""
             text = f"{box.action.micro_batch}{letter}".ljust(label) + FILL[kind]
             colours = PASTEL if turn % 2 else COLOURS
-            row.append(text.ljust(round((box.end - box.start) * unit), FILL[kind]), style=f"black on {colours[kind]}")
+            row.append(
+                text.ljust(round((box.end - box.start) * unit), FILL[kind]),
+                style=f"black on {colours[kind]}",
+            )
         row.append(IDLE * (round(timeline.duration * unit) - len(row)), style="bright_black")
         rows.append(row)
     return rows
@@ -182,7 +192,9 @@ def show(timeline: Timeline, console: Console) -> None:
             console.print(line, soft_wrap=True)
         console.print()
     kept = ", ".join(f"{timeline.activations_kept(rank):g}" for rank in range(len(timeline.ranks)))
-    console.print(Text(f"micro-batches whose activations each rank keeps at most: {kept}"), soft_wrap=True)
+    console.print(
+        Text(f"micro-batches whose activations each rank keeps at most: {kept}"), soft_wrap=True
+    )
 
 
 def _legend(timelines: Sequence[Timeline]) -> Text:
@@ -194,7 +206,9 @@ def _legend(timelines: Sequence[Timeline]) -> Text:
     return legend.append(f"{IDLE * 3} waiting", style="bright_black")
 
 
-def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank: int | None) -> list[Timeline]:
+def timelines_of(
+    schedule: str, stages: int, micro_batches: int, stages_per_rank: int | None
+) -> list[Timeline]:
     if schedule == ALL:
         return [simulate(name, stages, micro_batches) for name in SCHEDULES]
     needed = SCHEDULES[schedule].stages_per_rank
@@ -202,9 +216,15 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
     may_be_more = schedule in ("interleaved", "zero_bubble")
     if count < needed or (count > needed and not may_be_more):
         wanted = f"{needed} or more" if may_be_more else f"exactly {needed}"
-        raise UserError(f"--stages_per_rank {count}: the {schedule} schedule needs {wanted}", code="uneven-split")
+        raise UserError(
+            f"--stages_per_rank {count}: the {schedule} schedule needs {wanted}",
+            code="uneven-split",
+        )
     if stages % count:
-        raise UserError(f"--stages {stages}: {count} stages per rank need a multiple of {count}", code="uneven-split")
+        raise UserError(
+            f"--stages {stages}: {count} stages per rank need a multiple of {count}",
+            code="uneven-split",
+        )
     return [simulate(schedule, stages // count, micro_batches, count)]
 
 
@@ -222,12 +242,16 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
             _panel(axes, timeline, longest)
         for axes in panels[:-1]:
             axes.set_xticks([])
-        panels[-1].set_xlabel("time, in forward passes of a rank's whole part (simulated)", color=MUTED)
+        panels[-1].set_xlabel(
+            "time, in forward passes of a rank's whole part (simulated)", color=MUTED
+        )
         _figure_legend(figure, timelines)
         try:
             figure.savefig(path, dpi=DOTS_PER_INCH, format="png", pil_kwargs={"optimize": True})
         except OSError as error:
-            raise UserError(f"--png {path}: cannot be written ({error.strerror})", code="not-writable") from error
+            raise UserError(
+                f"--png {path}: cannot be written ({error.strerror})", code="not-writable"
+            ) from error
 
 
 def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:
@@ -237,20 +261,33 @@ def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:
     scale = 1 / timeline.stages_per_rank
     room = (INCHES_WIDE - 0.8) / longest
     for rank, boxes in enumerate(timeline.ranks):
-        axes.add_patch(Rectangle((0, rank - 0.45), timeline.duration * scale, 0.9, color=BUBBLE, linewidth=0))
+        axes.add_patch(
+            Rectangle((0, rank - 0.45), timeline.duration * scale, 0.9, color=BUBBLE, linewidth=0)
+        )
         for box in boxes:
             start, width = box.start * scale, (box.end - box.start) * scale
             turn, number = timeline.turn(box), str(box.action.micro_batch)
             colour = (PASTEL if turn % 2 else COLOURS)[box.action.kind]
             axes.add_patch(
-                Rectangle((start, rank - 0.45), width, 0.9, facecolor=colour, edgecolor="white", linewidth=0.6)
+                Rectangle(
+                    (start, rank - 0.45),
+                    width,
+                    0.9,
+                    facecolor=colour,
+                    edgecolor="white",
+                    linewidth=0.6,
+                )
             )
             if width * room > INCHES_PER_DIGIT * len(number):
-                axes.text(start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=7)
+                axes.text(
+                    start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=7
+                )
     axes.set_title(timeline.title, loc="left", fontsize=10)
     axes.set_xlim(0, longest)
     axes.set_ylim(len(timeline.ranks) - 0.45, -0.55)
-    axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
+    axes.set_yticks(
+        range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))]
+    )
     axes.tick_params(length=0, colors=MUTED)
     axes.spines[:].set_visible(False)
 
@@ -258,9 +295,13 @@ def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:
 def _figure_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
-    shown = {(box.action.kind, t.turn(box) % 2) for t in timelines for boxes in t.ranks for box in boxes}
+    shown = {
+        (box.action.kind, t.turn(box) % 2) for t in timelines for boxes in t.ranks for box in boxes
+    }
     names = {kind: name for kind, name in NAMES.items() if any(kind == other for other, _ in shown)}
-    if "B" in names and "I" in names:  # one colour: the half is what the whole gives the stage before
+    if (
+        "B" in names and "I" in names
+    ):  # one colour: the half is what the whole gives the stage before
         names["B"] = f"backward, or its {names.pop('I')}"
     patches = [Patch(color=COLOURS[kind], label=name) for kind, name in names.items()]
     patches.append(Patch(color=BUBBLE, label="bubble"))
@@ -278,12 +319,20 @@ def main() -> None:
         help="stages of the whole pipeline; with --schedule all, its ranks, each holding as many stages as the "
         "schedule needs (default: %(default)s)",
     )
-    parser.add_argument("--micro_batches", type=positive, default=8, help="in one step (default: %(default)s)")
-    parser.add_argument("--schedule", choices=[*SCHEDULES, ALL], default="1f1b", help="default: %(default)s")
-    parser.add_argument("--stages_per_rank", type=positive, help="default: what the schedule needs, 1 or 2")
+    parser.add_argument(
+        "--micro_batches", type=positive, default=8, help="in one step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--schedule", choices=[*SCHEDULES, ALL], default="1f1b", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--stages_per_rank", type=positive, help="default: what the schedule needs, 1 or 2"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a PNG")
     options = parser.parse_args()
-    timelines = timelines_of(options.schedule, options.stages, options.micro_batches, options.stages_per_rank)
+    timelines = timelines_of(
+        options.schedule, options.stages, options.micro_batches, options.stages_per_rank
+    )
     console = Console(highlight=False)
     for timeline in timelines:
         show(timeline, console)

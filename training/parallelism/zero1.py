@@ -39,8 +39,14 @@ class Zero1Strategy(DDPStrategy):
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:
-        local = {parameter for group in self.local_optimizer.param_groups for parameter in group["params"]}
-        return {name: parameter for name, parameter in self.parameters.items() if parameter in local}
+        local = {
+            parameter
+            for group in self.local_optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return {
+            name: parameter for name, parameter in self.parameters.items() if parameter in local
+        }
 
     def describe(self) -> str:
         return f"{super().describe()}, with the optimizer's state sharded"

@@ -37,10 +37,15 @@ def build_parser() -> OneLineParser:
         help="find the largest model that fits under each strategy: with the proportions of --model, or with those of "
         f"each of {' and '.join(FAMILIES_SCALED)}",
     )
-    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs of the whole cluster")
+    parser.add_argument(
+        "--gpus", type=positive, required=True, metavar="N", help="GPUs of the whole cluster"
+    )
     parser.add_argument("--gpu", required=True, metavar="NAME", help=", ".join(GPUS))
     parser.add_argument(
-        "--nodes", type=positive, metavar="N", help="machines (default: the fewest that these GPUs are usually sold in)"
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="machines (default: the fewest that these GPUs are usually sold in)",
     )
     parser.add_argument(
         "--strategy",
@@ -56,10 +61,22 @@ def build_parser() -> OneLineParser:
         help="tokens per global batch (default: 4 rows per GPU, or 32 for a classifier)",
     )
     parser.add_argument(
-        "--seq_len", type=positive, metavar="N", help="tokens per row (default: 2048, or 128 for a classifier)"
+        "--seq_len",
+        type=positive,
+        metavar="N",
+        help="tokens per row (default: 2048, or 128 for a classifier)",
     )
-    parser.add_argument("--micro_batch", type=positive, metavar="N", help="rows per micro-batch (default: the fastest)")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16, or what the GPU supports")
+    parser.add_argument(
+        "--micro_batch",
+        type=positive,
+        metavar="N",
+        help="rows per micro-batch (default: the fastest)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: bf16, or what the GPU supports",
+    )
     parser.add_argument(
         "--activation_checkpointing",
         choices=CHECKPOINTING_MODES,
@@ -68,7 +85,10 @@ def build_parser() -> OneLineParser:
     )
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
-        "--target_tokens", type=_tokens, metavar="N", help="how many days this many tokens take, such as 2e9"
+        "--target_tokens",
+        type=_tokens,
+        metavar="N",
+        help="how many days this many tokens take, such as 2e9",
     )
     target.add_argument(
         "--target_run",
@@ -93,7 +113,9 @@ def _run(text: str) -> tuple[str, float, float]:
         model, days, utilisation = text.split(":")
         found = model, float(days), float(utilisation)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: must be MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6") from None
+        raise argparse.ArgumentTypeError(
+            f"{text}: must be MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6"
+        ) from None
     if not (0 < found[1] <= MOST_DAYS and 0 < found[2] <= 1):
         raise argparse.ArgumentTypeError(
             f"{text}: the days must be above 0 and at most {MOST_DAYS}, the utilisation above 0 and at most 1"
@@ -113,7 +135,8 @@ def ask(arguments: Sequence[str]) -> Answer:
 def _answer(flags: argparse.Namespace) -> Answer:
     if flags.model is None:
         raise UserError(
-            "--model: is missing; give one, or --largest for the largest model that fits", code="flag-value"
+            "--model: is missing; give one, or --largest for the largest model that fits",
+            code="flag-value",
         )
     shape, cluster, work = _question(flags, flags.model)
     target_tokens = flags.target_tokens
@@ -134,10 +157,16 @@ def ask_for_largest(arguments: Sequence[str]) -> list[LargestAnswer]:
 
 def _largest(flags: argparse.Namespace) -> list[LargestAnswer]:
     if flags.target_tokens or flags.target_run:
-        raise UserError("--largest and --target_tokens or --target_run: give one of them", code="flag-value")
-    questions = [_question(flags, model) for model in ([flags.model] if flags.model else FAMILIES_SCALED)]
+        raise UserError(
+            "--largest and --target_tokens or --target_run: give one of them", code="flag-value"
+        )
+    questions = [
+        _question(flags, model) for model in ([flags.model] if flags.model else FAMILIES_SCALED)
+    ]
     return [
-        LargestAnswer(*question, [largest_model(*question, strategy) for strategy in _strategies(flags)])
+        LargestAnswer(
+            *question, [largest_model(*question, strategy) for strategy in _strategies(flags)]
+        )
         for question in questions
     ]
 
@@ -148,14 +177,18 @@ def _strategies(flags: argparse.Namespace) -> Sequence[str]:
 
 def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluster, Work]:
     if flags.gpus > MOST_GPUS:
-        raise UserError(f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned", code="flag-value")
+        raise UserError(
+            f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned", code="flag-value"
+        )
     if (flags.batch_tokens or 0) > MOST_BATCH_TOKENS:
         raise UserError(
-            f"--batch_tokens {flags.batch_tokens}: at most {MOST_BATCH_TOKENS} can be planned", code="flag-value"
+            f"--batch_tokens {flags.batch_tokens}: at most {MOST_BATCH_TOKENS} can be planned",
+            code="flag-value",
         )
     if (flags.seq_len or SHORTEST_TEXT) < SHORTEST_TEXT:
         raise UserError(
-            f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST_TEXT} tokens or more", code="flag-value"
+            f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST_TEXT} tokens or more",
+            code="flag-value",
         )
     shape = find_shape(model)
     cluster = build_cluster(flags.gpu, flags.gpus, flags.nodes)
@@ -163,7 +196,10 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
     is_classifier = shape.num_labels is not None
     seq_len = flags.seq_len or min(shape.max_positions, 128 if is_classifier else 2048)
     if seq_len > shape.max_positions:
-        raise UserError(f"--seq_len {seq_len}: {shape.name} has {shape.max_positions} positions", code="max-length")
+        raise UserError(
+            f"--seq_len {seq_len}: {shape.name} has {shape.max_positions} positions",
+            code="max-length",
+        )
     tokens = flags.batch_tokens or seq_len * (32 if is_classifier else 4) * cluster.gpus
     if tokens % seq_len:
         nearest = max(1, tokens // seq_len) * seq_len
@@ -175,9 +211,12 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
     precision = flags.precision or next(one for one in ("bf16", "fp16", "fp32") if one in supported)
     if precision not in supported:
         raise UserError(
-            f"--precision {precision}: {cluster.gpu.name} supports {', '.join(supported)}", code="precision-unsupported"
+            f"--precision {precision}: {cluster.gpu.name} supports {', '.join(supported)}",
+            code="precision-unsupported",
         )
-    work = Work(tokens // seq_len, seq_len, precision, flags.micro_batch, flags.activation_checkpointing)
+    work = Work(
+        tokens // seq_len, seq_len, precision, flags.micro_batch, flags.activation_checkpointing
+    )
     return shape, cluster, work
 
 

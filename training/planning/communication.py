@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from training.planning.hardware import Cluster
-from training.planning.layouts import STAGES_PER_RANK, Layout, Stage, outer_parameters, rank_parameters
+from training.planning.layouts import (
+    STAGES_PER_RANK,
+    Layout,
+    Stage,
+    outer_parameters,
+    rank_parameters,
+)
 from training.planning.models import ModelShape
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -61,7 +67,9 @@ class Group:
     @property
     def latency(self) -> float:
         """Seconds that a chunk takes from the first rank of the ring to the last: size - 1 hops."""
-        return (self.size - self.nodes) * self.cluster.link_latency + (self.nodes - 1) * self.cluster.network_latency
+        return (self.size - self.nodes) * self.cluster.link_latency + (
+            self.nodes - 1
+        ) * self.cluster.network_latency
 
     def ring_seconds(self, whole: float) -> float:
         """An all-gather or reduce-scatter of ``whole`` bytes in total, in size - 1 steps of a part each."""
@@ -75,7 +83,9 @@ class Group:
             return 0.0
         # The tree joins the nodes; inside each node it is a chain. NCCL runs two trees, each with half of the bytes.
         # The leaves of one are the inner nodes of the other, so together they have the full bandwidth.
-        hops = (self.members - 1) * self.cluster.link_latency + log2(self.nodes) * self.cluster.network_latency
+        hops = (self.members - 1) * self.cluster.link_latency + log2(
+            self.nodes
+        ) * self.cluster.network_latency
         tree = 2 * (hops + whole / self.bandwidth)
         return min(2 * self.ring_seconds(whole), tree)
 
@@ -84,7 +94,9 @@ class Group:
         gpu, calibration = self.cluster.gpu, self.cluster.calibration
         if self.nodes == 1:
             return self.cluster.link_latency + whole / (gpu.link_bandwidth * calibration.link_share)
-        return self.cluster.network_latency + whole / (gpu.network_bandwidth * calibration.network_share)
+        return self.cluster.network_latency + whole / (
+            gpu.network_bandwidth * calibration.network_share
+        )
 
     def transfer(self, collective: str, dimension: str, calls: float, whole: float) -> Transfer:
         """``calls`` calls that move ``whole`` bytes in total."""
@@ -114,7 +126,9 @@ def transfers(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster)
     """Every collective of one optimizer step on a rank of ``stage``, without the scalars of the gradient norm."""
     group = groups(layout, cluster)
     parameters = rank_parameters(shape, layout, stage)
-    hidden = layout.micro_batch * layout.seq_len * shape.hidden  # values of a micro-batch between two blocks
+    hidden = (
+        layout.micro_batch * layout.seq_len * shape.hidden
+    )  # values of a micro-batch between two blocks
 
     if not layout.is_fsdp:
         buckets = ceil(4 * parameters / DDP_BUCKET_BYTES)
@@ -122,7 +136,9 @@ def transfers(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster)
         if layout.strategy == "zero1":
             found.append(group["dp"].transfer("broadcast", "dp", layout.dp, 4 * parameters))
     else:
-        units = stage.blocks + 1  # what FSDP gathers at once: a block, or all that is outside the blocks
+        units = (
+            stage.blocks + 1
+        )  # what FSDP gathers at once: a block, or all that is outside the blocks
         gathered, gathers = layout.width * parameters, units
         if not layout.keeps_gathered:  # the blocks a second time, for the backward pass
             gathered += layout.width * (parameters - outer_parameters(shape, stage, layout.tp))
@@ -132,7 +148,9 @@ def transfers(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster)
         found = [
             shard.transfer("all-gather", "dp_shard", rounds * gathers, rounds * gathered),
             shard.transfer("reduce-scatter", "dp_shard", rounds * units, rounds * 4 * parameters),
-            replicate.transfer("all-reduce", "dp_replicate", units, 4 * parameters / layout.dp_shard),
+            replicate.transfer(
+                "all-reduce", "dp_replicate", units, 4 * parameters / layout.dp_shard
+            ),
         ]
 
     # Tensor parallelism: two all-reduces per block forward and two backward, one for the embeddings and one for a
@@ -143,7 +161,11 @@ def transfers(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster)
     if layout.activation_checkpointing != "none":
         gathers, sums = 6, 6 if shape.traits.norm_after else 5
     outside = stage.first + (stage.last and shape.num_labels is None)
-    of_blocks = {"all-gather": gathers, "reduce-scatter": sums} if layout.sequence_parallel else {"all-reduce": sums}
+    of_blocks = (
+        {"all-gather": gathers, "reduce-scatter": sums}
+        if layout.sequence_parallel
+        else {"all-reduce": sums}
+    )
     for collective, per_block in of_blocks.items():
         calls = layout.accumulation * (per_block * stage.blocks + outside)
         found.append(group["tp"].transfer(collective, "tp", calls, calls * layout.width * hidden))

@@ -42,7 +42,9 @@ def scaled(shape: ModelShape, width: int, extra_layers: int = 0) -> ModelShape:
     Head width, vocabulary, and the ratios of layers and of the feed-forward to the hidden size stay as they are.
     ``extra_layers`` make it deeper than its proportions.
     """
-    is_grouped = shape.kv_heads < shape.heads  # then the number of key-value heads stays too, as in Llama 3
+    is_grouped = (
+        shape.kv_heads < shape.heads
+    )  # then the number of key-value heads stays too, as in Llama 3
     heads = width * heads_step(shape)
     hidden = heads * shape.head_dim
     layers = max(1, round(shape.layers * hidden / shape.hidden)) + extra_layers
@@ -77,7 +79,9 @@ def largest_model(shape: ModelShape, cluster: Cluster, work: Work, strategy: str
     if not width:
         return Largest(strategy, None, best(scaled(shape, 1)))
     extra = _last(lambda extra: fits(scaled(shape, width, extra)))
-    return Largest(strategy, best(scaled(shape, width, extra)), best(scaled(shape, width, extra + 1)))
+    return Largest(
+        strategy, best(scaled(shape, width, extra)), best(scaled(shape, width, extra + 1))
+    )
 
 
 def _last(holds: Callable[[int], bool]) -> int:

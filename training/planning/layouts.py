@@ -68,7 +68,12 @@ class Layout:
     @property
     def name(self) -> str:
         """The strategy and the degrees above 1, such as "3d (shard 4 x tp 2)"."""
-        degrees = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.dp_shard, "tp": self.tp}
+        degrees = {
+            "pp": self.pp,
+            "replicate": self.dp_replicate,
+            "shard": self.dp_shard,
+            "tp": self.tp,
+        }
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return f"{self.strategy} ({' x '.join(parts)})" if parts else self.strategy
 
@@ -170,7 +175,11 @@ def _with_schedules(shape: ModelShape, layout: Layout) -> Iterator[Layout]:
             continue
         # PyTorch's looped schedules want the micro-batches in whole rounds of the pipeline.
         fills_rounds = layout.accumulation % layout.pp == 0 or stages_per_rank == 1
-        if layout.pp * stages_per_rank <= shape.layers and fills_rounds and layout.accumulation >= layout.pp:
+        if (
+            layout.pp * stages_per_rank <= shape.layers
+            and fills_rounds
+            and layout.accumulation >= layout.pp
+        ):
             yield replace(layout, schedule=schedule)
 
 
@@ -191,7 +200,9 @@ def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
         return (Stage(0, shape.layers, first=True, last=True),)
     # A language model's head costs the last stage about as much as several blocks, so it gets fewer of them.
     seq_len = 1024  # the ratios to a block hardly depend on it
-    language_head = shape.head_flops(seq_len) / shape.block_flops(seq_len) if shape.num_labels is None else 0.0
+    language_head = (
+        shape.head_flops(seq_len) / shape.block_flops(seq_len) if shape.num_labels is None else 0.0
+    )
     # A last block that reads one token computes its keys and values only, as training/model/architectures.py counts.
     last_block = 1 / 6 if shape.reads_first_token_only else 1.0
 
@@ -205,7 +216,9 @@ def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
         return max(found), sum(cost * cost for cost in found), counts
 
     counts = min((cut(of_last) for of_last in range(1, shape.layers - count + 2)), key=costs)
-    return tuple(Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts))
+    return tuple(
+        Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts)
+    )
 
 
 def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
@@ -215,22 +228,35 @@ def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
     found = []
     for rank in range(layout.pp):
         # zbv goes down the ranks and back up, in a V; the other schedules go round in a loop.
-        own = [cut[rank], cut[-1 - rank]] if layout.schedule == "zbv" and layout.pp > 1 else cut[rank :: layout.pp]
+        own = (
+            [cut[rank], cut[-1 - rank]]
+            if layout.schedule == "zbv" and layout.pp > 1
+            else cut[rank :: layout.pp]
+        )
         blocks = sum(stage.blocks for stage in own)
-        found.append(Stage(rank, blocks, any(stage.first for stage in own), any(stage.last for stage in own)))
+        found.append(
+            Stage(rank, blocks, any(stage.first for stage in own), any(stage.last for stage in own))
+        )
     return found
 
 
 def representative_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
     """The first rank of each kind: of ranks with equal blocks and ends, none holds more or takes longer."""
-    kinds = {(rank.blocks, rank.first, rank.last): rank for rank in reversed(pipeline_ranks(shape, layout))}
+    kinds = {
+        (rank.blocks, rank.first, rank.last): rank
+        for rank in reversed(pipeline_ranks(shape, layout))
+    }
     return list(kinds.values())
 
 
 def block_parameters(shape: ModelShape, tp: int) -> float:
     """Parameters of one block on one of ``tp`` ranks; norms and the biases of row-wise matrices are replicated."""
     matrices = shape.attention_weights + shape.ffn_weights
-    split_biases = (shape.query_width + 2 * shape.key_value_width + shape.intermediate) if shape.traits.biases else 0
+    split_biases = (
+        (shape.query_width + 2 * shape.key_value_width + shape.intermediate)
+        if shape.traits.biases
+        else 0
+    )
     whole = shape.block_parameters - matrices - split_biases
     return (matrices + split_biases) / tp + whole
 
@@ -251,4 +277,6 @@ def outer_parameters(shape: ModelShape, stage: Stage, tp: int) -> float:
 
 def rank_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Parameters of one rank before data-parallel sharding."""
-    return stage.blocks * block_parameters(shape, layout.tp) + outer_parameters(shape, stage, layout.tp)
+    return stage.blocks * block_parameters(shape, layout.tp) + outer_parameters(
+        shape, stage, layout.tp
+    )

@@ -37,11 +37,19 @@ class MemoryEstimate:
     gradients: float
     optimizer: float
     activations: float
-    communication: float  # weights gathered from shards, copies in the computing dtype, gradient buckets
+    communication: (
+        float  # weights gathered from shards, copies in the computing dtype, gradient buckets
+    )
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.communication
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.communication
+        )
 
 
 # Bytes per parameter of weights, gradients and AdamW's moments, all in fp32.
@@ -49,14 +57,19 @@ WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 
 
 def zero_states(
-    parameters: float, ranks: int, stage: int, each: tuple[float, float, float] = (WEIGHT, GRADIENT, MOMENTS)
+    parameters: float,
+    ranks: int,
+    stage: int,
+    each: tuple[float, float, float] = (WEIGHT, GRADIENT, MOMENTS),
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state on each of ``ranks`` under ZeRO ``stage`` 0 to 3.
 
     Source: arXiv 1910.02054, figure 1, with (2, 2, 12) for ``each``.
     """
     shards = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1)
-    weights, gradients, optimizer = (size * parameters / count for size, count in zip(each, shards, strict=True))
+    weights, gradients, optimizer = (
+        size * parameters / count for size, count in zip(each, shards, strict=True)
+    )
     return weights, gradients, optimizer
 
 
@@ -98,12 +111,16 @@ def block_activations(
 
     if traits.gated_ffn:  # gate, its activation, up, and their product
         ffn, ffn_products = 4 * width * inner, 2
-    elif shape.family == "gpt2":  # GELU is written out: x/2; in fp32 the cube's input, tanh, 1 + tanh; their product
+    elif (
+        shape.family == "gpt2"
+    ):  # GELU is written out: x/2; in fp32 the cube's input, tanh, 1 + tanh; their product
         ffn, ffn_products = (2 * width + 12) * inner, 1
     else:  # before and after GELU
         ffn, ffn_products = 2 * width * inner, 1
 
-    attention = width * (2 * shape.query_width + 2 * shape.key_value_width)  # query, output, key, value
+    attention = width * (
+        2 * shape.query_width + 2 * shape.key_value_width
+    )  # query, output, key, value
     return BlockActivations(
         entry=(width if gathered else 4) * hidden,
         norms=norms,
@@ -135,7 +152,9 @@ def recomputed_bytes(block: BlockActivations, layout: Layout) -> float:
     if layout.activation_checkpointing == "none":
         return 0.0
     sequence_parts = layout.tp if layout.sequence_parallel else 1
-    everything = block.norms / sequence_parts + block.inputs + (block.split + block.scores) / layout.tp
+    everything = (
+        block.norms / sequence_parts + block.inputs + (block.split + block.scores) / layout.tp
+    )
     return max(0.0, everything - kept_bytes(block, layout) + block.entry / sequence_parts)
 
 
@@ -157,14 +176,20 @@ def in_flight(layout: Layout, stage: int) -> float:
     return min(layout.accumulation, depth)
 
 
-def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool = True) -> MemoryEstimate:
+def estimate_memory(
+    shape: ModelShape, layout: Layout, *, fused_attention: bool = True
+) -> MemoryEstimate:
     """Bytes on the rank that needs the most."""
     ranks = representative_ranks(shape, layout)
-    estimates = [estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in ranks]
+    estimates = [
+        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in ranks
+    ]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool = True) -> MemoryEstimate:
+def estimate_stage(
+    shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool = True
+) -> MemoryEstimate:
     """Bytes on a rank of one pipeline stage, at the fullest of four moments of a step."""
     tokens, width = layout.micro_batch * layout.seq_len, layout.width
     parameters = rank_parameters(shape, layout, stage)
@@ -198,7 +223,11 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
     recomputed = tokens * recomputed_bytes(block, layout)
     # Behind the embedding: the ids, the norm's input and a dropout mask, if there are any.
     traits = shape.traits
-    embedding = 8 + (4 * shape.hidden if traits.norm_after else 0) + (shape.hidden if traits.dropout_masks else 0)
+    embedding = (
+        8
+        + (4 * shape.hidden if traits.norm_after else 0)
+        + (shape.hidden if traits.dropout_masks else 0)
+    )
     outside = tokens * embedding if stage.first else 0.0
     # A language model's logits in fp32, their log-softmax and its gradient; and the final norm.
     logits = 0.0
@@ -210,14 +239,24 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
     moments = (  # (gradients, activations, communication)
         (carried, held + outside, forward),  # the end of the forward pass
         (carried, held + outside + logits, at_loss),
-        (carried + block_gradients, held + outside + recomputed, backward),  # the first block that goes backward
-        (whole_gradients + gradients, outside + recomputed, backward),  # the end of the backward pass
+        (
+            carried + block_gradients,
+            held + outside + recomputed,
+            backward,
+        ),  # the first block that goes backward
+        (
+            whole_gradients + gradients,
+            outside + recomputed,
+            backward,
+        ),  # the end of the backward pass
     )
     fullest = max(moments, key=sum)
     return MemoryEstimate(weights, fullest[0], optimizer, fullest[1], fullest[2])
 
 
-def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[float, float, float]:
+def _communication_bytes(
+    shape: ModelShape, layout: Layout, stage: Stage
+) -> tuple[float, float, float]:
     """Weights in the computing dtype and buffers: in the forward pass, at the loss, in the backward pass."""
     width = layout.width
     block, outer = block_parameters(shape, layout.tp), outer_parameters(shape, stage, layout.tp)

@@ -17,25 +17,38 @@ class Family:
     """What all networks of a family have in common."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_after: bool = False  # each norm follows the residual sum, as in BERT, so the embedding ends with one too
+    norm_after: bool = (
+        False  # each norm follows the residual sum, as in BERT, so the embedding ends with one too
+    )
     causal: bool = False
     gated_ffn: bool = False
     biases: bool = True
     learned_positions: bool = True
-    dropout_masks: int = 0  # of hidden width, one byte per value, kept by a block for the backward pass
+    dropout_masks: int = (
+        0  # of hidden width, one byte per value, kept by a block for the backward pass
+    )
     # The last block of a classifier computes its query, output projection and feed-forward for the first token only
     # (training/model/classifier.py).
     reads_first_token: bool = False
-    can_be_split: bool = False  # for tensor and pipeline parallelism, by training/model/architectures.py
+    can_be_split: bool = (
+        False  # for tensor and pipeline parallelism, by training/model/architectures.py
+    )
 
 
 FAMILIES = {
-    "distilbert": Family(norm_after=True, dropout_masks=1, reads_first_token=True, can_be_split=True),
+    "distilbert": Family(
+        norm_after=True, dropout_masks=1, reads_first_token=True, can_be_split=True
+    ),
     "bert": Family(norm_after=True, dropout_masks=2, reads_first_token=True, can_be_split=True),
     "roberta": Family(norm_after=True, dropout_masks=2),
     "gpt2": Family(causal=True, dropout_masks=2),
     "llama": Family(
-        norm="rmsnorm", causal=True, gated_ffn=True, biases=False, learned_positions=False, can_be_split=True
+        norm="rmsnorm",
+        causal=True,
+        gated_ffn=True,
+        biases=False,
+        learned_positions=False,
+        can_be_split=True,
     ),
 }
 
@@ -56,9 +69,13 @@ class ModelShape:
     head_dim: int
     type_vocab: int = 0
     tied_embeddings: bool = False
-    num_labels: int | None = None  # of the classification head; None for a language model's head over the vocabulary
+    num_labels: int | None = (
+        None  # of the classification head; None for a language model's head over the vocabulary
+    )
     source: str = ""  # the hub name or folder to train from; empty if only the dimensions are known
-    split_elsewhere: bool = False  # planned with tensor and pipeline parallelism, which only other programs give it
+    split_elsewhere: bool = (
+        False  # planned with tensor and pipeline parallelism, which only other programs give it
+    )
 
     @property
     def traits(self) -> Family:
@@ -96,7 +113,11 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        rows = self.vocab + self.type_vocab + (self.max_positions if self.traits.learned_positions else 0)
+        rows = (
+            self.vocab
+            + self.type_vocab
+            + (self.max_positions if self.traits.learned_positions else 0)
+        )
         return rows * self.hidden + (self.norm_parameters if self.traits.norm_after else 0)
 
     @property
@@ -110,7 +131,9 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        return self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
+        return (
+            self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
+        )
 
     @property
     def reads_first_token_only(self) -> bool:
@@ -131,17 +154,29 @@ class ModelShape:
     def head_flops(self, seq_len: int) -> float:
         if self.num_labels is None:
             return 2.0 * seq_len * self.hidden * self.vocab
-        return 2.0 * self.hidden * (self.num_labels + (self.hidden if self.traits.norm_after else 0))
+        return (
+            2.0 * self.hidden * (self.num_labels + (self.hidden if self.traits.norm_after else 0))
+        )
 
     def forward_flops(self, seq_len: int) -> float:
         """Operations of the matrix products of one row, forward; the backward pass takes twice as many."""
         # A causal model's scores above the diagonal count, as is usual when utilisation is reported: PaLM, arXiv
         # 2204.02311, appendix B.
-        return (self.layers - 1) * self.block_flops(seq_len) + self.last_block_flops(seq_len) + self.head_flops(seq_len)
+        return (
+            (self.layers - 1) * self.block_flops(seq_len)
+            + self.last_block_flops(seq_len)
+            + self.head_flops(seq_len)
+        )
 
 
 def gpt(
-    name: str, layers: int, hidden: int, heads: int, *, vocab: int = 50_257, max_positions: int = 2048
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    *,
+    vocab: int = 50_257,
+    max_positions: int = 2048,
 ) -> ModelShape:
     """A GPT-2 network of the dimensions that papers on scaling give."""
     sizes = (layers, hidden, heads, heads, 4 * hidden, vocab, max_positions, hidden // heads)
@@ -152,14 +187,38 @@ def gpt(
 # (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3, whose weights are not public).
 # layers, hidden, heads, key-value heads, intermediate, vocabulary, positions, head width; where the weights are
 _DIMENSIONS = {
-    "distilbert-base": ("distilbert", (6, 768, 12, 12, 3072, 30_522, 512, 64), "distilbert-base-uncased"),
+    "distilbert-base": (
+        "distilbert",
+        (6, 768, 12, 12, 3072, 30_522, 512, 64),
+        "distilbert-base-uncased",
+    ),
     "bert-base": ("bert", (12, 768, 12, 12, 3072, 30_522, 512, 64), "bert-base-uncased"),
     "bert-large": ("bert", (24, 1024, 16, 16, 4096, 30_522, 512, 64), "bert-large-uncased"),
-    "llama-7b": ("llama", (32, 4096, 32, 32, 11_008, 32_000, 4096, 128), "meta-llama/Llama-2-7b-hf"),
-    "llama-13b": ("llama", (40, 5120, 40, 40, 13_824, 32_000, 4096, 128), "meta-llama/Llama-2-13b-hf"),
-    "llama-70b": ("llama", (80, 8192, 64, 8, 28_672, 32_000, 4096, 128), "meta-llama/Llama-2-70b-hf"),
-    "llama3-8b": ("llama", (32, 4096, 32, 8, 14_336, 128_256, 8192, 128), "meta-llama/Meta-Llama-3-8B"),
-    "llama3-70b": ("llama", (80, 8192, 64, 8, 28_672, 128_256, 8192, 128), "meta-llama/Meta-Llama-3-70B"),
+    "llama-7b": (
+        "llama",
+        (32, 4096, 32, 32, 11_008, 32_000, 4096, 128),
+        "meta-llama/Llama-2-7b-hf",
+    ),
+    "llama-13b": (
+        "llama",
+        (40, 5120, 40, 40, 13_824, 32_000, 4096, 128),
+        "meta-llama/Llama-2-13b-hf",
+    ),
+    "llama-70b": (
+        "llama",
+        (80, 8192, 64, 8, 28_672, 32_000, 4096, 128),
+        "meta-llama/Llama-2-70b-hf",
+    ),
+    "llama3-8b": (
+        "llama",
+        (32, 4096, 32, 8, 14_336, 128_256, 8192, 128),
+        "meta-llama/Meta-Llama-3-8B",
+    ),
+    "llama3-70b": (
+        "llama",
+        (80, 8192, 64, 8, 28_672, 128_256, 8192, 128),
+        "meta-llama/Meta-Llama-3-70B",
+    ),
 }
 NAMED_SHAPES = {
     name: ModelShape(
@@ -190,17 +249,23 @@ def find_shape(model: str) -> ModelShape:
     if not path.is_file() and path.suffix != ".json":
         near = near_names(model, NAMED_SHAPES)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(NAMED_SHAPES)}"
-        raise UserError(f"--model {model}: neither a known model nor a config.json; {hint}", code="plan-model-unknown")
+        raise UserError(
+            f"--model {model}: neither a known model nor a config.json; {hint}",
+            code="plan-model-unknown",
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--model {path}: {error.strerror}", code="plan-model-unknown") from error
     except ValueError as error:
-        raise UserError(f"--model {path}: not valid JSON ({error})", code="plan-model-unknown") from error
+        raise UserError(
+            f"--model {path}: not valid JSON ({error})", code="plan-model-unknown"
+        ) from error
     family = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
-            f"--model {path}: model_type {family!r}: must be one of {', '.join(FAMILIES)}", code="plan-model-unknown"
+            f"--model {path}: model_type {family!r}: must be one of {', '.join(FAMILIES)}",
+            code="plan-model-unknown",
         )
     folder = path.parent if path.name == "config.json" else None
     shape = _shape_from_config(path, folder.resolve().name if folder else path.stem, config)
@@ -217,7 +282,12 @@ COMMON_KEYS = {
     "positions": "max_position_embeddings",
 }
 OWN_KEYS = {
-    "distilbert": {"layers": "n_layers", "hidden": "dim", "heads": "n_heads", "intermediate": "hidden_dim"},
+    "distilbert": {
+        "layers": "n_layers",
+        "hidden": "dim",
+        "heads": "n_heads",
+        "intermediate": "hidden_dim",
+    },
     "gpt2": {
         "layers": "n_layer",
         "hidden": "n_embd",
@@ -233,12 +303,17 @@ def _shape_from_config(path: Path, name: str, config: dict[str, Any]) -> ModelSh
     keys = COMMON_KEYS | OWN_KEYS.get(family, {})
 
     def size(key: str, default: int | None = None) -> int:
-        value = default if config.get(key) is None else config[key]  # null means the same as a missing key
+        value = (
+            default if config.get(key) is None else config[key]
+        )  # null means the same as a missing key
         if value is None:
-            raise UserError(f"--model {path}: has no {key}, which a {family} needs", code="plan-model-unknown")
+            raise UserError(
+                f"--model {path}: has no {key}, which a {family} needs", code="plan-model-unknown"
+            )
         if type(value) is not int or value < 1:
             raise UserError(
-                f"--model {path}: {key} {value!r}: must be a whole number above 0", code="plan-model-unknown"
+                f"--model {path}: {key} {value!r}: must be a whole number above 0",
+                code="plan-model-unknown",
             )
         return value
 
@@ -262,7 +337,9 @@ def _shape_from_config(path: Path, name: str, config: dict[str, Any]) -> ModelSh
     num_labels = None
     if is_encoder or "SequenceClassification" in str(config.get("architectures")):
         labels = config.get("id2label")
-        num_labels = size("num_labels", len(labels) if isinstance(labels, dict) and labels else DEFAULT_CLASSES)
+        num_labels = size(
+            "num_labels", len(labels) if isinstance(labels, dict) and labels else DEFAULT_CLASSES
+        )
     return ModelShape(
         name,
         family,
@@ -275,6 +352,7 @@ def _shape_from_config(path: Path, name: str, config: dict[str, Any]) -> ModelSh
         vocab=size("vocab_size"),
         max_positions=size(keys["positions"]),
         type_vocab=size("type_vocab_size") if family in ("bert", "roberta") else 0,
-        tied_embeddings=not is_encoder and bool(config.get("tie_word_embeddings", family == "gpt2")),
+        tied_embeddings=not is_encoder
+        and bool(config.get("tie_word_embeddings", family == "gpt2")),
         num_labels=num_labels,
     )

@@ -9,7 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from common.errors import UserError
 from training.facts import STRATEGY_FACTS
 from training.planning.communication import Transfer
-from training.planning.hardware import COPY_BANDWIDTH, GIB, HASH_BANDWIDTH, STORAGE_BANDWIDTH, Cluster
+from training.planning.hardware import (
+    COPY_BANDWIDTH,
+    GIB,
+    HASH_BANDWIDTH,
+    STORAGE_BANDWIDTH,
+    Cluster,
+)
 from training.planning.layouts import STRATEGIES, Layout, Work, divisors, layouts_of, with_batches
 from training.planning.memory import MOMENTS, WEIGHT, MemoryEstimate, estimate_memory
 from training.planning.models import ModelShape
@@ -115,8 +121,12 @@ class Answer:
     shape: ModelShape
     cluster: Cluster
     work: Work
-    plans: list[Plan]  # the best of each strategy and product of degrees; those that fit first, the fastest first
-    scaling: dict[int, Plan | None]  # the best for 1, 2, 4 ... GPUs with as many tokens per GPU; None if nothing fits
+    plans: list[
+        Plan
+    ]  # the best of each strategy and product of degrees; those that fit first, the fastest first
+    scaling: dict[
+        int, Plan | None
+    ]  # the best for 1, 2, 4 ... GPUs with as many tokens per GPU; None if nothing fits
     target_tokens: float | None
 
     @property
@@ -167,23 +177,40 @@ def answer(
     return Answer(shape, cluster, work, plans, scaling, target_tokens)
 
 
-def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]) -> list[Plan]:
+def best_plans(
+    shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]
+) -> list[Plan]:
     """For each strategy and product of degrees the fastest plan that fits, or the smallest if none does."""
     found = []
     for strategy in strategies:
         for layout in layouts_of(shape, cluster, strategy):
             # Memory decides first, since time takes longer to estimate.
-            needed = {batch: plan_memory(shape, batch, cluster).total for batch in with_batches(shape, layout, work)}
+            needed = {
+                batch: plan_memory(shape, batch, cluster).total
+                for batch in with_batches(shape, layout, work)
+            }
             fitting = [batch for batch, total in needed.items() if total <= cluster.usable_memory]
             if fitting:
                 plans = [make_plan(shape, batch, cluster) for batch in fitting]
-                found.append(max(plans, key=lambda plan: (plan.tokens_per_second, -plan.memory.total)))
+                found.append(
+                    max(plans, key=lambda plan: (plan.tokens_per_second, -plan.memory.total))
+                )
             elif needed:
-                found.append(make_plan(shape, min(needed, key=lambda batch: needed[batch]), cluster))
-    return sorted(found, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))
+                found.append(
+                    make_plan(shape, min(needed, key=lambda batch: needed[batch]), cluster)
+                )
+    return sorted(
+        found,
+        key=lambda plan: (
+            not plan.fits,
+            -plan.tokens_per_second if plan.fits else plan.memory.total,
+        ),
+    )
 
 
-def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]) -> UserError:
+def _no_layout(
+    shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]
+) -> UserError:
     """What to change if not a single layout exists: the strategy, the micro-batch or the global batch."""
     names, rows = ", ".join(strategies), f"{work.rows} rows of {work.seq_len} tokens"
     layouts = [layout for strategy in strategies for layout in layouts_of(shape, cluster, strategy)]
@@ -193,7 +220,9 @@ def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequ
             code="plan-no-layout",
         )
     any_size = replace(work, micro_batch=None)
-    sizes = {batch.micro_batch for layout in layouts for batch in with_batches(shape, layout, any_size)}
+    sizes = {
+        batch.micro_batch for layout in layouts for batch in with_batches(shape, layout, any_size)
+    }
     if sizes:
         fitting = ", ".join(map(str, sorted(sizes)))
         return UserError(
@@ -219,7 +248,9 @@ def no_layout_fits(answer: Answer) -> UserError:
     )
 
 
-def tokens_of_run(shape: ModelShape, cluster: Cluster, seq_len: int, days: float, utilisation: float) -> float:
+def tokens_of_run(
+    shape: ModelShape, cluster: Cluster, seq_len: int, days: float, utilisation: float
+) -> float:
     """Tokens that one GPU gets through in ``days`` at a ``utilisation`` of its peak by the model's own operations."""
     peak = max(cluster.gpu.peak_flops.values())
     return utilisation * peak * days * 86_400 / (3 * shape.forward_flops(seq_len) / seq_len)
@@ -283,5 +314,7 @@ def cautions(shape: ModelShape, layout: Layout) -> list[str]:
     if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
         return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
     if shape.num_labels is None and shape.tied_embeddings and (layout.tp > 1 or layout.pp > 1):
-        return ["No command: the trainer cannot split a language model whose head is its embedding table; use zero3."]
+        return [
+            "No command: the trainer cannot split a language model whose head is its embedding table; use zero3."
+        ]
     return []

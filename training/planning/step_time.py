@@ -63,7 +63,9 @@ class Roofline:
         if not self.calibration.score_passes:
             # A fused kernel skips the half above a causal diagonal. Its backward pass computes the scores again, so it
             # has five products for the forward pass' two.
-            forward = flops * (0.5 if shape.traits.causal else 1) / (self.peak * self.gpu.attention_share)
+            forward = (
+                flops * (0.5 if shape.traits.causal else 1) / (self.peak * self.gpu.attention_share)
+            )
             return forward, 2.5 * forward
         scores = self.width * pairs * shape.heads
         products = flops / (self.peak * self.gpu.matrix_share)
@@ -79,19 +81,28 @@ class Roofline:
             self.matrix_seconds(tokens, shape.hidden, query)
             + 2 * self.matrix_seconds(tokens, shape.hidden, key_value)
             + self.matrix_seconds(tokens, query, shape.hidden)
-            + (2 if shape.traits.gated_ffn else 1) * self.matrix_seconds(tokens, shape.hidden, inner)
+            + (2 if shape.traits.gated_ffn else 1)
+            * self.matrix_seconds(tokens, shape.hidden, inner)
             + self.matrix_seconds(tokens, inner, shape.hidden)
         )
         attention, attention_backward = self.attention_seconds(shape, layout)
 
         # Norms, residuals, activations, dropout and casts. About half of the passes over the hidden width are inside
         # attention, where the heads are split; only sequence parallelism splits the others.
-        passes = calibration.decoder_passes if shape.traits.norm == "rmsnorm" else calibration.encoder_passes
+        passes = (
+            calibration.decoder_passes
+            if shape.traits.norm == "rmsnorm"
+            else calibration.encoder_passes
+        )
         hidden = passes * shape.hidden * (0.5 / (tp if layout.sequence_parallel else 1) + 0.5 / tp)
-        elementwise = self.bytes_seconds(self.width * tokens * (hidden + calibration.inner_passes * inner))
+        elementwise = self.bytes_seconds(
+            self.width * tokens * (hidden + calibration.inner_passes * inner)
+        )
 
         forward = products + attention + elementwise
-        recomputed = {"none": 0.0, "selective": elementwise, "full": forward}[layout.activation_checkpointing]
+        recomputed = {"none": 0.0, "selective": elementwise, "full": forward}[
+            layout.activation_checkpointing
+        ]
         backward = 2 * products + attention_backward + 2 * elementwise + recomputed
         # If the CPU cannot launch kernels as fast as the GPU runs them, the launches set the pace.
         launches = calibration.kernels_per_block * calibration.launch_seconds
@@ -109,14 +120,18 @@ class Roofline:
         return product + loss, 2 * product + loss
 
 
-def estimate_step(shape: ModelShape, layout: Layout, cluster: Cluster) -> tuple[StepTime, list[Transfer]]:
+def estimate_step(
+    shape: ModelShape, layout: Layout, cluster: Cluster
+) -> tuple[StepTime, list[Transfer]]:
     """Seconds of one optimizer step, and the collectives of the rank that takes the longest."""
     roofline = Roofline(cluster, layout.precision)
     block_forward, block_backward = roofline.block_seconds(shape, layout)
     estimates = []
     for stage in representative_ranks(shape, layout):
         parameters = rank_parameters(shape, layout, stage)
-        head_forward, head_backward = roofline.head_seconds(shape, layout) if stage.last else (0.0, 0.0)
+        head_forward, head_backward = (
+            roofline.head_seconds(shape, layout) if stage.last else (0.0, 0.0)
+        )
         blocks = float(stage.blocks)
         if stage.last:  # counts for less than one if it computes the first token only
             blocks -= 1 - shape.last_block_flops(layout.seq_len) / shape.block_flops(layout.seq_len)
@@ -131,7 +146,8 @@ def estimate_step(shape: ModelShape, layout: Layout, cluster: Cluster) -> tuple[
         updated = parameters / (layout.dp if layout.strategy == "zero1" else layout.dp_shard)
         time = StepTime(
             compute=layout.accumulation * (forward + backward),
-            communication=waited + _exposed_data_parallel(layout, stage, cluster, found, forward, backward),
+            communication=waited
+            + _exposed_data_parallel(layout, stage, cluster, found, forward, backward),
             bubble=bubble_seconds(layout, forward, backward, waited / layout.accumulation),
             optimizer=roofline.bytes_seconds(OPTIMIZER_BYTES * updated),
         )
@@ -159,24 +175,42 @@ def bubble_seconds(layout: Layout, forward: float, backward: float, waited: floa
 
 
 def _exposed_data_parallel(
-    layout: Layout, stage: Stage, cluster: Cluster, found: list[Transfer], forward: float, backward: float
+    layout: Layout,
+    stage: Stage,
+    cluster: Cluster,
+    found: list[Transfer],
+    forward: float,
+    backward: float,
 ) -> float:
     """Seconds of data-parallel collectives that the computation does not hide."""
-    seconds = {transfer.collective: transfer.seconds for transfer in found if transfer.dimension.startswith("dp")}
+    seconds = {
+        transfer.collective: transfer.seconds
+        for transfer in found
+        if transfer.dimension.startswith("dp")
+    }
     reducing = seconds.get("all-reduce", 0.0)
 
     def exposed(communication: float, computation: float) -> float:
         # The first block's weights, and the last one's gradients, have no computation left that could hide them.
-        hidden = min(communication * (1 - 1 / (stage.blocks + 1)), cluster.calibration.overlap_share * computation)
+        hidden = min(
+            communication * (1 - 1 / (stage.blocks + 1)),
+            cluster.calibration.overlap_share * computation,
+        )
         return communication - (1 - cluster.calibration.contention) * hidden
 
     if not layout.is_fsdp:
         # zero1 broadcasts the updated weights after the step, when nothing computes.
         return exposed(reducing, backward) + seconds.get("broadcast", 0.0)
     rounds = 1 if layout.pp > 1 else layout.accumulation
-    gathering, scattering = (seconds.get(name, 0.0) / rounds for name in ("all-gather", "reduce-scatter"))
+    gathering, scattering = (
+        seconds.get(name, 0.0) / rounds for name in ("all-gather", "reduce-scatter")
+    )
     ahead, again = (gathering, 0.0) if layout.keeps_gathered else (gathering / 2, gathering / 2)
     # Each micro-batch gathers during its forward pass, then gathers again and scatters during its backward pass. The
     # replicas' gradients are summed once, during the last backward pass.
     last = exposed(again + scattering + reducing, backward)
-    return rounds * exposed(ahead, forward) + (rounds - 1) * exposed(again + scattering, backward) + last
+    return (
+        rounds * exposed(ahead, forward)
+        + (rounds - 1) * exposed(again + scattering, backward)
+        + last
+    )

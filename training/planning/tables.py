@@ -38,9 +38,13 @@ class _Table:
     def print(self, console: Console) -> None:
         if not self.rows:
             return
-        table = Table(title=f"{self.title} (simulated)", title_justify="left", title_style="bold", box=None)
+        table = Table(
+            title=f"{self.title} (simulated)", title_justify="left", title_style="bold", box=None
+        )
         for place, name in enumerate(self.header):
-            has_figures = place > 0 and all(not row[place] or row[place][0].isdigit() for row in self.rows)
+            has_figures = place > 0 and all(
+                not row[place] or row[place][0].isdigit() for row in self.rows
+            )
             table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
@@ -51,26 +55,42 @@ class _Table:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:,.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.0f} million"
+    return (
+        f"{parameters / 1e9:,.1f} billion"
+        if parameters >= 1e9
+        else f"{parameters / 1e6:,.0f} million"
+    )
 
 
 def print_largest(families: Sequence[LargestAnswer]) -> None:
     console = _console()
     cluster = families[0].cluster
-    console.print(f"The largest models that fit {cluster.name}; every figure is simulated", style="bold")
+    console.print(
+        f"The largest models that fit {cluster.name}; every figure is simulated", style="bold"
+    )
     model = ("strategy", "parameters", "layers x hidden", "fastest layout")
     header = (*model, "GiB", "tokens/s", "what stops one more layer")
     for family in families:
         work, rows, nothing = family.work, [], []
         for one in family.found:
             if one.plan is None:
-                nothing.append(f"{one.strategy} ({_obstacle(one.too_large) if one.too_large else 'no layout'})")
+                nothing.append(
+                    f"{one.strategy} ({_obstacle(one.too_large) if one.too_large else 'no layout'})"
+                )
                 continue
             shape, layout = one.plan.shape, one.plan.layout
             size = (_count(shape.num_parameters), f"{shape.layers} x {shape.hidden:,}")
             how = layout.full_name.removeprefix(layout.strategy).lstrip(" ,")
             figures = (_gib(one.plan.memory.total), f"{one.plan.tokens_per_second:,.0f}")
-            rows.append((one.strategy, *size, how, *figures, _obstacle(one.too_large) if one.too_large else ""))
+            rows.append(
+                (
+                    one.strategy,
+                    *size,
+                    how,
+                    *figures,
+                    _obstacle(one.too_large) if one.too_large else "",
+                )
+            )
         notes = [f"Nothing fits under {', '.join(nothing)}."] if nothing else []
         notes.append(
             f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,}) in "
@@ -88,7 +108,9 @@ def print_answer(answer: Answer) -> None:
     console = _console()
     shape, work = answer.shape, answer.work
     size = _count(shape.num_parameters)
-    tokens = f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,})"
+    tokens = (
+        f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,})"
+    )
     console.print(f"{shape.name} ({size} parameters) on {answer.cluster.name}", style="bold")
     console.print(f"{tokens} in {work.precision}; every figure is simulated", style="bold")
     console.print(_summary(answer))
@@ -111,21 +133,46 @@ def _layouts(answer: Answer) -> _Table:
         time, speed = f"{plan.time.total:.3g}", f"{plan.tokens_per_second:,.0f}"
         shares = (f"{plan.mfu:.0%}", f"{plan.share_of_ideal:.0%}")
         rows.append((plan.layout.full_name, _gib(plan.memory.total), time, speed, *shares))
-    notes = [f"{len(fitting) - MOST_ROWS} slower ones are left out."] if len(fitting) > MOST_ROWS else []
+    notes = (
+        [f"{len(fitting) - MOST_ROWS} slower ones are left out."]
+        if len(fitting) > MOST_ROWS
+        else []
+    )
     notes.append(f"Of each GPU, {_gib(answer.cluster.usable_memory)} GiB can be filled.")
-    header = ("layout, rows x micro-batches", "GiB per GPU", "s per step", "tokens/s", "MFU", "share of ideal")
+    header = (
+        "layout, rows x micro-batches",
+        "GiB per GPU",
+        "s per step",
+        "tokens/s",
+        "MFU",
+        "share of ideal",
+    )
     return _Table("Layouts that fit", header, rows, notes)
 
 
 def _memory(answer: Answer) -> _Table:
-    header = ("layout", "weights", "gradients", "optimizer", "activations", "gathered, buffers", "total")
-    rows = [(p.layout.name, *map(_gib, asdict(p.memory).values()), _gib(p.memory.total)) for p in answer.best]
+    header = (
+        "layout",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "gathered, buffers",
+        "total",
+    )
+    rows = [
+        (p.layout.name, *map(_gib, asdict(p.memory).values()), _gib(p.memory.total))
+        for p in answer.best
+    ]
     return _Table("What fills a GPU, GiB", header, rows)
 
 
 def _time(answer: Answer) -> _Table:
     header = ("layout", "compute", "communication not hidden", "bubble", "optimizer", "total")
-    rows = [(p.layout.name, *(f"{s:.3f}" for s in (*asdict(p.time).values(), p.time.total))) for p in answer.best]
+    rows = [
+        (p.layout.name, *(f"{s:.3f}" for s in (*asdict(p.time).values(), p.time.total)))
+        for p in answer.best
+    ]
     return _Table("Where a step's time goes, s", header, rows)
 
 
@@ -134,10 +181,15 @@ def _traffic(answer: Answer) -> _Table:
     rows = []
     for plan in answer.best:
         for place, transfer in enumerate(plan.transfers):
-            name, collective = "" if place else plan.layout.name, f"{transfer.collective} over {transfer.dimension}"
+            name, collective = (
+                "" if place else plan.layout.name,
+                f"{transfer.collective} over {transfer.dimension}",
+            )
             in_node, between = transfer.bytes - transfer.between_nodes, transfer.between_nodes
             volume = (f"{in_node / 1e9:,.2f}", f"{between / 1e9:,.2f}")
-            rows.append((name, collective, f"{transfer.calls:,}", *volume, f"{transfer.seconds:.3f}"))
+            rows.append(
+                (name, collective, f"{transfer.calls:,}", *volume, f"{transfer.seconds:.3f}")
+            )
     return _Table("What a GPU sends in a step", header, rows)
 
 
@@ -145,7 +197,12 @@ def _misfits(answer: Answer) -> _Table:
     misfits = [plan for plan in answer.plans if not plan.fits]
     rows = [(plan.layout.full_name, plan.reason) for plan in misfits[:MOST_ROWS]]
     notes = [f"{len(misfits) - MOST_ROWS} more do not fit."] if len(misfits) > MOST_ROWS else []
-    return _Table("Layouts that do not fit, at their smallest", ("layout, rows x micro-batches", "why"), rows, notes)
+    return _Table(
+        "Layouts that do not fit, at their smallest",
+        ("layout, rows x micro-batches", "why"),
+        rows,
+        notes,
+    )
 
 
 def _scaling(answer: Answer) -> _Table:
@@ -157,24 +214,45 @@ def _scaling(answer: Answer) -> _Table:
             continue
         speed = found.tokens_per_second
         kept = answer.efficiency(found) if fits_on_one else found.share_of_ideal
-        rows.append((str(gpus), found.layout.name, f"{speed:,.0f}", f"{speed / gpus:,.0f}", f"{kept:.0%}"))
+        rows.append(
+            (str(gpus), found.layout.name, f"{speed:,.0f}", f"{speed / gpus:,.0f}", f"{kept:.0%}")
+        )
     note = (
         "Efficiency: the tokens/s per GPU, divided by those of 1 GPU."
         if fits_on_one
         else "Share of ideal: against GPUs that could hold the whole model and never had to communicate. An efficiency "
         "against 1 GPU does not exist, because the model does not fit on 1."
     )
-    if any(found and (answer.efficiency(found) or 0) > 1 + ROUNDING for found in answer.scaling.values()):
+    if any(
+        found and (answer.efficiency(found) or 0) > 1 + ROUNDING
+        for found in answer.scaling.values()
+    ):
         note += " More than 100%: 1 GPU updates all weights in every step, each of these only its shard of them."
-    header = ("GPUs", "best layout", "tokens/s", "tokens/s per GPU", "efficiency" if fits_on_one else "share of ideal")
-    return _Table(f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU", header, rows, [note])
+    header = (
+        "GPUs",
+        "best layout",
+        "tokens/s",
+        "tokens/s per GPU",
+        "efficiency" if fits_on_one else "share of ideal",
+    )
+    return _Table(
+        f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU",
+        header,
+        rows,
+        [note],
+    )
 
 
 def _whole_run(answer: Answer) -> _Table:
-    saved, host = checkpoint_cost(answer.shape, answer.cluster), host_memory(answer.shape, answer.cluster)
+    saved, host = (
+        checkpoint_cost(answer.shape, answer.cluster),
+        host_memory(answer.shape, answer.cluster),
+    )
     rows = []
     if answer.target_tokens and answer.best:
-        days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({plan.layout.name})" for plan in answer.best)
+        days = ", ".join(
+            f"{plan.days(answer.target_tokens):,.2f} ({plan.layout.name})" for plan in answer.best
+        )
         rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
     parts = f"then {saved['write']:,.0f} to write, {saved['hash']:,.0f} to hash"
     loading, saving = f"{host['loading'] / 1e9:,.0f} GB", f"{host['saving'] / 1e9:,.0f} GB"
@@ -194,14 +272,20 @@ def _summary(answer: Answer) -> str:
         return summary
     best, saved = answer.best[0], checkpoint_cost(answer.shape, answer.cluster)
     efficiency = answer.efficiency(best)
-    speed = f"an efficiency of {efficiency:.0%}" if efficiency else f"{best.share_of_ideal:.0%} of the ideal speed"
+    speed = (
+        f"an efficiency of {efficiency:.0%}"
+        if efficiency
+        else f"{best.share_of_ideal:.0%} of the ideal speed"
+    )
     summary += (
         f" The fastest, {best.layout.full_name}, reaches {best.tokens_per_second:,.0f} tokens per second, an MFU of "
         f"{best.mfu:.0%} and {speed}."
     )
     if answer.target_tokens:
         days = best.days(answer.target_tokens)
-        summary += f" It needs {days:,.2f} days for {answer.target_tokens / 1e9:,.2f} billion tokens."
+        summary += (
+            f" It needs {days:,.2f} days for {answer.target_tokens / 1e9:,.2f} billion tokens."
+        )
     waited = f"training waits for {saved['copy']:,.1f} s of that"
     return f"{summary} A checkpoint takes {saved['seconds']:,.0f} s to complete; {waited}."
 
@@ -216,7 +300,8 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         "layout": asdict(plan.layout),
         "fits": plan.fits,
         "reason": plan.reason,
-        "memory": asdict(plan.memory) | {"total": plan.memory.total, "available": plan.cluster.usable_memory},
+        "memory": asdict(plan.memory)
+        | {"total": plan.memory.total, "available": plan.cluster.usable_memory},
         "transfers": [asdict(transfer) for transfer in plan.transfers],
         "time": asdict(plan.time) | {"total": plan.time.total},
         "tokens_per_second": plan.tokens_per_second,

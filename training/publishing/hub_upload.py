@@ -63,7 +63,11 @@ class Target:
 def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneLineParser:
     """Return a parser with what every publishing command takes: ``--private`` and ``--dry-run [FOLDER]``."""
     parser = OneLineParser(prog=prog, description=description)
-    parser.add_argument("--private", action="store_true", help="only people with one of your tokens can see and use it")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="only people with one of your tokens can see and use it",
+    )
     parser.add_argument(
         "--dry-run",
         "--dry_run",
@@ -87,7 +91,8 @@ def sign_in() -> tuple[HfApi, str]:
     token = header_token("HF_TOKEN", get_token())
     if token is None:
         raise UserError(
-            f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})", code="hub-token"
+            f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})",
+            code="hub-token",
         )
     api = HfApi(token=token)
     with hub_errors(f"signing in to {api.endpoint}"):
@@ -117,8 +122,14 @@ def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:
     Raises:
         UserError: the folder holds something else, or cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
-        raise UserError(f"{folder}: is not empty; name a new or empty folder", code="output-not-empty")
+    if (
+        folder.exists()
+        and (not folder.is_dir() or any(folder.iterdir()))
+        and not (replaces and _is_laid_out(folder))
+    ):
+        raise UserError(
+            f"{folder}: is not empty; name a new or empty folder", code="output-not-empty"
+        )
     try:
         with writing_folder(folder) as aside:
             for name, source in files.items():
@@ -129,11 +140,17 @@ def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:
                 else:
                     place.write_bytes(source)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})", code="not-writable") from error
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror})", code="not-writable"
+        ) from error
 
 
 def upload(
-    api: HfApi, target: Target, files: Files, folders: Collection[str], reasons: Mapping[int, str] | None = None
+    api: HfApi,
+    target: Target,
+    files: Files,
+    folders: Collection[str],
+    reasons: Mapping[int, str] | None = None,
 ) -> str:
     """Create the repository if needed, commit these files to it at once, and read them back. Returns the commit.
 
@@ -154,7 +171,11 @@ def upload(
         message = f"Publish {target.name.rpartition('/')[2]}"
         # On top of what was looked at: without the parent, two publishers would delete each other's files unseen.
         commit = api.create_commit(
-            target.name, operations, commit_message=message, repo_type=target.kind, parent_commit=there.sha
+            target.name,
+            operations,
+            commit_message=message,
+            repo_type=target.kind,
+            parent_commit=there.sha,
         ).oid
         _verify(api, target, additions, commit)
     return commit
@@ -183,20 +204,28 @@ def explain(
 
     ``reasons``: what some of the hub's status codes mean here. ``after_a_break``: what to do if the connection broke.
     """
-    return _explain(error, _REASONS | dict(reasons or {}), after_a_break).replace(get_token() or "\0", "TOKEN")
+    return _explain(error, _REASONS | dict(reasons or {}), after_a_break).replace(
+        get_token() or "\0", "TOKEN"
+    )
 
 
 def _explain(error: BaseException, reasons: Mapping[int, str], after_a_break: str) -> str:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    answers = [cause for cause in causes if isinstance(cause, HfHubHTTPError) and cause.response is not None]
+    answers = [
+        cause
+        for cause in causes
+        if isinstance(cause, HfHubHTTPError) and cause.response is not None
+    ]
     detail = " ".join(str(causes[-1]).split())[:200] or type(causes[-1]).__name__
     if answers:
         status = answers[0].response.status_code
         says = f" (the hub says: {answers[0].server_message})" if answers[0].server_message else ""
         return reasons.get(status, f"the hub answers {status}; start again later") + says
-    if any(isinstance(cause, HTTPError | OSError) for cause in causes) or isinstance(error, RuntimeError):
+    if any(isinstance(cause, HTTPError | OSError) for cause in causes) or isinstance(
+        error, RuntimeError
+    ):
         return f"the connection failed ({detail}); {after_a_break}"
     return detail
 
@@ -220,11 +249,13 @@ def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
     tags = (there.card_data.get("tags") if there.card_data else None) or []
     if names - _OF_A_NEW_REPOSITORY and TAG not in tags:
         raise UserError(
-            f"{target}: holds something else (its card has no tag {TAG}); choose another name", code="hub-name-taken"
+            f"{target}: holds something else (its card has no tag {TAG}); choose another name",
+            code="hub-name-taken",
         )
     if isinstance(there, SpaceInfo) and there.sdk not in (None, target.sdk):
         raise UserError(
-            f"{target}: is a Space that runs {there.sdk}, not {target.sdk}; choose another name", code="hub-name-taken"
+            f"{target}: is a Space that runs {there.sdk}, not {target.sdk}; choose another name",
+            code="hub-name-taken",
         )
 
 

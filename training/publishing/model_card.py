@@ -22,7 +22,13 @@ _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What the hub calls our metrics.
-_HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "micro_f1": "f1", "rmse": "rmse", "mae": "mae"}
+_HUB_METRICS = {
+    "accuracy": "accuracy",
+    "macro_f1": "f1",
+    "micro_f1": "f1",
+    "rmse": "rmse",
+    "mae": "mae",
+}
 _HUB_METRICS |= {
     "perplexity": "perplexity",
     "token_accuracy": "accuracy",
@@ -45,7 +51,9 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     else:
         tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
     version = f"Version {in_markdown(metrics['version'])}. " if metrics.get("version") else ""
-    figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
+    figures = ", ".join(
+        f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items()
+    )
     kind = "A news classifier" if _is_news(metrics) else _facts(metrics).kind
     reads = f"Labels: {some_of(test['labels'], in_markdown)}. Texts are cut at {metrics['max_length']} tokens."
     if not test["labels"]:
@@ -79,7 +87,9 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 def _teacher(metrics: dict[str, Any]) -> str:
     if "distilled_from" not in metrics:
         return ""
-    more = f", and to {count:,} texts without a label" if (count := metrics["unlabelled_rows"]) else ""
+    more = (
+        f", and to {count:,} texts without a label" if (count := metrics["unlabelled_rows"]) else ""
+    )
     *others, last = (code_span(public_name(name)) for name in metrics["distilled_from"].split(","))
     names = f"{', '.join(others)} and {last}" if others else last
     return f", which learned from the answers of {names} to its rows{more}"
@@ -93,7 +103,15 @@ def _classes(test: dict[str, Any]) -> str:
         f"| {scores['rows']} |"
         for label, scores in test["per_class"].items()
     ]
-    return "\n".join(["", "| class | precision | recall | F1 | rows |", "| --- | --- | --- | --- | --- |", *lines, ""])
+    return "\n".join(
+        [
+            "",
+            "| class | precision | recall | F1 | rows |",
+            "| --- | --- | --- | --- | --- |",
+            *lines,
+            "",
+        ]
+    )
 
 
 def _facts(metrics: dict[str, Any]) -> TaskFacts:
@@ -103,7 +121,11 @@ def _facts(metrics: dict[str, Any]) -> TaskFacts:
 def _is_news(metrics: dict[str, Any]) -> bool:
     """Whether the data are AG News or the sample: by their names, because a local folder may be called anything."""
     facts = _facts(metrics)
-    return facts.has_one_label and not facts.pair_column and set(metrics["test"]["labels"]) == set(AG_NEWS_LABELS)
+    return (
+        facts.has_one_label
+        and not facts.pair_column
+        and set(metrics["test"]["labels"]) == set(AG_NEWS_LABELS)
+    )
 
 
 def _use(name: str, cleaning: str, metrics: dict[str, Any]) -> str:
@@ -114,7 +136,9 @@ from transformers import pipeline
 pipeline("{facts.pipeline}", model={quoted})
 ```"""
     load = f'classify = pipeline("text-classification", model={quoted})'
-    text = json.dumps("Oil prices climb to a record as refineries close" if _is_news(metrics) else _ANY_TEXT)
+    text = json.dumps(
+        "Oil prices climb to a record as refineries close" if _is_news(metrics) else _ANY_TEXT
+    )
     clean = f"clean_text({text})"
     if facts.pair_column:
         text, clean = (f'{{"text": {one}, "text_pair": {one}}}' for one in (text, clean))
@@ -140,9 +164,19 @@ classify({clean})
 
 def _limits(metrics: dict[str, Any]) -> str:
     left_out = metrics.get("rows_left_out", 0)
-    trained_on = "English newswire headlines with a lead sentence" if _is_news(metrics) else "only the data above"
-    without = f" Rows of the data that could not be used and were left out: {left_out:,}." if left_out else ""
-    return f"Trained on {trained_on}; other styles, languages and subjects were not tested.{without}"
+    trained_on = (
+        "English newswire headlines with a lead sentence"
+        if _is_news(metrics)
+        else "only the data above"
+    )
+    without = (
+        f" Rows of the data that could not be used and were left out: {left_out:,}."
+        if left_out
+        else ""
+    )
+    return (
+        f"Trained on {trained_on}; other styles, languages and subjects were not tested.{without}"
+    )
 
 
 def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
@@ -158,7 +192,9 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
         metrics=[_HUB_METRICS[name] for name in list(metrics_of(metrics["test"]))[:2]],
         model_name=name,
         eval_results=[
-            _result(metrics, _HUB_METRICS[name], _NAMES.get(name, metric.title), metrics["test"][name])
+            _result(
+                metrics, _HUB_METRICS[name], _NAMES.get(name, metric.title), metrics["test"][name]
+            )
             for name, metric in list(metrics_of(metrics["test"]).items())[:2]
         ],
     )
@@ -195,4 +231,9 @@ def recorded_name(name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()
+    return (
+        name.startswith(("/", ".", "~"))
+        or name.count("/") > 1
+        or "\\" in name
+        or Path(name).exists()
+    )

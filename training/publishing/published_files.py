@@ -44,11 +44,14 @@ def model_files(model: Path) -> Files:
     """
     if is_artefact(model) or model.is_file():
         raise UserError(
-            f"{model}: is one file or one artefact of a model; give the model folder", code="model-folder-needed"
+            f"{model}: is one file or one artefact of a model; give the model folder",
+            code="model-folder-needed",
         )
     read_saved_model(model)
     manifests = {
-        engine: verified_manifest(model / engine, model) for engine in PRECISIONS if is_artefact(model / engine)
+        engine: verified_manifest(model / engine, model)
+        for engine in PRECISIONS
+        if is_artefact(model / engine)
     }
     names = [name for name in _FILES if (model / name).is_file()]
     for engine, manifest in manifests.items():
@@ -59,7 +62,9 @@ def model_files(model: Path) -> Files:
 
 def named(files: Files, model: Path, name: str) -> Files:
     """Let the card show how to load the model by its repository's name."""
-    card = content_of(files[_CARD]).replace(f'model="{model.name}"'.encode(), f'model="{name}"'.encode())
+    card = content_of(files[_CARD]).replace(
+        f'model="{model.name}"'.encode(), f'model="{name}"'.encode()
+    )
     return {**files, _CARD: card}
 
 
@@ -90,7 +95,10 @@ def _renamed(source: Path | bytes, where: list[str], keys: tuple[str, ...]) -> P
 
 def _with_digest(manifest: Path | bytes, metrics: bytes) -> bytes:
     content = _read(manifest)
-    content["files"][_METRICS] = {"sha256": hashlib.sha256(metrics).hexdigest(), "bytes": len(metrics)}
+    content["files"][_METRICS] = {
+        "sha256": hashlib.sha256(metrics).hexdigest(),
+        "bytes": len(metrics),
+    }
     return _write(content)
 
 

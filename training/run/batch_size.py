@@ -46,7 +46,11 @@ class FoundSize:
     why: str
 
     def __str__(self) -> str:
-        memory = f"peak {self.peak / GIB:.1f} of {self.limit / GIB:.1f} GiB" if math.isfinite(self.limit) else ""
+        memory = (
+            f"peak {self.peak / GIB:.1f} of {self.limit / GIB:.1f} GiB"
+            if math.isfinite(self.limit)
+            else ""
+        )
         return f"{self.rows} rows per rank ({'; '.join(filter(None, [memory, self.why]))})"
 
 
@@ -77,7 +81,9 @@ def find_batch_size(
     try_rows = _trial_of(strategy, ranks, target)
     memory = _Memory(ranks)
     # Every number that decides is the same on all ranks, so that all try the same sizes.
-    limit, before = map(min, zip(*ranks.gather((min(limit, memory.limit), memory.peak())), strict=True))
+    limit, before = map(
+        min, zip(*ranks.gather((min(limit, memory.limit), memory.peak())), strict=True)
+    )
     found, speed, rows = None, 0.0, 1
     with torch.random.fork_rng([] if on_cpu else [device]):
         while True:
@@ -111,7 +117,11 @@ def find_batch_size(
 
 
 def settle_batch_size(
-    strategy: Strategy, ranks: Ranks, targets: np.ndarray, began: Mapping[str, Any], say: Callable[[str], None]
+    strategy: Strategy,
+    ranks: Ranks,
+    targets: np.ndarray,
+    began: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> tuple[TrainConfig, int]:
     """The strategy's configuration with a number for ``auto``, and how many rows a micro-batch may have here.
 
@@ -125,14 +135,18 @@ def settle_batch_size(
     most = most_rows(len(targets), strategy.data_shard.size, config.gradient_accumulation)
     found = find_batch_size(strategy, ranks, targets[:1], most, kept)
     if kept and found.rows < kept:
-        say(f"batch size auto: this run's {kept} rows no longer fit here: {found}, in more micro-batches")
+        say(
+            f"batch size auto: this run's {kept} rows no longer fit here: {found}, in more micro-batches"
+        )
     else:
         say(f"batch size auto: {found}")
     return config.model_copy(update={"batch_size": kept or found.rows}), found.rows
 
 
 def _why_no_more(most: int) -> str:
-    return "the most that auto tries" if most == MOST_ROWS else f"an epoch keeps {LEAST_STEPS} steps"
+    return (
+        "the most that auto tries" if most == MOST_ROWS else f"an epoch keeps {LEAST_STEPS} steps"
+    )
 
 
 def _trial_of(
@@ -144,7 +158,9 @@ def _trial_of(
 
     def try_rows(memory: _Memory, rows: int) -> tuple[float, float] | None:
         memory.restart()
-        batch = _full_batch(rows, strategy.config.max_length, target, strategy.task).to(ranks.device)
+        batch = _full_batch(rows, strategy.config.max_length, target, strategy.task).to(
+            ranks.device
+        )
         seconds = math.inf
         try:
             # Twice: the second pass adds to the gradients of the first, as accumulation does, and is warmed up.
@@ -155,7 +171,9 @@ def _trial_of(
                 seconds = min(seconds, time.perf_counter() - began)
             found = seconds, memory.peak()
         except RuntimeError as error:  # of the GPU's allocator, or of the CPU's
-            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            out_of_memory = isinstance(
+                error, torch.OutOfMemoryError
+            ) or "can't allocate memory" in str(error)
             if not (out_of_memory and can_give_up):
                 raise
             found = None
@@ -186,18 +204,26 @@ class _Memory:
         self.device = ranks.device
         if self.device.type == "cuda":
             self.free()
-            self.limit = float(torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device))
+            self.limit = float(
+                torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            )
         else:
             left = available_memory()
-            self.limit = math.inf if left is None else self._status("VmRSS") + left / ranks.local_world_size
+            self.limit = (
+                math.inf if left is None else self._status("VmRSS") + left / ranks.local_world_size
+            )
 
     def restart(self) -> None:
         if self.device.type == "cuda":
             self.free()
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        with contextlib.suppress(OSError):  # where that is not allowed, the peak of the whole process counts
-            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak starts at the present size
+        with contextlib.suppress(
+            OSError
+        ):  # where that is not allowed, the peak of the whole process counts
+            Path("/proc/self/clear_refs").write_text(
+                "5"
+            )  # proc_pid_clear_refs(5): the peak starts at the present size
 
     def peak(self) -> float:
         if self.device.type == "cuda":

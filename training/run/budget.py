@@ -50,7 +50,9 @@ BYTES_PER_WEIGHT, BYTES_PER_SECOND = 20, 2e8
 MARGIN = 0.01
 # The pace of a step is that of the last so many of them.
 STEPS_REMEMBERED = 200
-FORWARD_AND_BACKWARD = 3  # times the work of the forward pass; a guess until the first steps are done
+FORWARD_AND_BACKWARD = (
+    3  # times the work of the forward pass; a guess until the first steps are done
+)
 ROWS_TIMED = 512  # per rank, in the first seconds
 # Of the time of a step, when nothing but these two has been timed; the rest is the optimizer and the exchange of
 # gradients.
@@ -121,11 +123,21 @@ def _seconds_since_start(ranks: Ranks) -> float:
     return time.time() - (began if math.isfinite(began) else ranks.milestones["imported"])
 
 
-def settle_flags(config: TrainConfig, news: PreparedNews, began: Mapping[str, Any]) -> tuple[TrainConfig, PreparedNews]:
+def settle_flags(
+    config: TrainConfig, news: PreparedNews, began: Mapping[str, Any]
+) -> tuple[TrainConfig, PreparedNews]:
     """Choose what ``--budget`` leaves open about the rows: where texts are cut. The same on every rank."""
-    if not config.budget or "max_length" in config.model_fields_set or not _can_be_cut(config, news):
+    if (
+        not config.budget
+        or "max_length" in config.model_fields_set
+        or not _can_be_cut(config, news)
+    ):
         return config, news
-    length = began["config"]["max_length"] if began else _length_that_holds(news.tokens.train, config.max_length)
+    length = (
+        began["config"]["max_length"]
+        if began
+        else _length_that_holds(news.tokens.train, config.max_length)
+    )
     if length >= config.max_length:
         return config, news
     if news.tokenizer is not None:
@@ -172,14 +184,18 @@ def settle_learning(
         return config
     # The windows of a text are several inputs, whose number and length one mean does not tell.
     is_plain = not (config.is_language_model or config.lora or config.long == "windows")
-    can_be_timed = is_plain and STRATEGY_FACTS[config.strategy].copies and ranks.device.type == "cpu"
+    can_be_timed = (
+        is_plain and STRATEGY_FACTS[config.strategy].copies and ranks.device.type == "cpu"
+    )
     if began:
         # A checkpoint of an older version does not know all flags; that run did as the default does.
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in _LEARNING}
     else:
         chosen = {"learning_rate": rate_for(config, model)}
         if can_be_timed:
-            per_row = _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
+            per_row = (
+                _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
+            )
             testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
             left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing
             rows = SHARE_OF_FORWARD_AND_BACKWARD * left / per_row
@@ -201,12 +217,18 @@ def _learning_of(rows: float, of_rows: int, model: NewsClassifier, rate: float) 
         chosen["dropout"] = 0.0
     if rows >= SEVERAL_PASSES * of_rows and has_known_layers:
         chosen |= {"learning_rate": GENTLER_RATE * rate, "layer_decay": GENTLER_DECAY}
-    if has_known_layers and rows < FEW_ROWS and (blocks := model.network.config.num_hidden_layers) >= LEAST_BLOCKS:
+    if (
+        has_known_layers
+        and rows < FEW_ROWS
+        and (blocks := model.network.config.num_hidden_layers) >= LEAST_BLOCKS
+    ):
         chosen["freeze"] = str(blocks // 2)
     return chosen
 
 
-def _seconds_per_row(model: NewsClassifier, rows: TokenizedRows, precision: str, ranks: Ranks) -> float:
+def _seconds_per_row(
+    model: NewsClassifier, rows: TokenizedRows, precision: str, ranks: Ranks
+) -> float:
     """Of a forward and a backward pass on this rank, while the others do the same."""
     length = max(8, round(float(rows.lengths.mean())))
     some = rows.ids[: min(16, len(rows.ids) // length) * length].astype(np.int64)
@@ -225,7 +247,11 @@ def _seconds_per_row(model: NewsClassifier, rows: TokenizedRows, precision: str,
 
 
 def start_budget(
-    config: TrainConfig, strategy: Strategy, ranks: Ranks, news: PreparedNews, began: Mapping[str, Any]
+    config: TrainConfig,
+    strategy: Strategy,
+    ranks: Ranks,
+    news: PreparedNews,
+    began: Mapping[str, Any],
 ) -> Budget | None:
     """Measure how long the end will take; a collective call. None without ``--budget``.
 
@@ -311,9 +337,17 @@ def expect_accuracy(config: TrainConfig, news: PreparedNews, rows_seen: int) -> 
     ):
         return None
     index = news.labelled_index
-    some = np.sort(np.random.default_rng(config.seed).permutation(index)[: min(ROWS_READ, rows_seen)])
+    some = np.sort(
+        np.random.default_rng(config.seed).permutation(index)[: min(ROWS_READ, rows_seen)]
+    )
     rows = news.tokens.train
-    wrong = (ask_words(rows, some, len(news.tokens.label_names)).argmax(axis=1) != rows.labels[some]).mean()
+    wrong = (
+        ask_words(rows, some, len(news.tokens.label_names)).argmax(axis=1) != rows.labels[some]
+    ).mean()
     expected = float(wrong) * (min(rows_seen, len(index)) / len(some)) ** PER_ROWS
-    chance = 1.3 * math.sqrt(max(expected * (1 - expected), 1e-6) / len(news.tokens.test))  # of the test rows
-    return Expectation(max(0.0, 1 - WORST * expected - chance), min(1.0, 1 - BEST * expected + chance))
+    chance = 1.3 * math.sqrt(
+        max(expected * (1 - expected), 1e-6) / len(news.tokens.test)
+    )  # of the test rows
+    return Expectation(
+        max(0.0, 1 - WORST * expected - chance), min(1.0, 1 - BEST * expected + chance)
+    )

@@ -55,7 +55,9 @@ class StepPlan:
     def notes(self, label_names: Sequence[str]) -> Iterator[str]:
         """What the report says about the plan."""
         if (weights := self.class_weights) is not None:
-            each = some_of([f"{name} {weight:.3g}" for name, weight in zip(label_names, weights, strict=True)])
+            each = some_of(
+                [f"{name} {weight:.3g}" for name, weight in zip(label_names, weights, strict=True)]
+            )
             yield f"Weight of a training row by its label: {each}. The training loss is weighted, others are not."
         if self.start and self.start.by_folds:
             yield f"The head was fitted before the first step: {self.start.by_folds}."

@@ -33,14 +33,22 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
     who = f"share{'s' * (shares > 1)}"
     rows_each = f"{rows_per_shard:g} row{'s' * (rows_per_shard != 1)}"
     batch = f"{shares} {who} x {rows_each} x {context.plan.accumulation} accumulation"
-    below = f", times {config.layer_decay:g} from each block to the one below" if config.layer_decay < 1 else ""
+    below = (
+        f", times {config.layer_decay:g} from each block to the one below"
+        if config.layer_decay < 1
+        else ""
+    )
     rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
     num_unlabelled = news.num_unlabelled
     unlabelled = f" ({num_unlabelled:,} of them without a label)" if num_unlabelled else ""
     size = {"Global batch": f"{counted(context.plan.global_batch_size, 'row')} = {batch}"}
     learning = {
         "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
-        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{counted(int(config.warmup), 'step')} of warm-up")
+        + (
+            f"{config.warmup:.0%} warm-up"
+            if config.warmup < 1
+            else f"{counted(int(config.warmup), 'step')} of warm-up"
+        )
         + below,
         **describe_warmup(config, context.plan),
     }
@@ -48,7 +56,11 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
         size, learning = {}, {}
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
-        **({"Teacher": f"{config.distill}, {config.distill_share:.0%} of the loss"} if config.is_distilled else {}),
+        **(
+            {"Teacher": f"{config.distill}, {config.distill_share:.0%} of the loss"}
+            if config.is_distilled
+            else {}
+        ),
         "Data": f"{tokens.name}: {len(news.train_index):,} training{unlabelled}, {validation} validation, "
         f"{len(tokens.test):,} test {rows}"
         if config.dataset
@@ -70,7 +82,11 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
 def _rough(context: RunContext) -> dict[str, str]:
     copies = len(context.news.epoch_index) - len(context.news.train_index)
     return (
-        {"Rough texts": f"{counted(copies, 'row')} of each epoch, the same texts as people type them"} if copies else {}
+        {
+            "Rough texts": f"{counted(copies, 'row')} of each epoch, the same texts as people type them"
+        }
+        if copies
+        else {}
     )
 
 
@@ -81,7 +97,9 @@ def _head(context: RunContext) -> dict[str, str]:
     read = "the mean of all tokens" if start.pooling == MEAN else "the first token"
     found = f"; {start.by_folds}" if start.by_folds else ""
     if context.config.from_model:
-        return {"Head": f"that of {context.config.from_model}, with what the new rows ask for{found}"}
+        return {
+            "Head": f"that of {context.config.from_model}, with what the new rows ask for{found}"
+        }
     return {"Head": f"fitted to {read}{found}"}
 
 
@@ -90,7 +108,9 @@ def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
     if config.method == "head":
         return {"Steps": "none, since --method head trains the head alone"}
     if budget is None:
-        return {"Steps": f"{plan.total_steps:,} = {counted(config.epochs, 'epoch')} x {plan.steps_per_epoch:,}"}
+        return {
+            "Steps": f"{plan.total_steps:,} = {counted(config.epochs, 'epoch')} x {plan.steps_per_epoch:,}"
+        }
     epochs = plan.total_steps / plan.steps_per_epoch
     rows = min(len(context.news.train_index), plan.total_steps * plan.global_batch_size)
     expected = expect_accuracy(config, context.news, rows)
@@ -125,7 +145,9 @@ def _reads(context: RunContext) -> dict[str, str]:
         return {}
     answers = {"Labels": some_of(tokens.label_names)}
     if not context.strategy.task.has_labels:
-        answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
+        answers = {
+            "Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"
+        }
     return answers | {"Lengths": lengths_in_words(run_lengths(tokens, context.config))}
 
 

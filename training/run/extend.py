@@ -47,12 +47,15 @@ def read_earlier(config: TrainConfig) -> SavedModel:
     """
     path = Path(config.from_model).expanduser()
     if not path.is_dir():
-        raise UserError(f"--from {config.from_model}: no folder of that name", code="model-not-found")
+        raise UserError(
+            f"--from {config.from_model}: no folder of that name", code="model-not-found"
+        )
     saved = read_saved_model(path)
     what = ""
     if saved.weights is None:
         what = (
-            "has only the exported artefact, without weights that could be trained; name the folder that training wrote"
+            "has only the exported artefact, without weights that could be trained; name the "
+            "folder that training wrote"
         )
     elif saved.problem_type is not SINGLE_LABEL or saved.reads_pairs or saved.windows:
         what = "only a model that gives single texts one label can learn more; train on all rows instead"
@@ -65,10 +68,14 @@ def with_earlier_settings(config: TrainConfig) -> TrainConfig:
     """The configuration with what the earlier model fixes: how texts are cut and cleaned."""
     saved = read_earlier(config)
     kept = {"max_length": saved.max_length, "clean": saved.cleaning}
-    return config.model_copy(update={name: value for name, value in kept.items() if not config.gives(name)})
+    return config.model_copy(
+        update={name: value for name, value in kept.items() if not config.gives(name)}
+    )
 
 
-def with_earlier_rows(config: TrainConfig, load: Callable[..., NewsData], say: Callable[[str], None]) -> NewsData:
+def with_earlier_rows(
+    config: TrainConfig, load: Callable[..., NewsData], say: Callable[[str], None]
+) -> NewsData:
     """The new rows, and behind them rows of the data that the earlier model was trained on, with the labels of both.
 
     ``load``: reads the new rows, told the labels that are known. No row that the earlier model was trained on becomes a
@@ -96,7 +103,9 @@ def with_earlier_rows(config: TrainConfig, load: Callable[..., NewsData], say: C
         what = f"the data that {config.from_model} was trained on cannot be read again ({error})"
         note = f"{what}, so the new rows stand for all"
         return replace(new, notes=[note, *new.notes])
-    was_trained, was_tested = ({folded(text) for text in rows.texts} for rows in (old.train, old.test))
+    was_trained, was_tested = (
+        {folded(text) for text in rows.texts} for rows in (old.train, old.test)
+    )
     trained = _without(new.train, was_tested)
     tested = _without(new.test, was_trained | was_tested)
     again = _drawn(config, old.train, len(saved.labels))
@@ -115,13 +124,21 @@ def with_earlier_rows(config: TrainConfig, load: Callable[..., NewsData], say: C
     )
 
 
-def _read_again(config: TrainConfig, saved: SavedModel, labels: Sequence[str], say: Callable[[str], None]) -> NewsData:
+def _read_again(
+    config: TrainConfig, saved: SavedModel, labels: Sequence[str], say: Callable[[str], None]
+) -> NewsData:
     found: list[NewsData] = []
     for about in sources_of(saved):
         if "dataset" not in about:
             raise UserError("it does not say which", code="data-not-found")
-        columns = Columns(str(about.get("text_column", "text")), str(about.get("label_column", "label")), "")
-        selection = {field.name: str(about[field.name]) for field in fields(Selection) if about.get(field.name)}
+        columns = Columns(
+            str(about.get("text_column", "text")), str(about.get("label_column", "label")), ""
+        )
+        selection = {
+            field.name: str(about[field.name])
+            for field in fields(Selection)
+            if about.get(field.name)
+        }
         data = load_news(
             about["dataset"],
             about.get("seed", config.seed),
@@ -133,7 +150,10 @@ def _read_again(config: TrainConfig, saved: SavedModel, labels: Sequence[str], s
             labels=labels,
         )
         if found:
-            joined = {"train": _both(found[0].train, data.train), "test": _both(found[0].test, data.test)}
+            joined = {
+                "train": _both(found[0].train, data.train),
+                "test": _both(found[0].test, data.test),
+            }
             data = replace(data, name=f"{found[0].name} and {data.name}", **joined)
         found = [data]
     return found[0]
@@ -141,7 +161,14 @@ def _read_again(config: TrainConfig, saved: SavedModel, labels: Sequence[str], s
 
 def sources_of(saved: SavedModel) -> list[dict[str, Any]]:
     """How the data is read that a model has learned from: its own, then that of the models which it extends."""
-    names = ("dataset", "text_column", "label_column", "seed", "bad_rows", *(field.name for field in fields(Selection)))
+    names = (
+        "dataset",
+        "text_column",
+        "label_column",
+        "seed",
+        "bad_rows",
+        *(field.name for field in fields(Selection)),
+    )
     own = {name: saved.metadata[name] for name in names if name in saved.metadata}
     return [own, *saved.metadata.get("learned_before", [])]
 
@@ -155,18 +182,24 @@ def _drawn(config: TrainConfig, rows: Rows, num_labels: int) -> Rows:
     most = max(ROWS_AGAIN, ROWS_AGAIN_PER_LABEL * num_labels)
     if len(rows) <= most:
         return rows
-    return rows.take(np.sort(np.random.default_rng([config.seed, 31]).permutation(len(rows))[:most]))
+    return rows.take(
+        np.sort(np.random.default_rng([config.seed, 31]).permutation(len(rows))[:most])
+    )
 
 
 def _both(first: Rows, second: Rows) -> Rows:
-    return Rows(JoinedTexts(first.texts, second.texts), np.concatenate([first.labels, second.labels]))
+    return Rows(
+        JoinedTexts(first.texts, second.texts), np.concatenate([first.labels, second.labels])
+    )
 
 
 def earlier_head(config: TrainConfig) -> Linear:
     """The head of the earlier model."""
     model = NewsClassifier.from_saved(read_earlier(config))
     head = model.network.get_submodule(model.head)
-    return Linear(*(part.detach().float().numpy().astype(np.float64) for part in (head.weight, head.bias)))
+    return Linear(
+        *(part.detach().float().numpy().astype(np.float64) for part in (head.weight, head.bias))
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +229,9 @@ class Change:
         )
 
 
-def measure_change(config: TrainConfig, ranks: Ranks, rows: TokenizedRows, logits: np.ndarray) -> Change | None:
+def measure_change(
+    config: TrainConfig, ranks: Ranks, rows: TokenizedRows, logits: np.ndarray
+) -> Change | None:
     """Compare with the earlier model on the test rows of its labels; a collective call. None if there is no such row.
 
     Args:
@@ -220,7 +255,9 @@ def measure_change(config: TrainConfig, ranks: Ranks, rows: TokenizedRows, logit
     truth = rows.labels[known]
     before, after = earlier.argmax(axis=1) == truth, logits[known].argmax(axis=1) == truth
     recalls = {
-        name: (float(before[truth == label].mean()), float(after[truth == label].mean())) if label in truth else None
+        name: (float(before[truth == label].mean()), float(after[truth == label].mean()))
+        if label in truth
+        else None
         for label, name in enumerate(saved.labels)
     }
     return Change(config.from_model, len(known), float(before.mean()), float(after.mean()), recalls)

@@ -75,7 +75,9 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
     config, task, tokens = context.config, context.strategy.task, context.news.tokens
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     test, logits = _test(context, best)
-    change = measure_change(config, context.ranks, tokens.test, logits) if config.from_model else None
+    change = (
+        measure_change(config, context.ranks, tokens.test, logits) if config.from_model else None
+    )
     # 3. Gather the whole weights on rank 0 (a collective call, so every rank is here), which writes everything.
     weights = context.strategy.full_weights()
     context.events.publish(RunTested(context.state.step, test))
@@ -97,7 +99,9 @@ def _test(context: RunContext, best: EpochMetrics) -> tuple[dict[str, Any], np.n
     tokens, console, data_shard = context.news.tokens, context.console, context.strategy.data_shard
     if len(tokens.test):
         context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
-    counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
+    counting = (
+        console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
+    )
     with counting as count, context.phases("evaluate"):
         return evaluate(
             partial(context.strategy.logits, precision=context.strategy.test_precision),
@@ -111,7 +115,12 @@ def _test(context: RunContext, best: EpochMetrics) -> tuple[dict[str, Any], np.n
         )
 
 
-def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor], suspects: Suspects | None) -> Path:
+def _write(
+    context: RunContext,
+    result: _Result,
+    weights: dict[str, torch.Tensor],
+    suspects: Suspects | None,
+) -> Path:
     """Write the model, the answers and the report; returns the report's path."""
     config, task, metrics = context.config, context.strategy.task, _metrics(context, result)
     try:
@@ -198,27 +207,42 @@ def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Ba
         return None
     seconds = seconds_for_baseline(config, context.news)
     if not seconds:
-        flag = f"--budget {config.budget}" if config.budget else f"--collective_timeout {config.collective_timeout:g}"
+        flag = (
+            f"--budget {config.budget}"
+            if config.budget
+            else f"--collective_timeout {config.collective_timeout:g}"
+        )
         context.say(f"No linear baseline: {flag} leaves no time for one")
         return None
     weights, heartbeat = context.plan.class_weights, context.phases.heartbeat
     try:
-        return measure_baseline(config, context.news, task, weights, logits, best.validation, heartbeat)
-    except Exception as error:  # such as texts without words: whatever it is, the trained model is worth more
+        return measure_baseline(
+            config, context.news, task, weights, logits, best.validation, heartbeat
+        )
+    except (
+        Exception
+    ) as error:  # such as texts without words: whatever it is, the trained model is worth more
         context.say(f"No linear baseline: {first_line(error)}")
         return None
 
 
 def _evidence(
-    context: RunContext, test: dict[str, Any], answers: Sequence[RowAnswer], baseline: Baseline | None
+    context: RunContext,
+    test: dict[str, Any],
+    answers: Sequence[RowAnswer],
+    baseline: Baseline | None,
 ) -> Evidence:
     config, tokens, task = context.config, context.news.tokens, context.strategy.task
     chance_loss, confidence = None, None
     if not task.own_loss:  # whose scores may be no logits
         chance_loss = task.chance_loss(tokens.train.labels[context.news.labelled_index])
-        if chance_loss and (context.plan.class_weights is not None or config.sampling == "balanced"):
+        if chance_loss and (
+            context.plan.class_weights is not None or config.sampling == "balanced"
+        ):
             chance_loss = math.log(len(tokens.label_names))
-        if "accuracy" in test and task.has_labels and not config.is_distilled:  # a teacher may be unsure, and be right
+        if (
+            "accuracy" in test and task.has_labels and not config.is_distilled
+        ):  # a teacher may be unsure, and be right
             confidence = float(np.mean([answer.certainty for answer in answers]))
     return Evidence(
         config=config,
@@ -277,11 +301,15 @@ def _load_best(context: RunContext) -> EpochMetrics:
             saved = open_checkpoint(path, ranks).tensors
             ranks.run_on_all_ranks(lambda saved=saved: context.strategy.load_weights(saved))
             break
-        context.say(f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} {damage}")
+        context.say(
+            f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} {damage}"
+        )
     return epoch
 
 
-def _report_data(context: RunContext, result: _Result, doubted: Sequence[DoubtedText]) -> ReportData:
+def _report_data(
+    context: RunContext, result: _Result, doubted: Sequence[DoubtedText]
+) -> ReportData:
     config, news, task = context.config, context.news, context.strategy.task
     figures = {**news.figures}
     if config.dataset and not config.is_language_model:
@@ -328,7 +356,9 @@ def _write_predictions(context: RunContext, answers: Sequence[RowAnswer]) -> Non
     header = ["row", "label", "predicted", context.strategy.task.certainty, "text"]
     rows = (
         [row, answer.label, answer.predicted, f"{answer.certainty:.6f}", in_one_line(text)]
-        for row, (answer, text) in enumerate(zip(answers, context.news.texts.test.texts, strict=True))
+        for row, (answer, text) in enumerate(
+            zip(answers, context.news.texts.test.texts, strict=True)
+        )
     )
     write_csv(context.config.run_dir / "predictions.csv", header, rows)
 
@@ -337,7 +367,12 @@ def _doubted_texts(context: RunContext, suspects: Suspects | None) -> list[Doubt
     names, texts = context.news.tokens.label_names, context.news.texts.train.texts
     return [
         DoubtedText(
-            one.row, names[one.label], names[one.proposed], one.doubt, one.is_flagged, in_one_line(texts[one.row])
+            one.row,
+            names[one.label],
+            names[one.proposed],
+            one.doubt,
+            one.is_flagged,
+            in_one_line(texts[one.row]),
         )
         for one in (suspects.ranking() if suspects else ())
     ]
@@ -347,7 +382,14 @@ def _write_suspects(context: RunContext, doubted: Sequence[DoubtedText]) -> None
     """Write the training rows whose label the run disbelieves, the most suspicious first, to ``suspects.csv``."""
     header = ["row", "label", "proposed", "doubt", "flagged", "text"]
     rows = (
-        [one.row, one.label, one.proposed, f"{one.doubt:.6f}", "yes" if one.is_flagged else "no", one.text]
+        [
+            one.row,
+            one.label,
+            one.proposed,
+            f"{one.doubt:.6f}",
+            "yes" if one.is_flagged else "no",
+            one.text,
+        ]
         for one in doubted
     )
     write_csv(context.config.run_dir / "suspects.csv", header, rows)
@@ -362,5 +404,7 @@ def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str,
         return {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
     if strategy.config.long == "windows":
         weights = split_head(weights, strategy.head)
-    finished = dict(zip((weight, bias), strategy.task.finish(weights[weight], weights.get(bias)), strict=True))
+    finished = dict(
+        zip((weight, bias), strategy.task.finish(weights[weight], weights.get(bias)), strict=True)
+    )
     return weights | {name: tensor for name, tensor in finished.items() if tensor is not None}

@@ -86,7 +86,11 @@ def start_from_head(
     names = None
     if not config.from_model:  # whose rows say more
         names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
-    of_names = nothing if names is None else _mean_of_each(names.labels, read(names, np.arange(len(names))))
+    of_names = (
+        nothing
+        if names is None
+        else _mean_of_each(names.labels, read(names, np.arange(len(names))))
+    )
     of_texts = read(news.tokens.train, texts) if len(texts) else nothing
     head = None
     if ranks.is_first:
@@ -94,20 +98,32 @@ def start_from_head(
         own = np.flatnonzero(finite) if config.dataset else np.arange(0)
         head = fit_head(
             model,
-            ({name: states[own] for name, states in rows.items()}, _finite(of_names), _finite(of_texts)),
+            (
+                {name: states[own] for name, states in rows.items()},
+                _finite(of_names),
+                _finite(of_texts),
+            ),
             news.tokens.train.labels[index[own]],
-            trained=MEAN if model.has_own_mean_block else trained_pooling(Path(model_place(config.model))),
+            trained=MEAN
+            if model.has_own_mean_block
+            else trained_pooling(Path(model_place(config.model))),
             is_final=config.method == "head",
             seed=config.seed,
             earlier=earlier_head(config) if config.from_model else None,
         )
     head = ranks.broadcast(head)
     assert head is not None
-    if head.pooling != MEAN and getattr(model.config, POOLING_KEY, None) == MEAN:  # the block is not needed
+    if (
+        head.pooling != MEAN and getattr(model.config, POOLING_KEY, None) == MEAN
+    ):  # the block is not needed
         model = load()
         widen(model)
     head.apply_to(model)
-    known = {field.name: getattr(head, field.name) for field in fields(Start) if field.name != "num_texts"}
+    known = {
+        field.name: getattr(head, field.name)
+        for field in fields(Start)
+        if field.name != "num_texts"
+    }
     return model, Start(**known, num_texts=len(texts))
 
 
@@ -144,7 +160,10 @@ def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> Tokeni
         return None
     assert news.tokenizer is not None
     texts = [(text, label) for label, name in enumerate(labels) for text in in_sentences(name)]
-    found = [news.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"] for text, _ in texts]
+    found = [
+        news.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"]
+        for text, _ in texts
+    ]
     offsets = np.cumsum([0, *map(len, found)])
     owners = np.array([label for _, label in texts])
     return TokenizedRows(np.concatenate(found).astype(np.int32), offsets, owners, num_cut=0)

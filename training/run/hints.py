@@ -15,7 +15,13 @@ from typing import Any
 from common.text import counted
 from training.config import TrainConfig
 from training.evaluation.baseline import Baseline
-from training.monitoring.records import METRICS, SMALLER_IS_BETTER, EpochMetrics, format_percent, score_of
+from training.monitoring.records import (
+    METRICS,
+    SMALLER_IS_BETTER,
+    EpochMetrics,
+    format_percent,
+    score_of,
+)
 from training.run.head_start import Start
 
 MOST_HINTS = 2
@@ -98,7 +104,11 @@ def trust_in(start: Start | None, *, has_test: bool) -> list[str]:
     said = []
     if start and start.agreement is not None:
         texts = counted(start.num_texts, "text")
-        did = "learned from" if start.learned_from_texts else "did not use (folds were no better with them)"
+        did = (
+            "learned from"
+            if start.learned_from_texts
+            else "did not use (folds were no better with them)"
+        )
         said.append(
             f"The head {did} {texts} without a label, and answers {format_percent(start.agreement, 0)} of them as "
             "names and rows alone would."
@@ -158,7 +168,9 @@ def _texts_tell(baseline: Baseline, test: Mapping[str, Any]) -> bool:
         return True
     most = max(label["rows"] for label in test["per_class"].values()) / test["rows"]
     # Where nearly all rows have one label, accuracy says nothing about the others.
-    return most > 0.6 or baseline.test["accuracy"] > most + 2 * _standard_error(most, baseline.test["rows"])
+    return most > 0.6 or baseline.test["accuracy"] > most + 2 * _standard_error(
+        most, baseline.test["rows"]
+    )
 
 
 def _still_improves(run: Evidence) -> str:
@@ -170,7 +182,11 @@ def _still_improves(run: Evidence) -> str:
     now = last.validation[metric]
     if not is_clear_gain(metric, before, now, last.validation["rows"]):
         return ""
-    shown, title = (METRICS[metric].shown, METRICS[metric].title) if metric in METRICS else ("{:.4f}".format, "loss")
+    shown, title = (
+        (METRICS[metric].shown, METRICS[metric].title)
+        if metric in METRICS
+        else ("{:.4f}".format, "loss")
+    )
     moved = f"was still {'falling' if metric in SMALLER_IS_BETTER else 'rising'} at the last epoch"
     how = "try" if run.config.budget else run.continued
     return f"The validation {title} {moved} ({shown(before)}, then {shown(now)}): {how} {run.more_epochs}."
@@ -178,10 +194,14 @@ def _still_improves(run: Evidence) -> str:
 
 def is_clear_gain(metric: str, before: float, now: float, rows: int) -> bool:
     """Whether an epoch has removed enough of the errors to expect more of the next ones."""
-    if metric in SMALLER_IS_BETTER:  # the relative standard error of a root mean square is 1 / sqrt(2 rows)
+    if (
+        metric in SMALLER_IS_BETTER
+    ):  # the relative standard error of a root mean square is 1 / sqrt(2 rows)
         return before > 0 and (before - now) / before > max(ERRORS_REMOVED, 1 / math.sqrt(rows))
     middle = min(1.0, max(0.0, (before + now) / 2))
-    return now - before > max(ERRORS_REMOVED * (1 - before), math.sqrt(2) * _standard_error(middle, rows))
+    return now - before > max(
+        ERRORS_REMOVED * (1 - before), math.sqrt(2) * _standard_error(middle, rows)
+    )
 
 
 def _miscalibrated(run: Evidence) -> tuple[str, str]:
@@ -208,7 +228,9 @@ def _stopped_on_a_plateau(run: Evidence) -> str:
         return ""
     shown = ", ".join(f"{loss:.4f}" for loss in losses)
     longer = f"{run.continued} --early_stopping {2 * run.config.early_stopping + 1}"
-    return f"Early stopping came too soon: the validation loss was still falling ({shown}); {longer}."
+    return (
+        f"Early stopping came too soon: the validation loss was still falling ({shown}); {longer}."
+    )
 
 
 def _standard_error(share: float, rows: int) -> float:

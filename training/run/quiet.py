@@ -18,7 +18,9 @@ def quiet_libraries() -> None:
     # Printed per block and rank, but nothing here writes into a block's output, and state is seldom gathered.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Expected: a run with one process saves without a process group.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+    )
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # If installed, DeepSpeed is imported when a model is saved and prints the processor's name. It sets its own level.
     logging.getLogger("DeepSpeed").addFilter(_errors_only)

@@ -57,13 +57,21 @@ def fits_head(config: TrainConfig) -> bool:
     Who gives a rate has a recipe of his own, whose results must stay what they were.
     """
     asked = config.method != "auto" or config.learning_rate is None
-    return asked and is_pretrained(config) and not (config.budget or config.lora or config.loss or config.long != "cut")
+    return (
+        asked
+        and is_pretrained(config)
+        and not (config.budget or config.lora or config.loss or config.long != "cut")
+    )
 
 
 def validation_fraction(config: TrainConfig, num_rows: int) -> float:
     """The share of so many labelled rows that is kept for validation: none where folds validate the head."""
     has_folds = fits_head(config) and (config.method == "head" or num_rows <= FEW_ROWS)
-    return 0.0 if has_folds and not NEED_VALIDATION & config.model_fields_set else config.validation_fraction
+    return (
+        0.0
+        if has_folds and not NEED_VALIDATION & config.model_fields_set
+        else config.validation_fraction
+    )
 
 
 def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
@@ -72,7 +80,9 @@ def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
         return RATE_OF_LORA
     if config.model == TINY or config.network:
         return RATE_OF_RANDOM
-    width, depth = (getattr(model.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
+    width, depth = (
+        getattr(model.config, name, None) for name in ("hidden_size", "num_hidden_layers")
+    )
     if not (width and depth):
         return USUAL_RATE
     rate = min(HIGHEST_RATE, RATE * (WIDTH / width) ** 2 * math.sqrt(DEPTH / depth))
@@ -104,7 +114,9 @@ def settle_recipe(
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in CHOSEN}
     else:
         chosen = _choose(config, model, labels, num_rows, num_train)
-    return config.model_copy(update={name: chosen[name] for name in chosen if not config.gives(name)})
+    return config.model_copy(
+        update={name: chosen[name] for name in chosen if not config.gives(name)}
+    )
 
 
 def _choose(
@@ -123,7 +135,11 @@ def _choose(
         epochs = min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
     chosen: dict[str, Any] = {
         # Written down with the rate, so that the run's own config.yaml begins another run in the same way.
-        "method": config.method if config.method != "auto" else "fine_tune" if fits_head(config) else "auto",
+        "method": config.method
+        if config.method != "auto"
+        else "fine_tune"
+        if fits_head(config)
+        else "auto",
         "learning_rate": rate,
         "validation_fraction": validation_fraction(config, num_rows),
         "batch_size": size,

@@ -17,7 +17,13 @@ from common.errors import UserError
 from training.checkpointing import Storage
 from training.checkpointing.resume import cleaning_of, state_of_run
 from training.config import TrainConfig
-from training.data.prepare import PreparedNews, class_weights_of, prepare_model, prepare_news, settle_model
+from training.data.prepare import (
+    PreparedNews,
+    class_weights_of,
+    prepare_model,
+    prepare_news,
+    settle_model,
+)
 from training.model.classifier import NewsClassifier
 from training.model.lora import frozen_hash
 from training.model.own import Own
@@ -49,14 +55,18 @@ class Settled:
     start: Start | None
 
 
-def settle(config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[str], None], own: Own) -> Settled:
+def settle(
+    config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[str], None], own: Own
+) -> Settled:
     """Decide, read and load; a collective call.
 
     Raises:
         UserError: the data, the model and the flags do not fit each other.
     """
     # Rank 0 chooses: on CPUs the choice is timed, and all ranks must use the same.
-    wanted = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose_precision(config.precision, ranks.device)))
+    wanted = ranks.broadcast(
+        ranks.run_on_all_ranks(lambda: choose_precision(config.precision, ranks.device))
+    )
     earlier = state_of_run(config, ranks, storage)
     asked = _with_earlier_choices(config, ranks, earlier, say)
     read = prepare_news(asked, ranks, say, own)
@@ -83,7 +93,9 @@ def settle(config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[s
         ideal_seconds = flops_per_token(model, settled.max_length) / peak_flops(ranks, precision)
     teacher = news.teacher.key if news.teacher else None
     sources = {"data_key": news.tokens.key, "frozen_hash": frozen, "teacher_key": teacher}
-    return Settled(settled, news, model, precision, earlier, class_weights, sources, ideal_seconds, start)
+    return Settled(
+        settled, news, model, precision, earlier, class_weights, sources, ideal_seconds, start
+    )
 
 
 def _with_earlier_choices(
@@ -91,8 +103,12 @@ def _with_earlier_choices(
 ) -> TrainConfig:
     """The configuration with what an earlier start of this run, or the model of ``--from``, decides about the data."""
     kept: dict[str, Any] = {"clean": cleaning_of(config, earlier)}
-    if earlier and not config.gives("validation_fraction"):  # the rows that it trains on must not change
-        kept["validation_fraction"] = earlier["config"].get("validation_fraction", config.validation_fraction)
+    if earlier and not config.gives(
+        "validation_fraction"
+    ):  # the rows that it trains on must not change
+        kept["validation_fraction"] = earlier["config"].get(
+            "validation_fraction", config.validation_fraction
+        )
     asked = config.model_copy(update=kept)
     if config.from_model:
         asked = ranks.run_on_all_ranks(partial(with_earlier_settings, asked))

@@ -63,12 +63,18 @@ def train(
                 collective_timeout=config.collective_timeout,
             )
         )
-        interruption = stack.enter_context(Interruption(config.not_saved_exit_code, is_first=ranks.is_first))
+        interruption = stack.enter_context(
+            Interruption(config.not_saved_exit_code, is_first=ranks.is_first)
+        )
         own = ranks.run_on_all_ranks(lambda: Own.of(config, network, loss, metric))
         trainer = Trainer(config, ranks, interruption, own, subscribers)
         begin()
         model_folder = trainer.fit()
         if model_folder and config.export:
             ranks.run_on_all_ranks(lambda: export_model(config) if ranks.is_first else None)
-    metrics = json.loads((model_folder / "metrics.json").read_text(encoding="utf-8")) if model_folder else {}
+    metrics = (
+        json.loads((model_folder / "metrics.json").read_text(encoding="utf-8"))
+        if model_folder
+        else {}
+    )
     return Result(model_folder, metrics)

@@ -141,7 +141,9 @@ class RunState:
         self.step = plain["step"]
         self.epochs = [EpochMetrics(**epoch) for epoch in plain["epochs"]]
         self.epoch_loss.take(plain["epoch_loss"])
-        self.epoch_accuracy.take(plain.get("epoch_accuracy", (0.0, 0)))  # an older version did not keep it
+        self.epoch_accuracy.take(
+            plain.get("epoch_accuracy", (0.0, 0))
+        )  # an older version did not keep it
         self.epoch_seconds = plain["epoch_seconds"]
         self.skipped_steps = plain["skipped_steps"]
         self.bad = BadStepCount(**plain["bad"])

@@ -52,7 +52,11 @@ class StepRecord:
 
 
 def train_step(
-    context: RunContext, balance: Balance, epoch: int, batch: np.ndarray, row_weights: np.ndarray | None = None
+    context: RunContext,
+    balance: Balance,
+    epoch: int,
+    batch: np.ndarray,
+    row_weights: np.ndarray | None = None,
 ) -> tuple[StepRecord, Sequence[MicroBatch]]:
     """Train on one global batch; every rank calls this with the same row numbers, and the same weights of the rows.
 
@@ -84,13 +88,17 @@ def train_step(
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
 
     # A function of the step alone, so a resumed run needs no scheduler state.
-    learning_rate = learning_rate_at(step, plan.total_steps, plan.peak_learning_rate, config.warmup, config.schedule)
+    learning_rate = learning_rate_at(
+        step, plan.total_steps, plan.peak_learning_rate, config.warmup, config.schedule
+    )
     with context.phases("step"), translate_errors(ranks, step, micro_batches[0].input_ids.shape):
         result = optimizer_step(strategy, on_device, step, learning_rate)
         balance.step_done(micro_batches)
     num_tokens = int(tokens.lengths[batch].sum())
     local_rows = np.concatenate([micro_batch.rows for micro_batch in micro_batches])
-    record = StepRecord(step, epoch, learning_rate, tokens.originals(batch), num_tokens, local_rows, result)
+    record = StepRecord(
+        step, epoch, learning_rate, tokens.originals(batch), num_tokens, local_rows, result
+    )
     return record, micro_batches
 
 
@@ -143,9 +151,15 @@ def optimizer_step(
     strategy.end_step(norm)
 
     # Ranks that hold parts of the same replica computed the same losses: only one of them may count.
-    share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
+    share = sum(
+        (loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True)
+    )
     if not strategy.data_shard.is_replica_leader:
-        share, losses, checks = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses], []
+        share, losses, checks = (
+            torch.zeros_like(share),
+            [torch.zeros_like(loss) for loss in losses],
+            [],
+        )
     joined, right = torch.cat(checks) if checks else None, torch.zeros(2, device=share.device)
     if joined is not None:
         is_real = torch.cat([batch.weights for batch in micro_batches]) > 0  # no dummy row
@@ -177,7 +191,9 @@ def forward_backward(
             strategy.seed_dropout(step, batch.first_row)
             with phases("forward"):
                 with strategy.autocast():
-                    logits = strategy.forward(batch.input_ids, batch.attention_mask)  # (rows, labels)
+                    logits = strategy.forward(
+                        batch.input_ids, batch.attention_mask
+                    )  # (rows, labels)
                 if batch.windows is not None:
                     logits = pool_windows(logits, batch.windows)  # (inputs, labels + 1) before
                 losses.append(row_losses(strategy.task, logits, batch, config))  # (rows,)
@@ -205,7 +221,9 @@ class SyncedSteps:
 class StepLog:
     """Collects steps and turns them into metrics with one read from the device and one all-reduce."""
 
-    def __init__(self, ranks: Ranks, ideal_seconds: float | None = None, suspects: Suspects | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, ideal_seconds: float | None = None, suspects: Suspects | None = None
+    ) -> None:
         self.ranks = ranks
         self.ideal_seconds = ideal_seconds  # see StepPlan
         self.suspects = suspects
@@ -236,9 +254,15 @@ class StepLog:
             local.append(torch.cat([record.result.right.double() for record in records]))
         summed = self.ranks.sum_(torch.cat(local)).tolist()
         until = len(records) + len(values)
-        losses, flag_sums, right = summed[: len(records)], map(round, summed[len(records) : until]), summed[until:]
+        losses, flag_sums, right = (
+            summed[: len(records)],
+            map(round, summed[len(records) : until]),
+            summed[until:],
+        )
         # The norms are equal on all ranks already.
-        norms = torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
+        norms = (
+            torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
+        )
 
         now = time.perf_counter()
         elapsed, self.since = max(now - self.since, 1e-9), now
@@ -256,7 +280,9 @@ class StepLog:
                 bad[record.step] = self._find_bad_rows(record, loss, norm)
             elif self.suspects and record.result.checks is not None:
                 # The device has nothing left to do, so this copy does not make it wait.
-                self.suspects.add(record.step, record.local_rows, record.result.checks.cpu().numpy())
+                self.suspects.add(
+                    record.step, record.local_rows, record.result.checks.cpu().numpy()
+                )
             metrics.append(
                 StepMetrics(
                     step=record.step,
@@ -271,7 +297,9 @@ class StepLog:
                     skipped=record.step in bad or skipped,
                     bad=record.step in bad,
                     gpu_utilization=utilization,
-                    mfu=None if self.ideal_seconds is None else tokens_per_second * self.ideal_seconds,
+                    mfu=None
+                    if self.ideal_seconds is None
+                    else tokens_per_second * self.ideal_seconds,
                     accuracy=num_right / num_rows if num_rows else None,
                 )
             )

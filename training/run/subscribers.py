@@ -17,7 +17,12 @@ RECORD_EVERY = 20  # optimizer steps between two recordings of a step's collecti
 
 def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber]:
     """This rank's readers, in the order in which they receive each event."""
-    config, ranks, events, exporter = context.config, context.ranks, context.events, context.exporter
+    config, ranks, events, exporter = (
+        context.config,
+        context.ranks,
+        context.events,
+        context.exporter,
+    )
     exporter.counts_rows = context.strategy.data_shard.is_replica_leader
     subscribers: list[Subscriber] = [exporter, context.status, watchdog]
     if config.profile:

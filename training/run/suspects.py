@@ -41,7 +41,9 @@ REDUCED_WEIGHT = 0.1
 WORDS_SHARE = 0.75  # weight of the words beside the steps, which know more
 SHARPNESS = 0.6  # of the words' answers; words repeat each other, so naive Bayes is too sure
 SMOOTHING = 0.1  # of each word under each label, in rows
-MOST_TOKENS = 2**24  # with which pairs of tokens are sorted too, in about 2 GiB; with more, single tokens say enough
+MOST_TOKENS = (
+    2**24
+)  # with which pairs of tokens are sorted too, in about 2 GiB; with more, single tokens say enough
 MOST_SUMS = 2**26  # of words by label: half a GiB
 USUAL_ROWS = 20  # A label's usual doubt is that of its rows and of so many of all labels, because it may have few.
 TENSOR = "suspects/rows"
@@ -76,7 +78,11 @@ class Suspects:
     """
 
     def __init__(
-        self, index: np.ndarray, labels: np.ndarray, action: Literal["list", "drop", "reweight"], words: np.ndarray
+        self,
+        index: np.ndarray,
+        labels: np.ndarray,
+        action: Literal["list", "drop", "reweight"],
+        words: np.ndarray,
     ) -> None:
         self.index = index
         self.labels = labels
@@ -90,7 +96,9 @@ class Suspects:
     def add(self, step: int, rows: np.ndarray, checks: np.ndarray) -> None:
         """Take what this rank found in a step: row numbers, -1 for a dummy row, and what ``check_labels`` returned."""
         is_real = rows >= 0
-        self._new.append(np.column_stack([np.full(is_real.sum(), step), rows[is_real], checks[is_real, :2]]))
+        self._new.append(
+            np.column_stack([np.full(is_real.sum(), step), rows[is_real], checks[is_real, :2]])
+        )
 
     def merge(self, ranks: Ranks) -> None:
         """Tell all ranks what each has taken since the last call; a collective call."""
@@ -123,11 +131,19 @@ class Suspects:
         log_probabilities[self._rows[:, COUNT] == 0] = 0
         doubts = 1 - np.exp(log_probabilities)
         squares, counts = log_probabilities**2, np.bincount(self.labels)
-        usual = (np.bincount(self.labels, squares) + USUAL_ROWS * squares.mean()) / (counts + USUAL_ROWS)
-        order = np.argsort(log_probabilities / np.sqrt(np.maximum(usual, 1e-12))[self.labels], kind="stable")
+        usual = (np.bincount(self.labels, squares) + USUAL_ROWS * squares.mean()) / (
+            counts + USUAL_ROWS
+        )
+        order = np.argsort(
+            log_probabilities / np.sqrt(np.maximum(usual, 1e-12))[self.labels], kind="stable"
+        )
         flagged, other = self._flagged(), self._rows[:, OTHER].astype(int)
         return [
-            Suspect(*map(int, (self.index[i], self.labels[i], other[i])), float(doubts[i]), bool(flagged[i]))
+            Suspect(
+                *map(int, (self.index[i], self.labels[i], other[i])),
+                float(doubts[i]),
+                bool(flagged[i]),
+            )
             for i in order
             if doubts[i] > 0.5 or flagged[i]
         ]
@@ -165,7 +181,9 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     the weights of a row have length 1.
     """
     labels, num_rows = rows.labels[index], len(index)
-    ids = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index]).astype(np.int64)
+    ids = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index]).astype(
+        np.int64
+    )
     places = np.repeat(np.arange(num_rows), rows.lengths[index])  # of the row that a token is in
 
     # Features are tokens, and pairs of them under numbers above those of all tokens. Each counts once per row.
@@ -190,23 +208,31 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     weights /= np.sqrt(np.maximum(squares, 1e-12))[places]
 
     answers, own = np.zeros((num_rows, num_labels)), labels[places]
-    sums = np.bincount(own * len(kept) + features, weights, minlength=num_labels * len(kept)).reshape(num_labels, -1)
+    sums = np.bincount(
+        own * len(kept) + features, weights, minlength=num_labels * len(kept)
+    ).reshape(num_labels, -1)
     totals = np.bincount(places, weights, minlength=num_rows)
     for label in range(num_labels):
         # Without what the row itself has added, and smoothed.
         others = sums[label, features] - weights * (own == label) + SMOOTHING
         total = sums[label].sum() - totals * (labels == label) + SMOOTHING * len(kept)
-        answers[:, label] = np.bincount(places, weights * np.log(others / total[places]), minlength=num_rows)
+        answers[:, label] = np.bincount(
+            places, weights * np.log(others / total[places]), minlength=num_rows
+        )
     return log_softmax(SHARPNESS * answers)
 
 
 def notes_on_suspects(config: TrainConfig) -> Iterator[str]:
     """What the report says about the rows that were doubted."""
-    if done := {"drop": "were left out", "reweight": "had less weight in the loss"}.get(config.suspects):
+    if done := {"drop": "were left out", "reweight": "had less weight in the loss"}.get(
+        config.suspects
+    ):
         yield f"Training rows with a doubtful label {done} from the second epoch on."
 
 
-def suspects_of(config: TrainConfig, rows: TokenizedRows, index: np.ndarray, num_labels: int) -> Suspects | None:
+def suspects_of(
+    config: TrainConfig, rows: TokenizedRows, index: np.ndarray, num_labels: int
+) -> Suspects | None:
     """Those of a run; None if nobody asked for them. ``rows``: the whole split."""
     if config.suspects == "none":
         return None

@@ -95,10 +95,14 @@ class Trainer:
         console, phases = Console() if ranks.is_first else None, Phases()
         say = console.say if console else _say_nothing
         events = EventStream(config.run_dir, ranks, phases, config.log_every)
-        interruption = interruption or Interruption(config.not_saved_exit_code, is_first=ranks.is_first)
+        interruption = interruption or Interruption(
+            config.not_saved_exit_code, is_first=ranks.is_first
+        )
         storage = _check_run(config, ranks)
         # Before data and model, which take minutes, because its process group may fail to form.
-        self.saver = Saver(config, ranks, storage, say, partial(stop_agreed, ranks, phases, interruption))
+        self.saver = Saver(
+            config, ranks, storage, say, partial(stop_agreed, ranks, phases, interruption)
+        )
         exporter = ranks.run_on_all_ranks(lambda: Exporter(config, ranks, phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         allow_tf32(wanted=config.tf32, device=ranks.device)
@@ -108,14 +112,20 @@ class Trainer:
         news, model = settled.news, settled.model
         strategy, config, rows_that_fit = _distribute(settled, ranks, phases, say)
         # The last of the checks, because it may move an earlier run aside.
-        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, settled.sources, say)
+        resumed = find_resume_point(
+            config, ranks, strategy.data_shard, storage, settled.sources, say
+        )
 
-        global_batch, accumulation = global_batch_size(rows_that_fit, config, strategy.data_shard, resumed)
+        global_batch, accumulation = global_batch_size(
+            rows_that_fit, config, strategy.data_shard, resumed
+        )
         train = news.tokens.read_in_training
         lengths = train.lengths[news.epoch_index]
         balanced = train.labels[news.epoch_index] if config.sampling == "balanced" else None
         self.sampler = LengthBucketSampler(lengths, global_batch, config.seed, balanced)
-        self.suspects = suspects_of(config, news.tokens.train, news.train_index, len(news.tokens.label_names))
+        self.suspects = suspects_of(
+            config, news.tokens.train, news.train_index, len(news.tokens.label_names)
+        )
         self.budget = start_budget(config, strategy, ranks, news, resumed.state if resumed else {})
         self.tokens_per_step = global_batch * float(lengths.mean())
         timed = model if config.balance == "auto" else None
@@ -142,7 +152,9 @@ class Trainer:
             precision=settled.precision,
             model_config=model.config,
             num_parameters=sum(parameter.numel() for parameter in parameters),
-            num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            num_trained=sum(
+                parameter.numel() for parameter in parameters if parameter.requires_grad
+            ),
             state=RunState(),
             storage=storage,
             phases=phases,
@@ -157,7 +169,9 @@ class Trainer:
         if resumed:
             self._resume(resumed)
         if self.budget:
-            self.context.plan.total_steps = self._steps_that_fit(ranks.broadcast(self._steps_left()))
+            self.context.plan.total_steps = self._steps_that_fit(
+                ranks.broadcast(self._steps_left())
+            )
 
     def fit(self) -> Path | None:
         """Train to the end and write the model, or stop at a checkpoint when asked to.
@@ -173,21 +187,32 @@ class Trainer:
             stack.enter_context(contextlib.closing(context.exporter))
             ranks.run_on_all_ranks(lambda: self._open_folders(stack))
             stack.enter_context(context.events.recording())
-            stack.enter_context(context.interruption.saving())  # from here on a stop signal means: save, then stop
+            stack.enter_context(
+                context.interruption.saving()
+            )  # from here on a stop signal means: save, then stop
             stack.enter_context(self.saver)
-            self.save_schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
-            context.events.subscribers += [*make_subscribers(context, self.watchdog), *self.subscribers]
+            self.save_schedule = SaveSchedule(
+                config.save_every, config.save_minutes, time.monotonic()
+            )
+            context.events.subscribers += [
+                *make_subscribers(context, self.watchdog),
+                *self.subscribers,
+            ]
             stack.enter_context(contextlib.closing(context.events))
             # Entered last, so that a failing rank reports itself before it waits for anything else.
             stack.enter_context(context.status)
             stack.enter_context(self.watchdog)
-            context.events.publish(RunStarted(context.state.step, context.plan.total_steps, context.state.epochs))
+            context.events.publish(
+                RunStarted(context.state.step, context.plan.total_steps, context.state.epochs)
+            )
             if context.console:
                 context.console.banner(describe_run(context, self.budget))
             model_folder = self._train_and_finish()
             if model_folder is None:
                 step = context.state.step
-                context.say(f"Stopped at step {step}; everything is saved. To resume, {config.how_to_resume}.")
+                context.say(
+                    f"Stopped at step {step}; everything is saved. To resume, {config.how_to_resume}."
+                )
             context.events.publish(RunEnded(finished=model_folder is not None))
             return model_folder
 
@@ -214,8 +239,12 @@ class Trainer:
     def _train_and_finish(self) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
         state, plan = self.context.state, self.context.plan
-        validation_pending = self._validates_at(state.step) and state.step not in {one.step for one in state.epochs}
-        if (state.step < plan.total_steps or validation_pending) and not self._train(validation_pending):
+        validation_pending = self._validates_at(state.step) and state.step not in {
+            one.step for one in state.epochs
+        }
+        if (state.step < plan.total_steps or validation_pending) and not self._train(
+            validation_pending
+        ):
             return None
         if state.best and state.step < plan.total_steps:
             config = self.context.config
@@ -236,9 +265,13 @@ class Trainer:
         self.step_log = StepLog(context.ranks, plan.ideal_seconds, self.suspects)
         self.bad_steps = BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
-        samples_done = epochs_done * len(context.news.epoch_index) + steps_into_epoch * plan.global_batch_size
+        samples_done = (
+            epochs_done * len(context.news.epoch_index) + steps_into_epoch * plan.global_batch_size
+        )
         progress = (
-            context.console.progress(total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done)
+            context.console.progress(
+                total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done
+            )
             if context.console and plan.total_steps
             else contextlib.nullcontext()
         )
@@ -247,7 +280,11 @@ class Trainer:
             if bar:
                 context.events.subscribers.append(bar)
             done = not validation_pending or self._validate()
-            while done and state.step < plan.total_steps and not state.no_longer_improves(context.config):
+            while (
+                done
+                and state.step < plan.total_steps
+                and not state.no_longer_improves(context.config)
+            ):
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
             self.saver.release()
@@ -255,7 +292,11 @@ class Trainer:
 
     def _train_epoch(self, epoch: int) -> bool:
         """Run what is left of an epoch; returns whether the run continues, which it also does after a rollback."""
-        state, config, steps_per_epoch = self.context.state, self.context.config, self.context.plan.steps_per_epoch
+        state, config, steps_per_epoch = (
+            self.context.state,
+            self.context.config,
+            self.context.plan.steps_per_epoch,
+        )
         self.sampler.set_epoch(epoch)
         resumed_at, began = state.step % steps_per_epoch, time.perf_counter()
         seconds_before = state.epoch_seconds if resumed_at else 0.0
@@ -311,7 +352,11 @@ class Trainer:
 
     def _steps_that_fit(self, steps_left: int) -> int:
         plan, epochs = self.context.plan, self.context.config.epochs
-        return max(1, self.context.state.step, min(self.context.state.step + steps_left, epochs * plan.steps_per_epoch))
+        return max(
+            1,
+            self.context.state.step,
+            min(self.context.state.step + steps_left, epochs * plan.steps_per_epoch),
+        )
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         context, step = self.context, self.context.state.step + 1
@@ -348,22 +393,37 @@ class Trainer:
     def _reschedule(self, synced: SyncedSteps) -> None:
         """Let the run end where rank 0 says, which knows the pace of the steps before these."""
         assert self.budget
-        if (total_steps := self._steps_that_fit(synced.flags["steps_left"])) != self.context.plan.total_steps:
+        if (
+            total_steps := self._steps_that_fit(synced.flags["steps_left"])
+        ) != self.context.plan.total_steps:
             self.context.plan.total_steps = total_steps
             self.context.events.publish(Rescheduled(total_steps))
-        if synced.steps and synced.steps[0].step > self.first_step:  # the first one starts threads and allocates
+        if (
+            synced.steps and synced.steps[0].step > self.first_step
+        ):  # the first one starts threads and allocates
             seconds = self.step_log.step_seconds * len(synced.steps)
-            self.budget.observe(synced.steps[-1].tokens_per_second * seconds, seconds, self.tokens_per_step)
+            self.budget.observe(
+                synced.steps[-1].tokens_per_second * seconds, seconds, self.tokens_per_step
+            )
 
     def _flags(self) -> dict[str, int]:
         """What only this rank knows. All ranks act on the sums, so that they act alike."""
         return {
             "stop": self.context.interruption.asked,
-            "save": self.context.ranks.is_first and self.save_schedule.due(self.context.state.step, time.monotonic()),
+            "save": self.context.ranks.is_first
+            and self.save_schedule.due(self.context.state.step, time.monotonic()),
             "saved": self.saver.done,
             "retry": self.saver.retry_due,
-            **({"steps_left": self._steps_left() if self.context.ranks.is_first else 0} if self.budget else {}),
-            **({} if self._syncs_each_step else {"microseconds": round(self.step_log.step_seconds * 1e6)}),
+            **(
+                {"steps_left": self._steps_left() if self.context.ranks.is_first else 0}
+                if self.budget
+                else {}
+            ),
+            **(
+                {}
+                if self._syncs_each_step
+                else {"microseconds": round(self.step_log.step_seconds * 1e6)}
+            ),
         }
 
     @property
@@ -408,7 +468,9 @@ class Trainer:
             "peak_learning_rate": context.plan.peak_learning_rate,
             "steps_per_epoch": context.plan.steps_per_epoch,
             # The file that they came from may have changed or gone by the time the run resumes.
-            "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
+            "class_weights": None
+            if context.plan.class_weights is None
+            else context.plan.class_weights.tolist(),
             "budget": self.budget.to_plain() if self.budget else None,
             "start": context.plan.start and asdict(context.plan.start),
             "pooling": getattr(context.model_config, POOLING_KEY, ""),
@@ -423,7 +485,11 @@ class Trainer:
 
     def _tensors(self) -> StrategyState:
         held = self.context.strategy.state_dict()
-        return replace(held, tensors=held.tensors | {TENSOR: self.suspects.tensor}) if self.suspects else held
+        return (
+            replace(held, tensors=held.tensors | {TENSOR: self.suspects.tensor})
+            if self.suspects
+            else held
+        )
 
     def report_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
         step, failed = self.context.state.step, self.saver.num_failed
@@ -439,7 +505,9 @@ class Trainer:
         before, now = resumed.state["config"]["epochs"], self.context.config.epochs
         if before != now and not self.budget:
             total_steps = self.context.plan.total_steps
-            self.context.say(f"--epochs was {before} and is now {now}, so the schedule ends at step {total_steps:,}")
+            self.context.say(
+                f"--epochs was {before} and is now {now}, so the schedule ends at step {total_steps:,}"
+            )
         with translate_errors(self.context.ranks, step=1):
             self.restore(resumed)
 
@@ -467,7 +535,8 @@ class Trainer:
             path = newest_checkpoint(ranks, context.storage, context.say)
             if path is None:
                 self.bad_steps.fail(
-                    last, "There is no checkpoint yet to return to; lower --learning_rate or fix the rows"
+                    last,
+                    "There is no checkpoint yet to return to; lower --learning_rate or fix the rows",
                 )
             with translate_errors(ranks, last.step):
                 self.restore(open_checkpoint(path, ranks))
@@ -490,7 +559,9 @@ def _check_run(config: TrainConfig, ranks: Ranks) -> Storage:
     ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
     ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
     ranks.run_on_all_ranks(lambda: check_lora(config))
-    ranks.run_on_all_ranks(lambda: read_teachers(config) if config.is_distilled and ranks.is_first else None)
+    ranks.run_on_all_ranks(
+        lambda: read_teachers(config) if config.is_distilled and ranks.is_first else None
+    )
     check_shared(config.output_dir, ranks)
     check_storage(storage, ranks)
     return storage
@@ -505,7 +576,9 @@ def _distribute(
         The strategy, the configuration with a batch size, and how many rows a micro-batch may have here.
     """
     config, news = settled.config, settled.news
-    make = partial(STRATEGIES[config.strategy], settled.model, config, ranks, settled.precision, phases)
+    make = partial(
+        STRATEGIES[config.strategy], settled.model, config, ranks, settled.precision, phases
+    )
     with translate_errors(ranks, step=1):
         strategy = ranks.run_on_all_ranks(make)
         targets = news.tokens.train.labels[news.train_index]

@@ -28,7 +28,9 @@ def flops_per_token(model: NewsClassifier, length: int) -> float:
     # head is the same table.
     network, head = model.network, model.network.get_output_embeddings()
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {weight for weight in network.parameters() if weight.dim() > 1} - tables - {head.weight}
+    multiplied = (
+        {weight for weight in network.parameters() if weight.dim() > 1} - tables - {head.weight}
+    )
     # A masked language model only computes the vocabulary for the tokens that it predicts.
     share = MASKED_SHARE if isinstance(model.task, MaskedLanguageModel) else 1.0
     weights = sum(weight.numel() for weight in multiplied) + share * head.weight.numel()
@@ -50,7 +52,9 @@ def gpu_utilization(device: torch.device) -> float | None:
         return None
     try:
         return torch.cuda.utilization(device) / 100
-    except Exception:  # that of a package which may not be there has no name here; training must not fail by it
+    except (
+        Exception
+    ):  # that of a package which may not be there has no name here; training must not fail by it
         return None
 
 
@@ -60,7 +64,9 @@ def _peak_of(device: torch.device, precision: str) -> float:
         for gpu in GPUS.values():
             if gpu.name.split("-")[0] in name and precision in gpu.peak_flops:
                 return gpu.peak_flops[precision]
-    left, right = (torch.randn(MATRIX, MATRIX, device=device, dtype=DTYPES[precision]) for _ in range(2))
+    left, right = (
+        torch.randn(MATRIX, MATRIX, device=device, dtype=DTYPES[precision]) for _ in range(2)
+    )
     best = float("inf")
     for _ in range(TRIES):
         began = time.perf_counter()

@@ -24,7 +24,9 @@ def validate(context: RunContext) -> EpochMetrics:
     epochs = state.step / context.plan.steps_per_epoch
     epoch = int(epochs) if epochs == int(epochs) else round(epochs, 3)
     if not len(context.news.validation_index):
-        return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, {}, is_best=True)
+        return EpochMetrics(
+            epoch, state.step, state.epoch_loss.average, state.epoch_seconds, {}, is_best=True
+        )
     with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1), averaged:
         validation, _ = evaluate(
             partial(context.strategy.logits, precision=context.precision),
@@ -44,6 +46,16 @@ def validate(context: RunContext) -> EpochMetrics:
         )
     metric = context.config.best_metric
     # Of two that score the same the later one has learned longer, and at a lower rate.
-    is_best = all(score_of(validation, metric) >= score_of(past.validation, metric) for past in state.epochs)
+    is_best = all(
+        score_of(validation, metric) >= score_of(past.validation, metric) for past in state.epochs
+    )
     accuracy = state.epoch_accuracy.average if state.epoch_accuracy.count else None
-    return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best, accuracy)
+    return EpochMetrics(
+        epoch,
+        state.step,
+        state.epoch_loss.average,
+        state.epoch_seconds,
+        validation,
+        is_best,
+        accuracy,
+    )

@@ -16,8 +16,15 @@ from training.search.trials import search
 
 def main() -> int:
     keys = [f"{name}: {field.description}." for name, field in SearchSpace.model_fields.items()]
-    parser = OneLineParser(prog="python -m training.search", description=__doc__, epilog="\n\n".join(keys))
-    parser.add_argument("space", metavar="SPACE.yaml", type=Path, help="what to search; its keys are explained below")
+    parser = OneLineParser(
+        prog="python -m training.search", description=__doc__, epilog="\n\n".join(keys)
+    )
+    parser.add_argument(
+        "space",
+        metavar="SPACE.yaml",
+        type=Path,
+        help="what to search; its keys are explained below",
+    )
     space = read_space(parser.parse_args().space)
     return search(space, share_machine(space))
 

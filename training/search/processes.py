@@ -20,7 +20,9 @@ from training.fault_tolerance.restarts import PR_SET_PDEATHSIG
 from training.search.space import SearchSpace
 
 TRAINING = Path(__file__).resolve().parents[1]
-STOP_SECONDS = 60.0  # that a run of an earlier search, which was killed, has for its last checkpoint
+STOP_SECONDS = (
+    60.0  # that a run of an earlier search, which was killed, has for its last checkpoint
+)
 
 
 class Process(Protocol):
@@ -48,7 +50,9 @@ def share_machine(space: SearchSpace) -> Start:
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
     def start(slot: int, command: Sequence[str], log: Path) -> Process:
-        environment = {"OMP_NUM_THREADS": str(threads_asked_for() or max(1, threads // space.processes))}
+        environment = {
+            "OMP_NUM_THREADS": str(threads_asked_for() or max(1, threads // space.processes))
+        }
         if gpus:
             own_gpus = gpus[slot * space.processes : (slot + 1) * space.processes]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus)
@@ -102,7 +106,12 @@ def _gpus() -> list[str]:
 def command_of(space: SearchSpace, config_file: Path) -> list[str]:
     if space.processes == 1:
         return [sys.executable, str(TRAINING / "train_single.py"), "--config", str(config_file)]
-    launch = [sys.executable, str(TRAINING / "launch.py"), "--standalone", f"--nproc_per_node={space.processes}"]
+    launch = [
+        sys.executable,
+        str(TRAINING / "launch.py"),
+        "--standalone",
+        f"--nproc_per_node={space.processes}",
+    ]
     return [*launch, str(TRAINING / "train_ddp.py"), "--config", str(config_file)]
 
 
@@ -119,6 +128,9 @@ def wait_for_earlier_process(run_dir: Path, number: int) -> None:
             else:
                 return
         if not is_announced:
-            print(f"trial {number}: waiting for a process of the earlier search to save and stop ...", flush=True)
+            print(
+                f"trial {number}: waiting for a process of the earlier search to save and stop ...",
+                flush=True,
+            )
             is_announced = True
         time.sleep(0.1)

@@ -44,8 +44,21 @@ PRUNERS = {
 # Fields that the search sets itself for each trial.
 OURS = ("output_dir", "resume", "checkpoint_dir", "best_metric")
 # Fields that change which rows are judged, so that figures of two trials could not be compared.
-CHANGE_THE_VALIDATION = ("dataset", "task", "validation_fraction", "duplicates", "max_train_rows", "seed")
-CHANGE_THE_VALIDATION += ("dataset_config", "dataset_revision", "train_split", "validation_split", "test_split")
+CHANGE_THE_VALIDATION = (
+    "dataset",
+    "task",
+    "validation_fraction",
+    "duplicates",
+    "max_train_rows",
+    "seed",
+)
+CHANGE_THE_VALIDATION += (
+    "dataset_config",
+    "dataset_revision",
+    "train_split",
+    "validation_split",
+    "test_split",
+)
 NOT_LEARNED = ("device", "deterministic", "metric", "best_metric")
 MOST_COMBINATIONS = 2000  # of the ends of all ranges and lists, checked before the first trial
 
@@ -91,20 +104,31 @@ def read_space(path: Path) -> SearchSpace:
     try:
         space = SearchSpace.model_validate(values)
     except ValidationError as error:
-        raise UserError("; ".join(f"{path}: {_describe(one)}" for one in error.errors()), code="flag-value") from None
+        raise UserError(
+            "; ".join(f"{path}: {_describe(one)}" for one in error.errors()), code="flag-value"
+        ) from None
     check_fields(space.config, f"{path}: config")
     check_fields(space.search, f"{path}: search")
     for name in space.config:
         if name in OURS:
-            instead = "write it as metric" if name == "best_metric" else "it follows from the output_dir of the search"
-            raise UserError(f"{path}: config.{name}: every trial has its own; {instead}", code="search-invalid")
+            instead = (
+                "write it as metric"
+                if name == "best_metric"
+                else "it follows from the output_dir of the search"
+            )
+            raise UserError(
+                f"{path}: config.{name}: every trial has its own; {instead}", code="search-invalid"
+            )
     if space.at_once > 1 and space.config.get("metrics_port"):
         raise UserError(
-            f"{path}: config.metrics_port and at_once: trials would share it; drop one", code="flags-conflict"
+            f"{path}: config.metrics_port and at_once: trials would share it; drop one",
+            code="flags-conflict",
         )
     for name in space.search:
         if name in space.config:
-            raise UserError(f"{path}: {name} is in config and in search; drop one", code="flags-conflict")
+            raise UserError(
+                f"{path}: {name} is in config and in search; drop one", code="flags-conflict"
+            )
         if name in CHANGE_THE_VALIDATION:
             why = "trials with other validation rows cannot be compared"
         elif name in NOT_LEARNED or on_resume(name) == "any":
@@ -116,12 +140,15 @@ def read_space(path: Path) -> SearchSpace:
         # In a run, variables win over the file.
         if (variable := f"{ENVIRONMENT_PREFIX}{name.upper()}") in os.environ:
             raise UserError(
-                f"environment variable {variable}: would be used by all trials; unset it", code="flags-conflict"
+                f"environment variable {variable}: would be used by all trials; unset it",
+                code="flags-conflict",
             )
     dimensions = make_dimensions(space, str(path))
     ends = [getattr(one, "choices", None) or (one.low, one.high) for one in dimensions.values()]
     for values in islice(product(*ends), MOST_COMBINATIONS):
-        config = config_of(space, dict(zip(dimensions, values, strict=True)), space.output_dir / "any", str(path))
+        config = config_of(
+            space, dict(zip(dimensions, values, strict=True)), space.output_dir / "any", str(path)
+        )
     if not config.validation_fraction:
         raise UserError(
             f"{path}: config.validation_fraction 0: trials are compared on the validation rows; leave it out",
@@ -133,7 +160,11 @@ def read_space(path: Path) -> SearchSpace:
 
 
 def _describe(problem: Mapping[str, Any]) -> str:
-    place = [str(part) for part in problem["loc"] if part not in ("range", "list", "str") and "[" not in str(part)]
+    place = [
+        str(part)
+        for part in problem["loc"]
+        if part not in ("range", "list", "str") and "[" not in str(part)
+    ]
     if problem["type"] == "extra_forbidden":
         known = SearchSpace.model_fields if len(place) == 1 else Range.model_fields
         near = near_names(place[-1], known)
@@ -157,7 +188,9 @@ def make_dimensions(space: SearchSpace, where: str) -> dict[str, BaseDistributio
                 dimensions[name] = optuna.distributions.CategoricalDistribution(choices)
             elif kind in (int, int | None, BATCH_SIZE):
                 given = {"low": values.low, "high": values.high, "step": values.step or 1}
-                if part := next((part for part, number in given.items() if number != int(number)), None):
+                if part := next(
+                    (part for part, number in given.items() if number != int(number)), None
+                ):
                     raise ValueError(f"{part} must be a whole number")
                 whole = {part: int(number) for part, number in given.items()}
                 dimensions[name] = optuna.distributions.IntDistribution(**whole, log=values.log)
@@ -166,13 +199,19 @@ def make_dimensions(space: SearchSpace, where: str) -> dict[str, BaseDistributio
             else:
                 raise ValueError("takes a list of values, not low and high")
         except ValueError as error:
-            raise UserError(f"{where}: search.{name}: {in_one_line(error)}", code="search-invalid") from None
+            raise UserError(
+                f"{where}: search.{name}: {in_one_line(error)}", code="search-invalid"
+            ) from None
     return dimensions
 
 
-def config_of(space: SearchSpace, values: Mapping[str, Any], output_dir: Path, where: str) -> TrainConfig:
+def config_of(
+    space: SearchSpace, values: Mapping[str, Any], output_dir: Path, where: str
+) -> TrainConfig:
     given = {**space.config, **values, "best_metric": space.metric, "output_dir": output_dir}
-    places = dict.fromkeys(space.config, f"{where}: config") | dict.fromkeys(values, f"{where}: search")
+    places = dict.fromkeys(space.config, f"{where}: config") | dict.fromkeys(
+        values, f"{where}: search"
+    )
     try:
         return make_config(given, places)
     except UserError as error:
@@ -190,27 +229,44 @@ def make_sampler(space: SearchSpace, dimensions: Mapping[str, BaseDistribution],
     seed = random.Random(f"{space.seed} {trial}").getrandbits(32)
     if name in ("grid", "qmc"):  # one sequence for the whole search, at the trial's place
         seed = space.seed
-    grid = {"search_space": {key: grid_values(key, one) for key, one in dimensions.items()}} if name == "grid" else {}
-    return _make(import_optuna().samplers, "sampler", space.sampler, SAMPLERS, {"seed": seed, **grid})
+    grid = (
+        {"search_space": {key: grid_values(key, one) for key, one in dimensions.items()}}
+        if name == "grid"
+        else {}
+    )
+    return _make(
+        import_optuna().samplers, "sampler", space.sampler, SAMPLERS, {"seed": seed, **grid}
+    )
 
 
 def make_pruner(space: SearchSpace) -> Any:
     epochs = space.config.get("epochs", TrainConfig.model_fields["epochs"].default)
     name = space.pruner if isinstance(space.pruner, str) else next(iter(space.pruner), "")
     # Otherwise Optuna waits for a complete trial to know it.
-    longest = {"max_resource": int(epochs)} if name == "hyperband" and "epochs" not in space.search else {}
+    longest = (
+        {"max_resource": int(epochs)}
+        if name == "hyperband" and "epochs" not in space.search
+        else {}
+    )
     return _make(import_optuna().pruners, "pruner", space.pruner, PRUNERS, longest)
 
 
-def _make(module: Any, key: str, named: Named, classes: Mapping[str, str], ours: Mapping[str, Any]) -> Any:
-    [(name, arguments), *more] = [(named, {})] if isinstance(named, str) else named.items() or [("", {})]
+def _make(
+    module: Any, key: str, named: Named, classes: Mapping[str, str], ours: Mapping[str, Any]
+) -> Any:
+    [(name, arguments), *more] = (
+        [(named, {})] if isinstance(named, str) else named.items() or [("", {})]
+    )
     if name not in classes or more:
         raise UserError(f"{key} {name}: must be one of {', '.join(classes)}", code="search-invalid")
     made = getattr(module, classes[name])
-    known = [one for one in inspect.signature(made).parameters if one not in ("seed", "search_space")]  # the search's
+    known = [
+        one for one in inspect.signature(made).parameters if one not in ("seed", "search_space")
+    ]  # the search's
     if unknown := [one for one in arguments if one not in known]:
         raise UserError(
-            f"{key} {name}: no argument {unknown[0]!r}; Optuna knows {', '.join(known)}", code="search-invalid"
+            f"{key} {name}: no argument {unknown[0]!r}; Optuna knows {', '.join(known)}",
+            code="search-invalid",
         )
     try:
         return made(**{**ours, **arguments})
@@ -224,7 +280,9 @@ def grid_values(name: str, dimension: Any) -> list[Any]:
     if (choices := getattr(dimension, "choices", None)) is not None:
         return list(choices)
     if dimension.step is None or dimension.log:
-        raise UserError(f"sampler grid: search.{name} needs a list of values, or a step", code="search-invalid")
+        raise UserError(
+            f"sampler grid: search.{name} needs a list of values, or a step", code="search-invalid"
+        )
     count = round((dimension.high - dimension.low) / dimension.step) + 1
     return [type(dimension.low)(dimension.low + i * dimension.step) for i in range(count)]
 
@@ -233,6 +291,8 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise UserError('Optuna is not installed: pip install "distrinews[search]"', code="package-missing") from None
+        raise UserError(
+            'Optuna is not installed: pip install "distrinews[search]"', code="package-missing"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

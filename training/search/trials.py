@@ -67,14 +67,20 @@ def search(space: SearchSpace, start: Start, poll_seconds: float = POLL_SECONDS)
         TrainingFailure: no trial finished.
     """
     space.output_dir.mkdir(parents=True, exist_ok=True)
-    with lock_run_folder(space.output_dir, "output_dir"), Interruption(os.EX_TEMPFAIL, is_first=True) as interruption:
+    with (
+        lock_run_folder(space.output_dir, "output_dir"),
+        Interruption(os.EX_TEMPFAIL, is_first=True) as interruption,
+    ):
         with _database_errors():
             found = Search(space, open_study(space), start, poll_seconds)
             with interruption.saving():
                 found.run(interruption)
             found.write_results()
         if interruption.asked and len(found.results()) < found.num_trials:
-            print("Stopped; what the trials have done is saved. To resume, rerun the same command.", flush=True)
+            print(
+                "Stopped; what the trials have done is saved. To resume, rerun the same command.",
+                flush=True,
+            )
             return os.EX_TEMPFAIL
     return 0
 
@@ -89,7 +95,12 @@ def open_study(space: SearchSpace) -> Study:
     definition = space.model_dump(mode="json", include=set(SAME_ON_RESUME))
     # Only asking needs the sampler. GridSampler would end a loop that is not there when it is told of its last trial.
     resting = optuna.samplers.RandomSampler()
-    settings = {"study_name": name, "sampler": resting, "pruner": make_pruner(space), "direction": direction}
+    settings = {
+        "study_name": name,
+        "sampler": resting,
+        "pruner": make_pruner(space),
+        "direction": direction,
+    }
     storage = optuna.storages.RDBStorage(url)
     study = optuna.create_study(storage=storage, load_if_exists=True, **settings)
     before = study.user_attrs.get("definition", definition)
@@ -115,7 +126,11 @@ def _database_errors() -> Iterator[None]:
 
     try:
         yield
-    except (StorageInternalError, SQLAlchemyError, ModuleNotFoundError) as error:  # the last one for a driver
+    except (
+        StorageInternalError,
+        SQLAlchemyError,
+        ModuleNotFoundError,
+    ) as error:  # the last one for a driver
         message = f"the database of the trials does not answer ({first_line(error)}); check the storage, then rerun"
         raise UserError(message, code="search-storage") from error
 
@@ -127,7 +142,11 @@ class Search:
         self.dimensions = make_dimensions(space, str(space.output_dir))
         self.running: list[Running] = []
         is_grid = "grid" in space.sampler
-        points = math.prod(len(grid_values(*one)) for one in self.dimensions.items()) if is_grid else space.trials
+        points = (
+            math.prod(len(grid_values(*one)) for one in self.dimensions.items())
+            if is_grid
+            else space.trials
+        )
         self.num_trials = min(space.trials, points)
 
     def run(self, interruption: Interruption) -> None:
@@ -164,11 +183,15 @@ class Search:
         """Ask for the next trial, or take up the unfinished one with this number, and start its run."""
         optuna, study = import_optuna(), self.study
         frozen, resting = None if number is None else study.trials[number], study.sampler
-        study.sampler = make_sampler(self.space, self.dimensions, frozen.number if frozen else len(study.trials))
+        study.sampler = make_sampler(
+            self.space, self.dimensions, frozen.number if frozen else len(study.trials)
+        )
         # There is no public way to go on with a trial that was asked for before (Optuna 5.0).
         trial = optuna.trial.Trial(study, frozen._trial_id) if frozen else study.ask()
         # Values that were already chosen stay.
-        values = {name: _suggest(trial, name, dimension) for name, dimension in self.dimensions.items()}
+        values = {
+            name: _suggest(trial, name, dimension) for name, dimension in self.dimensions.items()
+        }
         study.sampler = resting
         folder = self.space.output_dir / f"trial_{trial.number:03}"
         folder.mkdir(exist_ok=True)
@@ -218,7 +241,9 @@ class Search:
     def _is_of_this_value(self, message: str) -> bool:
         """Whether a refusal is about a value that is searched, while others could be trained with."""
         is_searched = any(message.startswith(f"--{name} ") for name in self.dimensions)
-        return is_searched and any(trial.intermediate_values for trial in self.study.get_trials(deepcopy=False))
+        return is_searched and any(
+            trial.intermediate_values for trial in self.study.get_trials(deepcopy=False)
+        )
 
     def _report(self, running: Running) -> None:
         # Only the ends of epochs, at which trials of any batch size can be compared.
@@ -246,14 +271,26 @@ class Search:
     def _say(self, number: int) -> None:
         trials = self.results()
         trial, best = next(one for one in trials if one.number == number), trials[0]
-        figure = "" if trial.value is None else f" {self.space.metric} {trial.value:.4f} in epoch {trial.epoch}"
+        figure = (
+            ""
+            if trial.value is None
+            else f" {self.space.metric} {trial.value:.4f} in epoch {trial.epoch}"
+        )
         what = f"{trial.state}{': ' if trial.error else ''}{trial.error}{figure}"
-        so_far = f"; best so far: trial {best.number}, {best.value:.4f}" if best.state == "finished" else ""
+        so_far = (
+            f"; best so far: trial {best.number}, {best.value:.4f}"
+            if best.state == "finished"
+            else ""
+        )
         print(printable(f"trial {number} {what} ({_listed(trial.values)}){so_far}"), flush=True)
 
     def results(self) -> list[SearchedTrial]:
         """The trials that have ended, the best first, then the pruned and the failed."""
-        names = {self.states.COMPLETE: "finished", self.states.PRUNED: "pruned", self.states.FAIL: "failed"}  # in order
+        names = {
+            self.states.COMPLETE: "finished",
+            self.states.PRUNED: "pruned",
+            self.states.FAIL: "failed",
+        }  # in order
         sign = 1 if self.space.metric in SMALLER_IS_BETTER else -1
         trials = [
             SearchedTrial(
@@ -268,7 +305,9 @@ class Search:
             for one in self.study.get_trials(states=tuple(names))
         ]
         order = list(names.values())
-        return sorted(trials, key=lambda one: (order.index(one.state), sign * (one.value or 0), one.number))
+        return sorted(
+            trials, key=lambda one: (order.index(one.state), sign * (one.value or 0), one.number)
+        )
 
     def write_results(self) -> None:
         """Write trials.csv, search.png and best.yaml, and print the table; none without a trial that has ended."""
@@ -277,7 +316,15 @@ class Search:
             return
         columns = ["trial", "state", metric, "epoch", "seconds", *self.dimensions, "error"]
         rows = [
-            [one.number, one.state, one.value, one.epoch, one.seconds, *map(one.values.get, self.dimensions), one.error]
+            [
+                one.number,
+                one.state,
+                one.value,
+                one.epoch,
+                one.seconds,
+                *map(one.values.get, self.dimensions),
+                one.error,
+            ]
             for one in trials
         ]
         write_csv(folder / "trials.csv", columns, rows)
@@ -299,7 +346,11 @@ class Search:
         # Here and not at the top, because matplotlib takes a second to import.
         from training.monitoring.plots import LIGHT, draw_search
 
-        logs = {name for name, values in self.space.search.items() if isinstance(values, Range) and values.log}
+        logs = {
+            name
+            for name, values in self.space.search.items()
+            if isinstance(values, Range) and values.log
+        }
         write_whole(folder / "search.png", draw_search(trials, metric, logs, LIGHT))
         config = config_of(self.space, best.values, folder / "best", str(folder))
         write_whole(folder / "best.yaml", _given(config))
@@ -355,7 +406,10 @@ def _error_of(running: Running, exit_code: int) -> tuple[str, str]:
     if exit_code < 0:
         return f"its process was ended by {signal.Signals(-exit_code).name}", "rank-killed"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    return f"{lines[-1] if lines else 'it printed nothing'} (exit code {exit_code}, see {running.log})", ""
+    return (
+        f"{lines[-1] if lines else 'it printed nothing'} (exit code {exit_code}, see {running.log})",
+        "",
+    )
 
 
 def _listed(values: Mapping[str, Any]) -> str:

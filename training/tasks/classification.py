@@ -40,7 +40,9 @@ class Classification(Task):
                 f"--dataset {dataset}: all training rows have the label {next(iter(present))!r}; two labels are needed",
                 code="labels-too-few",
             )
-        return list(known or _label_names(present)), _notes_on_labels(dataset, present, known=known is not None)
+        return list(known or _label_names(present)), _notes_on_labels(
+            dataset, present, known=known is not None
+        )
 
     @classmethod
     def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
@@ -55,9 +57,13 @@ class Classification(Task):
     def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
         return self._places(names)[targets]
 
-    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def row_losses(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """Cross-entropy."""
-        return F.cross_entropy(scores.float(), targets, reduction="none", label_smoothing=label_smoothing)
+        return F.cross_entropy(
+            scores.float(), targets, reduction="none", label_smoothing=label_smoothing
+        )
 
     def chance_loss(self, targets: np.ndarray) -> float:
         shares = np.unique(targets, return_counts=True)[1] / len(targets)
@@ -95,11 +101,18 @@ class Classification(Task):
             "confusion_matrix": confusion.tolist(),
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
+    def describe(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]
+    ) -> Iterator[RowAnswer]:
         probabilities, names = np.exp(log_softmax(scores)), self.label_names
         predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1).tolist()
         for label, answer, certainty in zip(targets, predicted, confidence, strict=True):
-            yield RowAnswer(names[label], names[answer], certainty, surprise=certainty if answer != label else 0.0)
+            yield RowAnswer(
+                names[label],
+                names[answer],
+                certainty,
+                surprise=certainty if answer != label else 0.0,
+            )
 
 
 def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
@@ -120,8 +133,12 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
     examples = ", ".join(sorted(labels)[:3])
     if alike := _spelt_alike(labels):
         more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
-        shown = "; ".join(", ".join(f"'{printable(name, keep='')}'" for name in names) for names in alike[:3])
-        notes.append(f"labels that only differ in spelling are trained as classes of their own: {shown}{more}")
+        shown = "; ".join(
+            ", ".join(f"'{printable(name, keep='')}'" for name in names) for names in alike[:3]
+        )
+        notes.append(
+            f"labels that only differ in spelling are trained as classes of their own: {shown}{more}"
+        )
     if missing := [name for name in labels if name.strip().lower() in _MISSING]:
         count = sum(labels[name] for name in missing)
         notes.append(
@@ -129,7 +146,9 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
             "trained as a class; leave such rows out if it is none"
         )
     is_rare = labels["-1"] * len(labels) * 10 < num_rows
-    if labels["-1"] and (is_rare or "2" in labels) and "-2" not in labels:  # -1, 0 and 1 may well be classes
+    if (
+        labels["-1"] and (is_rare or "2" in labels) and "-2" not in labels
+    ):  # -1, 0 and 1 may well be classes
         count = f"the label -1 ({counted(labels['-1'], 'row')}) is trained as a class of its own"
         notes.append(f"{count}; if it marks rows without a label, leave them out")
     if not known and _are_fractions(labels):
@@ -148,7 +167,9 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
 def _are_fractions(labels: Iterable[str]) -> bool:
     """Whether all labels are numbers, at least one of them not an integer."""
     numbers = [_number(label) for label in labels]
-    return None not in numbers and not all(number.is_integer() for number in numbers if number is not None)
+    return None not in numbers and not all(
+        number.is_integer() for number in numbers if number is not None
+    )
 
 
 def _number(label: str) -> float | None:
@@ -163,9 +184,13 @@ def _spelt_alike(labels: Iterable[str]) -> list[list[str]]:
     """Labels that are one number, or one name but for case, space, invisible characters and ways to write a letter."""
     found: dict[Any, list[str]] = {}
     for label in sorted(labels):
-        plain = "".join(one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf")
+        plain = "".join(
+            one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf"
+        )
         number = _number(label)
-        found.setdefault(" ".join(plain.casefold().split()) if number is None else number, []).append(label)
+        found.setdefault(
+            " ".join(plain.casefold().split()) if number is None else number, []
+        ).append(label)
     return [names for names in found.values() if len(names) > 1]
 
 
@@ -173,14 +198,22 @@ def _lists(labels: Collection[str]) -> list[str]:
     """Labels such as ``a,b`` whose parts are labels too, or parts of several labels."""
     split = {label: re.split(r"\s*[,;|]\s*", label.strip("[]")) for label in labels}
     occurrences = Counter(part for parts in split.values() for part in set(parts))
-    return [label for label, parts in split.items() if len(parts) > 1 and any(occurrences[part] > 1 for part in parts)]
+    return [
+        label
+        for label, parts in split.items()
+        if len(parts) > 1 and any(occurrences[part] > 1 for part in parts)
+    ]
 
 
 def _label_names(labels: Iterable[str]) -> list[str]:
     names = sorted(set(labels))
     if set(names) <= set(AG_NEWS_LABELS):
         return [label for label in AG_NEWS_LABELS if label in names]
-    return sorted(names, key=int) if all(name.removeprefix("-").isdecimal() for name in names) else names
+    return (
+        sorted(names, key=int)
+        if all(name.removeprefix("-").isdecimal() for name in names)
+        else names
+    )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -190,7 +223,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
-    hits, predicted, actual = confusion[index, index], confusion[:, index].sum(), confusion[index].sum()
+    hits, predicted, actual = (
+        confusion[index, index],
+        confusion[:, index].sum(),
+        confusion[index].sum(),
+    )
     return {
         "precision": float(hits / predicted) if predicted else 0.0,
         "recall": float(hits / actual) if actual else 0.0,
@@ -201,5 +238,7 @@ def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
 
 def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
     bins = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    gaps = [abs(confidence[bins == i].sum() - correct[bins == i].sum()) for i in range(CALIBRATION_BINS)]
+    gaps = [
+        abs(confidence[bins == i].sum() - correct[bins == i].sum()) for i in range(CALIBRATION_BINS)
+    ]
     return float(sum(gaps) / len(confidence))

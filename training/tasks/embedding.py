@@ -24,7 +24,9 @@ class Embedding(PlainTextTask):
     name = "embedding"
     keeps_head = False
 
-    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def row_losses(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """1 minus the cosine similarity."""
         return 1 - F.cosine_similarity(scores.float(), targets, dim=1)
 

@@ -53,7 +53,9 @@ class LanguageModel(PlainTextTask):
             UserError: it does.
         """
 
-    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def row_losses(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """The mean cross-entropy over the tokens that are predicted."""
         losses = self._token_losses(scores, targets)
         return losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp(min=1)
@@ -64,14 +66,20 @@ class LanguageModel(PlainTextTask):
         count = (targets != IGNORED).sum(dim=1)
         return torch.stack([losses.sum(dim=1), right.sum(dim=1).float(), count.float()], dim=1)
 
-    def _answers(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _answers(
+        self, scores: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of each token and whether it is predicted right, (rows, tokens); 0 and false for others."""
         scores = scores[:, : targets.shape[1]]  # a strategy may have padded more
-        return self._token_losses(scores, targets), (scores.argmax(dim=2) == targets) & (targets != IGNORED)
+        return self._token_losses(scores, targets), (scores.argmax(dim=2) == targets) & (
+            targets != IGNORED
+        )
 
     def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy, (rows, tokens); 0 for a token that is not predicted."""
-        flat = F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=IGNORED)
+        flat = F.cross_entropy(
+            scores.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=IGNORED
+        )
         return flat.view_as(targets)
 
     def metrics(
@@ -156,11 +164,17 @@ class MaskedLanguageModel(LanguageModel):
         seed: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, targets = input_ids.numpy().copy(), np.full(input_ids.shape, IGNORED)
-        lengths = [ids.shape[1]] * len(ids) if attention_mask is None else attention_mask.sum(dim=1).tolist()
+        lengths = (
+            [ids.shape[1]] * len(ids)
+            if attention_mask is None
+            else attention_mask.sum(dim=1).tolist()
+        )
         for row, (number, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
             # The row's own numbers, so that they are the same on whichever rank it is.
             generator = np.random.default_rng([*seed, number])
-            order = generator.random(length) + np.isin(ids[row, :length], self.vocabulary.special)  # these come last
+            order = generator.random(length) + np.isin(
+                ids[row, :length], self.vocabulary.special
+            )  # these come last
             count = int(self.predicted(np.array(length)))
             chosen = np.argpartition(order, count - 1)[:count]
             targets[row, chosen] = ids[row, chosen]
@@ -178,7 +192,9 @@ class MaskedLanguageModel(LanguageModel):
             is_predicted, F.cross_entropy(scores.float(), targets[is_predicted], reduction="none")
         )
 
-    def _answers(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _answers(
+        self, scores: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         is_predicted = targets != IGNORED
         right = torch.zeros_like(is_predicted)
         right[is_predicted] = scores.argmax(dim=1) == targets[is_predicted]

@@ -44,9 +44,13 @@ class MultiLabelClassification(Task):
             )
         if everywhere := [name for name in names if present[name] in (0, num_rows)]:
             where = "no" if present[everywhere[0]] == 0 else "every"
-            notes.append(f"label {everywhere[0]!r} applies to {where} training row, so nothing is learned about it")
+            notes.append(
+                f"label {everywhere[0]!r} applies to {where} training row, so nothing is learned about it"
+            )
         if unlabelled := sum(not row for row in labels):
-            notes.append(f"{unlabelled:,} of {num_rows:,} training rows have no label, which is learned too")
+            notes.append(
+                f"{unlabelled:,} of {num_rows:,} training rows have no label, which is learned too"
+            )
         return names, notes
 
     @classmethod
@@ -63,7 +67,9 @@ class MultiLabelClassification(Task):
         """The rarest label of each row, so that rare labels reach every split; one more for rows without labels."""
         rarest_first = np.argsort(targets.sum(axis=0), kind="stable")
         has_label = targets[:, rarest_first].any(axis=1)
-        return np.where(has_label, rarest_first[targets[:, rarest_first].argmax(axis=1)], targets.shape[1])
+        return np.where(
+            has_label, rarest_first[targets[:, rarest_first].argmax(axis=1)], targets.shape[1]
+        )
 
     def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
         found = np.zeros((len(targets), len(self.label_names)), dtype=targets.dtype)
@@ -73,9 +79,13 @@ class MultiLabelClassification(Task):
     def settings(self, validation: Mapping[str, Any]) -> dict[str, Any]:
         return {THRESHOLDS_KEY: self._thresholds(validation).tolist()}
 
-    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def row_losses(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """Binary cross-entropy, the mean over the labels."""
-        return F.binary_cross_entropy_with_logits(scores.float(), targets.float(), reduction="none").mean(dim=1)
+        return F.binary_cross_entropy_with_logits(
+            scores.float(), targets.float(), reduction="none"
+        ).mean(dim=1)
 
     def chance_loss(self, targets: np.ndarray) -> float:
         shares = np.clip(targets.mean(axis=0, dtype=np.float64), 1e-12, 1 - 1e-12)
@@ -86,9 +96,13 @@ class MultiLabelClassification(Task):
     ) -> dict[str, Any]:
         """F1 over all decisions (micro) and as the mean over labels (macro), and the share of rows all right."""
         probabilities = MULTI_LABEL.answers(scores)
-        thresholds = _best_thresholds(probabilities, targets) if chosen is None else self._thresholds(chosen)
+        thresholds = (
+            _best_thresholds(probabilities, targets) if chosen is None else self._thresholds(chosen)
+        )
         predicted, actual = probabilities >= thresholds, targets.astype(bool)
-        hits, num_predicted, num_actual = (each.sum(axis=0) for each in (predicted & actual, predicted, actual))
+        hits, num_predicted, num_actual = (
+            each.sum(axis=0) for each in (predicted & actual, predicted, actual)
+        )
         per_class = {
             name: {
                 "precision": _share(hits[i], num_predicted[i]),
@@ -113,11 +127,15 @@ class MultiLabelClassification(Task):
             "per_class": per_class,
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
+    def describe(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]
+    ) -> Iterator[RowAnswer]:
         """The certainty is that of the least certain decision; the surprise that of the most wrong one."""
         probabilities = MULTI_LABEL.answers(scores)
         predicted = probabilities >= self._thresholds(chosen)
-        right = np.where(targets.astype(bool), probabilities, 1 - probabilities)  # of the true answer to each label
+        right = np.where(
+            targets.astype(bool), probabilities, 1 - probabilities
+        )  # of the true answer to each label
         wrong = predicted != targets.astype(bool)
         certainty = np.where(predicted, probabilities, 1 - probabilities).min(axis=1)
         surprise = np.where(wrong, 1 - right, 0.0).max(axis=1)
@@ -130,7 +148,12 @@ class MultiLabelClassification(Task):
         return np.array(chosen.get("thresholds") or [DEFAULT_THRESHOLD] * len(self.label_names))
 
     def _names(self, flags: np.ndarray) -> str:
-        return ", ".join(name for name, applies in zip(self.label_names, flags, strict=True) if applies) or "none"
+        return (
+            ", ".join(
+                name for name, applies in zip(self.label_names, flags, strict=True) if applies
+            )
+            or "none"
+        )
 
 
 def _best_thresholds(probabilities: np.ndarray, targets: np.ndarray) -> np.ndarray:

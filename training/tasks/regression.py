@@ -57,10 +57,14 @@ class Regression(Task):
         self.mean = float(targets.mean()) if head is not None and head.bias is not None else 0.0
         self.deviation = float(np.sqrt(np.mean((targets - self.mean) ** 2))) or 1.0
 
-    def finish(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def finish(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return weight * self.deviation, None if bias is None else bias * self.deviation + self.mean
 
-    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def row_losses(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """Squared error, in standard deviations of the training rows."""
         wanted = ((targets - self.mean) / self.deviation).float()
         return (scores.float().squeeze(1) - wanted) ** 2
@@ -91,11 +95,17 @@ class Regression(Task):
             "r2": 1 - float((errors**2).mean()) / variance if variance else 0.0,
             "spearman": spearman(predicted, targets),
             "labels": list(self.label_names),
-            "by_tenth": [[float(predicted[rows].mean()), float(targets[rows].mean())] for rows in tenths],
+            "by_tenth": [
+                [float(predicted[rows].mean()), float(targets[rows].mean())] for rows in tenths
+            ],
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
-        for predicted, target in zip(self._predicted(scores).tolist(), targets.tolist(), strict=True):
+    def describe(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]
+    ) -> Iterator[RowAnswer]:
+        for predicted, target in zip(
+            self._predicted(scores).tolist(), targets.tolist(), strict=True
+        ):
             error = predicted - target
             yield RowAnswer(f"{target:g}", f"{predicted:.6g}", error, surprise=abs(error))
 

@@ -93,7 +93,9 @@ class Task:
         """What an evaluation keeps of a batch's scores, before it leaves the device: (rows, :attr:`num_scores`)."""
         return scores
 
-    def loss(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def loss(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """The loss that a row is trained with: (rows, labels) to (rows,)."""
         if self.own_loss:
             return self.own_loss(scores.float(), targets)
@@ -110,7 +112,9 @@ class Task:
     ) -> dict[str, Any]:
         """All figures of an evaluation, the user's among them; see :meth:`metrics`."""
         own = self.own_metric(self.in_units(scores), targets) if self.own_metric else {}
-        return self.metrics(scores, targets, chosen) | {name: float(value) for name, value in own.items()}
+        return self.metrics(scores, targets, chosen) | {
+            name: float(value) for name, value in own.items()
+        }
 
     def in_units(self, scores: np.ndarray) -> np.ndarray:
         """Scores as a metric of the user's own gets them: for numbers, in the unit of the targets."""
@@ -159,16 +163,25 @@ class Task:
     def _places(self, names: Sequence[str]) -> np.ndarray:
         """The place of each name among the labels."""
         try:
-            return np.array([self.label_names.index(SINGLE_LABEL.read_label(name, self.label_names)) for name in names])
+            return np.array(
+                [
+                    self.label_names.index(SINGLE_LABEL.read_label(name, self.label_names))
+                    for name in names
+                ]
+            )
         except UnknownLabel as error:
-            raise ValueError(str(error).replace("the training labels", "the model's labels")) from error
+            raise ValueError(
+                str(error).replace("the training labels", "the model's labels")
+            ) from error
 
     # The model
 
     def fit(self, targets: np.ndarray, head: torch.nn.Linear | None) -> None:
         """Learn from the targets of the training rows what the loss needs to know of all of them."""
 
-    def finish(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def finish(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weights of the model's last layer, so that its scores need nothing else."""
         return weight, bias
 
@@ -176,7 +189,9 @@ class Task:
         """What config.json says besides the problem type; ``validation``: the best epoch's evaluation."""
         return {}
 
-    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def row_losses(
+        self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         """The loss of each row in fp32: (rows, labels) to (rows,)."""
         raise NotImplementedError
 
@@ -201,7 +216,9 @@ class Task:
         """
         raise NotImplementedError
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
+    def describe(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]
+    ) -> Iterator[RowAnswer]:
         """The answer to each row; ``chosen`` as for :meth:`metrics`."""
         raise NotImplementedError
 
@@ -224,5 +241,7 @@ class PlainTextTask(Task):
     def strata(cls, targets: np.ndarray) -> np.ndarray:
         return np.zeros(len(targets), np.int64)
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
+    def describe(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]
+    ) -> Iterator[RowAnswer]:
         return iter(())

@@ -29,14 +29,18 @@ class PeerClassifier:
         config = json.loads((folder / "config.json").read_text())
         tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
         self._labels = [config["id2label"][str(i)] for i in range(len(config["id2label"]))]
-        self._tokenizer = TextTokenizer.from_file(folder / "tokenizer.json", tokenizer_config["model_max_length"])
+        self._tokenizer = TextTokenizer.from_file(
+            folder / "tokenizer.json", tokenizer_config["model_max_length"]
+        )
         self._run = _load(folder)
         self._sub_batch = sub_batch
         self.classify(["The first pass is the slowest one."])
 
     def answer(self, requests: Sequence[dict[str, Any]]) -> list[Any]:
         """Answer requests of one text (``text``: an object) or several (``texts``: a list) together."""
-        texts = [request["texts"] if "texts" in request else [request["text"]] for request in requests]
+        texts = [
+            request["texts"] if "texts" in request else [request["text"]] for request in requests
+        ]
         answers = iter(self.classify([text for group in texts for text in group]))
         return [
             [next(answers) for _ in group] if "texts" in request else next(answers)
@@ -46,7 +50,11 @@ class PeerClassifier:
     def classify(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         ids = [encoded.ids for encoded in self._tokenizer.encode(texts)]
         # Sorted by length, texts of a sub-batch are hardly padded; the answers go back to their texts' places.
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i])) if self._sub_batch else range(len(ids))
+        order = (
+            sorted(range(len(ids)), key=lambda i: len(ids[i]))
+            if self._sub_batch
+            else range(len(ids))
+        )
         step = self._sub_batch or len(ids)
         answers: list[dict[str, Any]] = [{}] * len(ids)
         for start in range(0, len(ids), step):
@@ -70,7 +78,11 @@ class PeerClassifier:
         values = row.tolist()
         best = int(row.argmax())
         probabilities = dict(zip(self._labels, values, strict=True))
-        return {"label": self._labels[best], "confidence": values[best], "probabilities": probabilities}
+        return {
+            "label": self._labels[best],
+            "confidence": values[best],
+            "probabilities": probabilities,
+        }
 
 
 def _load(folder: Path) -> Run:
@@ -78,12 +90,18 @@ def _load(folder: Path) -> Run:
     if found := list(folder.glob("*.xml")):
         import openvino as ov
 
-        settings = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": THREADS}
+        settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_NUM_THREADS": THREADS,
+        }
         request = ov.Core().compile_model(found[0], "CPU", settings).create_infer_request()
         return lambda ids, mask: request.infer({"input_ids": ids, "attention_mask": mask})[0]
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = THREADS
-    session = ort.InferenceSession(next(folder.glob("*.onnx")), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        next(folder.glob("*.onnx")), options, providers=["CPUExecutionProvider"]
+    )
     return lambda ids, mask: session.run(["logits"], {"input_ids": ids, "attention_mask": mask})[0]

@@ -28,7 +28,9 @@ def make_folder(folder: Path) -> Path:
     for name in ("config.json", "tokenizer.json"):
         (made / name).symlink_to((folder / name).resolve())
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # version 5 of transformers writes one that version 4 lacks
+    config["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # version 5 of transformers writes one that version 4 lacks
+    )
     (made / "tokenizer_config.json").write_text(json.dumps(config))
     return made
 
@@ -37,7 +39,9 @@ if __name__ == "__main__":
     engine.get_onnx_files = lambda **_: Path(MODEL_FILE)
     from infinity_emb.cli import cli
 
-    options = "--engine optimum --device cpu --no-model-warmup --batch-size 32 --onnx-disable-optimize"
+    options = (
+        "--engine optimum --device cpu --no-model-warmup --batch-size 32 --onnx-disable-optimize"
+    )
     options += f" --served-model-name model --log-level error --host 127.0.0.1 --port {PORT}"
     sys.argv = ["infinity_emb", "v2", "--model-id", str(make_folder(FOLDER)), *options.split()]
     cli()

@@ -38,4 +38,10 @@ class Classify(ls.LitAPI):
 if __name__ == "__main__":
     api = Classify(max_batch_size=MAX_BATCH, batch_timeout=0.005)
     server = ls.LitServer(api, accelerator="cpu", workers_per_device=1, timeout=60)
-    server.run(port=PORT, host="127.0.0.1", num_api_servers=1, generate_client_file=False, log_level="error")
+    server.run(
+        port=PORT,
+        host="127.0.0.1",
+        num_api_servers=1,
+        generate_client_file=False,
+        log_level="error",
+    )

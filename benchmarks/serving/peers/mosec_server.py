@@ -25,6 +25,10 @@ class Classify(Worker):
 if __name__ == "__main__":
     server = Server()
     server.append_worker(
-        Classify, num=1, max_batch_size=MAX_BATCH, max_wait_time=WAIT_MS, route=["/predict", "/predict/batch"]
+        Classify,
+        num=1,
+        max_batch_size=MAX_BATCH,
+        max_wait_time=WAIT_MS,
+        route=["/predict", "/predict/batch"],
     )
     server.run()

@@ -34,7 +34,9 @@ def predict_batch(request: Texts) -> list[dict]:
 
 
 def classify(texts: list[str]) -> list[dict]:
-    inputs = tokenizer(texts, padding="max_length", truncation=True, max_length=128, return_tensors="pt")
+    inputs = tokenizer(
+        texts, padding="max_length", truncation=True, max_length=128, return_tensors="pt"
+    )
     with torch.no_grad():
         rows = model(**inputs).logits.softmax(dim=-1).tolist()
     labels = model.config.id2label

@@ -27,6 +27,9 @@ class Classify:
 
 if __name__ == "__main__":
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": PORT}, logging_config={"enable_access_log": False})
+    serve.start(
+        http_options={"host": "127.0.0.1", "port": PORT},
+        logging_config={"enable_access_log": False},
+    )
     serve.run(Classify.bind(), route_prefix="/")
     threading.Event().wait()

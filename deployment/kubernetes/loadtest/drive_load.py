@@ -54,7 +54,9 @@ class Client(Thread):
                 time.sleep(0.1)  # a server that refuses at once is not to be flooded
 
     def _ask(self, text: str) -> str:
-        self.num_connections += self._connection.sock is None  # it was never opened, or the last answer closed it
+        self.num_connections += (
+            self._connection.sock is None
+        )  # it was never opened, or the last answer closed it
         try:
             self._connection.request("POST", "/predict", json.dumps({"text": text}), self._headers)
             response = self._connection.getresponse()
@@ -71,7 +73,9 @@ def summary(clients: list[Client], seconds: float) -> dict[str, object]:
     outcomes = sum((client.outcomes for client in clients), Counter())
     ordered = sorted(latency for client in clients for latency in client.seconds)
     quantiles = {
-        f"p{percent}_ms": round(1000 * ordered[percent * (len(ordered) - 1) // 100], 1) if ordered else None
+        f"p{percent}_ms": round(1000 * ordered[percent * (len(ordered) - 1) // 100], 1)
+        if ordered
+        else None
         for percent in (50, 95, 99)
     }
     errors = {outcome: count for outcome, count in sorted(outcomes.items()) if outcome != "200"}
@@ -89,7 +93,9 @@ def main() -> int:
     """Drive the load that the environment describes: TARGET, CLIENTS and LOAD_SECONDS."""
     address, seconds = os.environ["TARGET"], float(os.environ["LOAD_SECONDS"])
     began = time.monotonic()
-    clients = [Client(number, address, began + seconds) for number in range(int(os.environ["CLIENTS"]))]
+    clients = [
+        Client(number, address, began + seconds) for number in range(int(os.environ["CLIENTS"]))
+    ]
     for client in clients:
         client.start()
     for client in clients:

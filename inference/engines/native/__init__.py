@@ -25,7 +25,10 @@ def is_supported() -> tuple[bool, str]:
     except OSError as error:
         return False, str(error)
     if best == _PLAIN:
-        return False, "the int8 kernels support no instructions of this processor (AVX2 on x86-64, NEON on ARM)"
+        return (
+            False,
+            "the int8 kernels support no instructions of this processor (AVX2 on x86-64, NEON on ARM)",
+        )
     return True, f"our own int8 kernels, on {best}"
 
 

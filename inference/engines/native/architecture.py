@@ -71,28 +71,39 @@ class EncoderShape:
         try:
             return cls._of(config)
         except KeyError as error:  # transformers has a default for each
-            raise ValueError(f"config.json has no {error.args[0]}, which the native engine needs") from error
-        except (AttributeError, OverflowError, TypeError) as error:  # such as a text where a number belongs
+            raise ValueError(
+                f"config.json has no {error.args[0]}, which the native engine needs"
+            ) from error
+        except (
+            AttributeError,
+            OverflowError,
+            TypeError,
+        ) as error:  # such as a text where a number belongs
             raise ValueError(f"config.json has a value of the wrong type ({error})") from error
 
     @classmethod
     def _of(cls, config: Mapping[str, Any]) -> EncoderShape:
         if config.get("is_decoder"):
-            raise ValueError("is_decoder: the native engine supports encoders only, in which all tokens see each other")
+            raise ValueError(
+                "is_decoder: the native engine supports encoders only, in which all tokens see each other"
+            )
         model_type = config.get("model_type")
         family = next((family for family in FAMILIES if family.model_type == model_type), None)
         if family is None:
             known = ", ".join(family.model_type for family in FAMILIES)
             raise ValueError(f"model_type {model_type!r}: the native engine supports {known}")
         if config.get("position_embedding_type", "absolute") != "absolute":
-            raise ValueError("position_embedding_type: the native engine supports absolute positions only")
+            raise ValueError(
+                "position_embedding_type: the native engine supports absolute positions only"
+            )
         num_layers = config[family.num_layers_key]
         num_positions = max_positions(config)
         embedding_size = config[family.hidden_size_key]
         if family.embedding_projection:
             embedding_size = config.get("embedding_size", embedding_size)
         epsilon, padding = (
-            config[key] if isinstance(key, str) else key for key in (family.norm_epsilon, family.padding_id)
+            config[key] if isinstance(key, str) else key
+            for key in (family.norm_epsilon, family.padding_id)
         )
         # The kernels would read past the end of an array for a size of 0, so this comes before all arithmetic.
         for name, size, most in (
@@ -124,8 +135,12 @@ class EncoderShape:
             num_labels=len(config["id2label"]),
             num_positions=num_positions,
             vocab_size=config["vocab_size"],
-            activation=_activation(family.activation_key, config[family.activation_key], ACTIVATIONS),
-            head_activation=_activation("classifier_activation", head_activation, _HEAD_ACTIVATIONS),
+            activation=_activation(
+                family.activation_key, config[family.activation_key], ACTIVATIONS
+            ),
+            head_activation=_activation(
+                "classifier_activation", head_activation, _HEAD_ACTIVATIONS
+            ),
             norm_epsilon=epsilon,
             padding_id=padding,
             separator=type_separator(config) if family.token_type_embeddings else None,
@@ -160,7 +175,9 @@ class EncoderShape:
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} {value!r:.80}: the native engine needs a whole number from {least} to {most}")
+        raise ValueError(
+            f"{name} {value!r:.80}: the native engine needs a whole number from {least} to {most}"
+        )
 
 
 def _check_positive(name: str, value: Any) -> None:
@@ -174,15 +191,21 @@ def _activation(key: str, name: str, known: Mapping[str, int]) -> int:
     return known[name]
 
 
-def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
+def _modernbert_attention(
+    config: Mapping[str, Any],
+) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
     """Return the window and the base of the rotary frequencies of every layer, from old and new forms of the file."""
     every, window = config.get("global_attn_every_n_layers", 3), config.get("local_attention", 128)
     _check_whole("global_attn_every_n_layers", every, 1, _MOST)
     _check_whole("local_attention", window, 2, _MOST)
     kinds = config.get("layer_types") or [
-        "sliding_attention" if layer % every else "full_attention" for layer in range(config["num_hidden_layers"])
+        "sliding_attention" if layer % every else "full_attention"
+        for layer in range(config["num_hidden_layers"])
     ]
-    if len(kinds) != config["num_hidden_layers"] or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+    if len(kinds) != config["num_hidden_layers"] or not {
+        "full_attention",
+        "sliding_attention",
+    }.issuperset(kinds):
         what = f"layer_types {kinds!r:.200}: must name full_attention or sliding_attention for each of the"
         raise ValueError(f"{what} {config['num_hidden_layers']} layers")
     thetas: dict[str, float] = {}
@@ -193,7 +216,9 @@ def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], t
         parameters = (config.get("rope_parameters") or {}).get(kind) or {}
         rope_type = parameters.get("rope_type", "default")
         if rope_type != "default" or config.get("rope_scaling"):
-            raise ValueError(f"rope_type {rope_type!r}: the native engine supports the default rotary positions only")
+            raise ValueError(
+                f"rope_type {rope_type!r}: the native engine supports the default rotary positions only"
+            )
         # A layer kind without a theta of its own has the usual one of the family.
         theta = parameters.get("rope_theta") or config.get(old_key) or usual
         _check_positive("rope_theta", theta)

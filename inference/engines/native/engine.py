@@ -47,7 +47,9 @@ class NativeEngine:
     pads = False
     survives_fork = True
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, instructions: str = "auto") -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], threads: int, instructions: str = "auto"
+    ) -> None:
         """Read the packed weights that `quantize.write_native` wrote, to run them on so many threads.
 
         ``instructions`` is one of `instruction_sets()`, or ``auto`` for the fastest.
@@ -106,7 +108,9 @@ class NativeEngine:
         def aligned(place: int, alignment: int = pointer_bytes) -> int:
             return -(-place // alignment) * alignment
 
-        others = [array for name, array in self._tensors.items() if name != "words"] + [*self._rotations.values()]
+        others = [array for name, array in self._tensors.items() if name != "words"] + [
+            *self._rotations.values()
+        ]
         int8 = [array for array in others if array.dtype == np.int8]
         arrays = [*(array for array in others if array.dtype != np.int8), *int8, self.words]
         size, places = 0, {}
@@ -132,8 +136,12 @@ class NativeEngine:
                 elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
                     place = aligned(place)
                     if value:
-                        address = value if isinstance(value, int) else ctypes.addressof(value.contents)
-                        memory[place : place + pointer_bytes] = places[address].to_bytes(pointer_bytes, "little")
+                        address = (
+                            value if isinstance(value, int) else ctypes.addressof(value.contents)
+                        )
+                        memory[place : place + pointer_bytes] = places[address].to_bytes(
+                            pointer_bytes, "little"
+                        )
                         pointers.append(place)
                     place += pointer_bytes
                 else:
@@ -145,11 +153,17 @@ class NativeEngine:
         place = places[ctypes.addressof(self._blocks)]
         for block in self._blocks:
             place = put(block, place)
-        return Image(bytes(memory), pointers, places[int8[0].ctypes.data], places[self.words.ctypes.data])
+        return Image(
+            bytes(memory), pointers, places[int8[0].ctypes.data], places[self.words.ctypes.data]
+        )
 
     def _check(self, batch: TokenBatch) -> None:
         # The kernels trust their input, so whatever would read outside of a table has to be refused here.
-        if len(batch.ids) != int(batch.lengths.sum()) or len(batch.lengths) == 0 or batch.lengths.min() < 1:
+        if (
+            len(batch.ids) != int(batch.lengths.sum())
+            or len(batch.lengths) == 0
+            or batch.lengths.min() < 1
+        ):
             raise ValueError(
                 "a batch needs at least one text, a token in each text, and lengths that sum to its tokens"
             )
@@ -163,8 +177,14 @@ class NativeEngine:
 
     def _model_struct(self) -> ModelStruct:
         shape, family = self._shape, self._shape.family
-        width, embedding_width, positions = shape.hidden_size, shape.embedding_size, shape.num_positions
-        self._rotations = {theta: self._rotation(theta) for theta in set(shape.rotary_thetas) if theta}
+        width, embedding_width, positions = (
+            shape.hidden_size,
+            shape.embedding_size,
+            shape.num_positions,
+        )
+        self._rotations = {
+            theta: self._rotation(theta) for theta in set(shape.rotary_thetas) if theta
+        }
         self._blocks = (BlockStruct * shape.num_layers)()
         for index in range(shape.num_layers):
             self._fill_block(self._blocks[index], index)
@@ -188,16 +208,22 @@ class NativeEngine:
             block=self._blocks,
             pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
             pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
-            classifier_weight=self._pointer("classifier.weight", np.float32, (shape.num_labels, width)),
+            classifier_weight=self._pointer(
+                "classifier.weight", np.float32, (shape.num_labels, width)
+            ),
             classifier_bias=self._pointer("classifier.bias", np.float32, (shape.num_labels,)),
         )
         if family.position_embeddings:
             # With a padding id the first row is for it alone.
             rows = positions + (shape.padding_id is not None)
             tables = 1 if shape.separator is None else 2
-            model.positions = self._pointer("positions", np.float32, (tables * rows, embedding_width))
+            model.positions = self._pointer(
+                "positions", np.float32, (tables * rows, embedding_width)
+            )
         if family.relative_positions:
-            model.distances = self._pointer("distances", np.float32, (shape.num_heads, 2 * positions + LANES))
+            model.distances = self._pointer(
+                "distances", np.float32, (shape.num_heads, 2 * positions + LANES)
+            )
         if embedding_width != width:
             model.projection = self._linear("projection", width, embedding_width)
         if family.pooler_norm:
@@ -236,25 +262,33 @@ class NativeEngine:
         return LinearStruct(
             outputs=outputs,
             inputs=inputs,
-            weight=self._pointer(f"{name}.weight", np.int8, (outputs // LANES, inputs // 4, LANES, 4)),
+            weight=self._pointer(
+                f"{name}.weight", np.int8, (outputs // LANES, inputs // 4, LANES, 4)
+            ),
             scale=self._pointer(f"{name}.scale", np.float32, (outputs,)),
             weight_sum=self._pointer(f"{name}.weight_sum", np.int32, (outputs,)),
             bias=self._pointer(f"{name}.bias", np.float32, (outputs,)),
         )
 
     def _norm(self, name: str, width: int) -> NormStruct:
-        gain, bias = (self._pointer(f"{name}.{part}", np.float32, (width,)) for part in ("gain", "bias"))
+        gain, bias = (
+            self._pointer(f"{name}.{part}", np.float32, (width,)) for part in ("gain", "bias")
+        )
         return NormStruct(gain=gain, bias=bias)
 
     def _pointer(self, name: str, dtype: type, shape: tuple[int, ...]) -> int:
         array = self._tensors.get(name)
         if array is None or array.dtype != dtype or array.shape != shape:
             found = "nothing" if array is None else f"{array.dtype} {array.shape}"
-            raise ValueError(f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}")
+            raise ValueError(
+                f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}"
+            )
         return array.ctypes.data
 
 
-def mark_second_texts(ids: NDArray[np.int32], starts: NDArray[np.int32], separator: int) -> NDArray[np.int32]:
+def mark_second_texts(
+    ids: NDArray[np.int32], starts: NDArray[np.int32], separator: int
+) -> NDArray[np.int32]:
     """Add SECOND_TEXT of model.h to the ids behind the first separator of each text."""
     is_separator = ids == separator
     before = np.cumsum(is_separator, dtype=np.int32) - is_separator
@@ -265,14 +299,20 @@ def mark_second_texts(ids: NDArray[np.int32], starts: NDArray[np.int32], separat
 class _Threads:
     """The helper threads of one model in one process, and the sessions that share them."""
 
-    def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int, instructions: str) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, model: ModelStruct, threads: int, instructions: str
+    ) -> None:
         self.process = os.getpid()
-        self._getpid = os.getpid  # for __del__, which may run when the interpreter has already cleared its modules
+        self._getpid = (
+            os.getpid
+        )  # for __del__, which may run when the interpreter has already cleared its modules
         # The calling thread works too, so a pool of n threads has n - 1 helpers.
         self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
         self._library = library
         self._opened: list[ctypes.c_void_p] = []
-        self._pool = ctypes.c_void_p(library.open_pool(ctypes.byref(model), threads - 1, instructions.encode()))
+        self._pool = ctypes.c_void_p(
+            library.open_pool(ctypes.byref(model), threads - 1, instructions.encode())
+        )
         for _ in range(min(threads, PASSES_AT_ONCE)):
             session = ctypes.c_void_p(self._pool and library.open_session(self._pool))
             if not session:
@@ -302,8 +342,13 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
             raise ValueError(f"{path.name} has a header that is nested too deep") from error
         header.pop("__metadata__", None)
         # Small arrays of odd sizes shift all that follow, so it is the largest that gets its place.
-        begins = {end - begin: begin for begin, end in (entry["data_offsets"] for entry in header.values())}
-        data = _aligned_memory(os.fstat(file.fileno()).st_size - 8 - header_bytes, begins[max(begins)])
+        begins = {
+            end - begin: begin
+            for begin, end in (entry["data_offsets"] for entry in header.values())
+        }
+        data = _aligned_memory(
+            os.fstat(file.fileno()).st_size - 8 - header_bytes, begins[max(begins)]
+        )
         if file.readinto(data) != len(data):  # type: ignore[arg-type]
             raise OSError(f"{path.name} was cut while it was read")
     tensors = {}

@@ -96,7 +96,9 @@ def load_library() -> ctypes.CDLL:
     if path is None:
         raise OSError("the native kernels are not compiled; install again with a C compiler")
     library = ctypes.CDLL(str(path))
-    if not hasattr(library, "instruction_set") or library.model_bytes() != ctypes.sizeof(ModelStruct):
+    if not hasattr(library, "instruction_set") or library.model_bytes() != ctypes.sizeof(
+        ModelStruct
+    ):
         raise OSError("the native kernels were compiled from another version; install again")
     for function, result, arguments in (
         ("instruction_set", ctypes.c_char_p, [_INT]),
@@ -135,5 +137,7 @@ def chosen_instructions(wanted: str = "auto") -> str:
     if wanted == "auto":
         return here[0]
     if wanted not in here:
-        raise OSError(f"instructions {wanted!r}: this processor and these kernels have {', '.join(here)}")
+        raise OSError(
+            f"instructions {wanted!r}: this processor and these kernels have {', '.join(here)}"
+        )
     return wanted

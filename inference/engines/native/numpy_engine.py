@@ -16,12 +16,24 @@ from numpy.typing import NDArray
 
 from inference.engines.base import TokenBatch
 from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
-from inference.engines.native.engine import SECOND_TEXT, NativeEngine, mark_second_texts, read_tensors
+from inference.engines.native.engine import (
+    SECOND_TEXT,
+    NativeEngine,
+    mark_second_texts,
+    read_tensors,
+)
 from inference.engines.native.quantize import FILE_NAME
 
 Floats = NDArray[np.float32]
 _ACTIVATION_MAX = np.float32(182)  # as in model.h
-_GELU = (2.2779904185e-8, -1.5985249319e-6, 4.7954006732e-5, -8.1400107592e-4, 8.7723201141e-3, -6.4572960138e-2)
+_GELU = (
+    2.2779904185e-8,
+    -1.5985249319e-6,
+    4.7954006732e-5,
+    -8.1400107592e-4,
+    8.7723201141e-3,
+    -6.4572960138e-2,
+)
 _GELU += (3.9788323641e-1,)
 
 
@@ -38,7 +50,9 @@ class NumpyEngine(NativeEngine):
         self._tensors = read_tensors(folder / FILE_NAME)
         self._model = self._model_struct()  # checks every shape
         self._float_weights = {
-            name: array.transpose(0, 2, 1, 3).reshape(-1, 4 * array.shape[1]).T.astype(np.float32)  # (inputs, outputs)
+            name: array.transpose(0, 2, 1, 3)
+            .reshape(-1, 4 * array.shape[1])
+            .T.astype(np.float32)  # (inputs, outputs)
             for name, array in self._tensors.items()
             if array.dtype == np.int8
         }
@@ -51,7 +65,9 @@ class NumpyEngine(NativeEngine):
     def _logits(self, batch: TokenBatch) -> Floats:
         shape, tensors = self._shape, self._tensors
         starts = np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int32)
-        places = np.concatenate([np.arange(length) for length in batch.lengths])  # of each token in its text
+        places = np.concatenate(
+            [np.arange(length) for length in batch.lengths]
+        )  # of each token in its text
         hidden = entering = self._embedded(batch, starts, places)
         for index in range(shape.num_layers):
             prefix, is_last = f"block.{index}.", index == shape.num_layers - 1
@@ -81,14 +97,18 @@ class NumpyEngine(NativeEngine):
             if not self._model.norm_first or is_last:
                 hidden = entering
         if shape.mean_pool:
-            hidden = np.add.reduceat(hidden, starts[:-1]) / batch.lengths[:, None].astype(np.float32)
+            hidden = np.add.reduceat(hidden, starts[:-1]) / batch.lengths[:, None].astype(
+                np.float32
+            )
         pooled = hidden @ tensors["pooler.weight"] + tensors["pooler.bias"]
         pooled = (_gelu, lambda x: np.maximum(x, 0), np.tanh)[shape.head_activation](pooled)
         if shape.family.pooler_norm:
             pooled = self._normalised("head_norm", pooled)
         return pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
 
-    def _embedded(self, batch: TokenBatch, starts: NDArray[np.int32], places: NDArray[np.int64]) -> Floats:
+    def _embedded(
+        self, batch: TokenBatch, starts: NDArray[np.int32], places: NDArray[np.int64]
+    ) -> Floats:
         shape, ids = self._shape, batch.ids.astype(np.int32)
         states = self.words[ids].astype(np.float32)
         if shape.family.position_embeddings:
@@ -104,14 +124,22 @@ class NumpyEngine(NativeEngine):
                 rows = rows + is_second * (shape.num_positions + (shape.padding_id is not None))
             states += self._tensors["positions"][rows]
         states = self._normalised("embedding_norm", states)
-        return self._linear_of("projection", states) if shape.embedding_size != shape.hidden_size else states
+        return (
+            self._linear_of("projection", states)
+            if shape.embedding_size != shape.hidden_size
+            else states
+        )
 
     def _linear_of(self, name: str, states: Floats) -> Floats:
         low, high = states.min(axis=1, keepdims=True), states.max(axis=1, keepdims=True)
         levels = np.rint((states - low) * np.where(high > low, _ACTIVATION_MAX / (high - low), 0))
         scale = self._tensors[f"{name}.scale"]
-        shift = self._tensors[f"{name}.bias"] + low * (scale * self._tensors[f"{name}.weight_sum"].astype(np.float32))
-        return (levels @ self._float_weights[f"{name}.weight"]) * ((high - low) / _ACTIVATION_MAX * scale) + shift
+        shift = self._tensors[f"{name}.bias"] + low * (
+            scale * self._tensors[f"{name}.weight_sum"].astype(np.float32)
+        )
+        return (levels @ self._float_weights[f"{name}.weight"]) * (
+            (high - low) / _ACTIVATION_MAX * scale
+        ) + shift
 
     def _normalised(self, name: str, states: Floats) -> Floats:
         centred = states - states.mean(axis=1, keepdims=True)
@@ -119,14 +147,20 @@ class NumpyEngine(NativeEngine):
         factor = 1 / np.sqrt(variance + np.float32(self._shape.norm_epsilon))
         return centred * factor * self._tensors[f"{name}.gain"] + self._tensors[f"{name}.bias"]
 
-    def _attended(self, index: int, query: Floats, key: Floats, value: Floats, asking: NDArray[np.int64]) -> Floats:
+    def _attended(
+        self, index: int, query: Floats, key: Floats, value: Floats, asking: NDArray[np.int64]
+    ) -> Floats:
         """The context of one text's tokens at the places ``asking``, whose ``query`` carries 1 / sqrt(head width)."""
         heads, window = self._shape.num_heads, self._shape.windows[index]
-        query, key, value = (x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (query, key, value))
+        query, key, value = (
+            x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (query, key, value)
+        )
         scores = query @ key.transpose(0, 2, 1)  # (heads, asking, tokens)
         distances = np.arange(key.shape[1]) - asking[:, None]
         if self._shape.family.relative_positions:
-            scores = scores + self._tensors["distances"][:, self._shape.num_positions - 1 + distances]
+            scores = (
+                scores + self._tensors["distances"][:, self._shape.num_positions - 1 + distances]
+            )
         if window:
             scores = np.where(np.abs(distances) <= window, scores, np.float32(-np.inf))
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
@@ -137,11 +171,16 @@ class NumpyEngine(NativeEngine):
         heads = states.reshape(len(states), self._shape.num_heads, -1)
         first, second = np.split(heads, 2, axis=2)
         cosine, sine = (part[:, None] for part in np.split(turns, 2, axis=1))
-        turned = np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=2)
+        turned = np.concatenate(
+            [first * cosine - second * sine, second * cosine + first * sine], axis=2
+        )
         return turned.reshape(states.shape)
 
     def _rotation(self, theta: float) -> Floats:
-        angles = np.arange(self._shape.num_positions)[:, None] * self._tensors[f"frequencies.{theta:g}"][None]
+        angles = (
+            np.arange(self._shape.num_positions)[:, None]
+            * self._tensors[f"frequencies.{theta:g}"][None]
+        )
         return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 

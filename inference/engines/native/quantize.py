@@ -38,7 +38,9 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
     family = shape.family
     reader = _Reader(shape, weights)
     tensors: dict[str, NDArray[Any]] = {
-        "words": _half(reader.tensor(f"{family.word_embeddings}.weight"), f"{family.word_embeddings}.weight"),
+        "words": _half(
+            reader.tensor(f"{family.word_embeddings}.weight"), f"{family.word_embeddings}.weight"
+        ),
         "classifier.weight": reader.tensor(f"{family.classifier}.weight"),
         "classifier.bias": reader.tensor(f"{family.classifier}.bias"),
         # The kernels walk over inputs first.
@@ -83,7 +85,9 @@ def _block(index: int, shape: EncoderShape, reader: _Reader) -> dict[str, NDArra
         # sum is at hand: behind attention for this block's feed-forward, behind the feed-forward for the next block.
         is_last = index == shape.num_layers - 1
         after_attention = source + family.output_norm
-        after_block = family.final_norm if is_last else shape.block_prefix(index + 1) + family.attention_norm
+        after_block = (
+            family.final_norm if is_last else shape.block_prefix(index + 1) + family.attention_norm
+        )
     block = {
         **_linear(f"{prefix}query", query_weight * scaling, query_bias * scaling),
         **_linear(
@@ -130,7 +134,9 @@ class _Reader:
         weight = self.tensor(f"{module}.weight")
         return weight, self.bias(module, len(weight))
 
-    def part(self, prefix: str, part: str, order: tuple[str, ...]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def part(
+        self, prefix: str, part: str, order: tuple[str, ...]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """One linear layer of a block; some families join several, as rows of one weight in this order."""
         module = getattr(self._family, part)
         joined = [name for name in order if getattr(self._family, name) == module]
@@ -143,7 +149,9 @@ class _Reader:
         return {f"{name}.gain": gain, f"{name}.bias": self.bias(module, len(gain))}
 
 
-def _linear(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+def _linear(
+    name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]
+) -> dict[str, NDArray[Any]]:
     largest = np.maximum(np.abs(weight).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
     scale = largest / WEIGHT_MAX
     quantised = _rounded(weight, scale)
@@ -152,7 +160,10 @@ def _linear(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]) -
         tried = largest * (share / WEIGHT_MAX)
         levels = _rounded(weight, tried)
         error = ((levels * tried - weight) ** 2).sum(axis=1, keepdims=True)
-        scale, quantised = np.where(error < least, tried, scale), np.where(error < least, levels, quantised)
+        scale, quantised = (
+            np.where(error < least, tried, scale),
+            np.where(error < least, levels, quantised),
+        )
         least = np.minimum(error, least)
     quantised = quantised.astype(np.int8)
     return {
@@ -173,7 +184,9 @@ def _packed(weight: NDArray[np.int8]) -> NDArray[np.int8]:
     # (outputs, inputs) -> (outputs / 16, inputs / 4, 16, 4): the kernels add a dot product of four neighbouring inputs
     # to each of 16 sums, so these have to be contiguous.
     outputs, inputs = weight.shape
-    return np.ascontiguousarray(weight.reshape(outputs // LANES, LANES, inputs // 4, 4).transpose(0, 2, 1, 3))
+    return np.ascontiguousarray(
+        weight.reshape(outputs // LANES, LANES, inputs // 4, 4).transpose(0, 2, 1, 3)
+    )
 
 
 def _distances(table: NDArray[np.float32], num_positions: int) -> NDArray[np.float32]:

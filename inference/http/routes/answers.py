@@ -31,11 +31,20 @@ async def classify(
         HTTPException: 503, the texts do not fit into the memory budget.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: from the queue.
     """
-    return cast("list[Answer]", await classify_some(request, parts, served, texts, name, num_required=len(texts)))
+    return cast(
+        "list[Answer]",
+        await classify_some(request, parts, served, texts, name, num_required=len(texts)),
+    )
 
 
 async def classify_some(
-    request: Request, parts: Parts, served: Served, texts: Sequence[Text], name: str, *, num_required: int
+    request: Request,
+    parts: Parts,
+    served: Served,
+    texts: Sequence[Text],
+    name: str,
+    *,
+    num_required: int,
 ) -> list[Answer | None]:
     """Like `classify`, but all texts after the first `num_required` may be blank: they get None."""
     refuse_other_kind(served, texts, name)
@@ -55,7 +64,9 @@ async def classify_some(
                     raise RefusedTextError(error.code, f"{place} {error}") from None
                 answers.append(None)
     finally:
-        cancel_unfinished(futures)  # where one fails or the client is gone, what still waits leaves the queue
+        cancel_unfinished(
+            futures
+        )  # where one fails or the client is gone, what still waits leaves the queue
     note(context, [answer for answer in answers if answer is not None])
     return answers
 
@@ -82,7 +93,9 @@ def cancel_unfinished(futures: Sequence[Future[Answer]]) -> None:
 
 def note(context: RequestContext, answers: Sequence[Answer]) -> None:
     """Record what the log and Server-Timing say about answers."""
-    context.note_answers((one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers)
+    context.note_answers(
+        (one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers
+    )
 
 
 def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, float | None]]:
@@ -92,7 +105,9 @@ def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, floa
     return given
 
 
-def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = None) -> dict[str, Any]:
+def render(
+    parts: Parts, served: Served, answer: Answer, top_k: int | None = None
+) -> dict[str, Any]:
     """Turn an answer into the fields of the response for this kind of model (see `schemas`), and count it."""
     answering, given = served.model.answering, decide(parts, served, answer)
     fields = answering.fields(answer.values, given, top_k)
@@ -107,14 +122,20 @@ def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = Non
 def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:
     """Refuse single texts for a model that reads pairs, and pairs for one that reads single texts."""
     reads_pairs = served.model.reads_pairs
-    wrong = next((place for place, text in enumerate(texts) if isinstance(text, str) is reads_pairs), None)
+    wrong = next(
+        (place for place, text in enumerate(texts) if isinstance(text, str) is reads_pairs), None
+    )
     if wrong is not None:
         what = "has no second text (text_pair)" if reads_pairs else "has a second text (text_pair)"
         kind = "pairs of texts" if reads_pairs else "single texts"
-        raise RefusedTextError("wrong_kind_of_text", f"{name.format(wrong)} {what}; this model reads {kind}")
+        raise RefusedTextError(
+            "wrong_kind_of_text", f"{name.format(wrong)} {what}; this model reads {kind}"
+        )
 
 
-def with_pairs(texts: Sequence[str], pairs: Sequence[str] | None, settings: Settings) -> Sequence[Text]:
+def with_pairs(
+    texts: Sequence[str], pairs: Sequence[str] | None, settings: Settings
+) -> Sequence[Text]:
     """Each text with its second text, if there are any.
 
     Raises:

@@ -85,7 +85,11 @@ def _without_each(
             after = min(first + size, num_read)
             end = words[min(after + max_length, len(words)) - 1][1]
             remaining = part[: words[first][0]] + part[words[after - 1][1] : end]
-            whole = remaining if len(parts) == 1 else ((remaining, parts[1]) if place == 0 else (parts[0], remaining))
+            whole = (
+                remaining
+                if len(parts) == 1
+                else ((remaining, parts[1]) if place == 0 else (parts[0], remaining))
+            )
             shortened.append((place, after - first, whole))
     return shortened
 
@@ -93,6 +97,11 @@ def _without_each(
 def _words(text: str, spans: Sequence[Span], weights: Sequence[float]) -> list[dict[str, Any]]:
     return [
         # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
-        {"word": text[start:end].encode("utf-8", "replace").decode(), "start": start, "end": end, "weight": weight}
+        {
+            "word": text[start:end].encode("utf-8", "replace").decode(),
+            "start": start,
+            "end": end,
+            "weight": weight,
+        }
         for (start, end), weight in zip_longest(spans, weights[: len(spans)], fillvalue=0.0)
     ]

@@ -39,7 +39,9 @@ class HubParameters(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    top_k: int | None = Field(default=None, ge=1, description="Return only this many labels; null returns all.")
+    top_k: int | None = Field(
+        default=None, ge=1, description="Return only this many labels; null returns all."
+    )
     function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
         default=None,
         description="How scores become answers; null is softmax, for a multi-label model sigmoid, for regression none.",
@@ -48,7 +50,14 @@ class HubParameters(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_tasks(cls, given: Any) -> Any:
-        name = next((name for name in _OTHER_TASKS if isinstance(given, dict) and given.get(name) is not None), None)
+        name = next(
+            (
+                name
+                for name in _OTHER_TASKS
+                if isinstance(given, dict) and given.get(name) is not None
+            ),
+            None,
+        )
         if name is not None:
             line = f"{name} belongs to {_OTHER_TASKS[name]}; this model answers with the labels that it was trained on"
             raise PydanticCustomError("other_task", line)
@@ -70,9 +79,16 @@ HubPairs = Annotated[list[HubPair], Field(fail_fast=True)]
 class HubRequest(BaseModel):
     """What the hub's clients send; their other fields (such as options) are ignored."""
 
-    model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
+    model_config = ConfigDict(
+        strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]}
+    )
 
-    inputs: str | HubPair | Annotated[Texts, Field(min_length=1)] | Annotated[HubPairs, Field(min_length=1)] = Field(
+    inputs: (
+        str
+        | HubPair
+        | Annotated[Texts, Field(min_length=1)]
+        | Annotated[HubPairs, Field(min_length=1)]
+    ) = Field(
         description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs, one pair or that many "
         "pairs."
     )
@@ -102,14 +118,18 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     labels = served.model.labels
     for answer in answers:
         decide(parts, served, answer)
-    return await json_list(_best(labels, function(answer.values), parameters.top_k) for answer in answers)
+    return await json_list(
+        _best(labels, function(answer.values), parameters.top_k) for answer in answers
+    )
 
 
 def _text(given: str | HubPair) -> Text:
     return given if isinstance(given, str) else (given.text, given.text_pair)
 
 
-def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> list[dict[str, Any]]:
+def _best(
+    labels: Sequence[str], scores: Sequence[float], top_k: int | None
+) -> list[dict[str, Any]]:
     ordered = sorted(zip(labels, scores, strict=True), key=lambda one: -one[1])
     return [{"label": label, "score": score} for label, score in ordered[:top_k]]
 
@@ -120,7 +140,11 @@ def _function(answering: Answering, asked_for: str | None) -> Callable[[Values],
 
 
 # What the answers of each kind of model are computed with.
-_OWN_FUNCTIONS = {SINGLE_LABEL.name: "softmax", MULTI_LABEL.name: "sigmoid", REGRESSION.name: "none"}
+_OWN_FUNCTIONS = {
+    SINGLE_LABEL.name: "softmax",
+    MULTI_LABEL.name: "sigmoid",
+    REGRESSION.name: "none",
+}
 _FUNCTIONS: dict[str, Callable[[Values], Sequence[float]]] = {
     "softmax": lambda values: SINGLE_LABEL.answers(np.array([values.scores()]))[0].tolist(),
     "none": lambda values: values.scores(),

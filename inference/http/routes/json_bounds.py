@@ -41,7 +41,9 @@ class JsonBounds:
         between = b"".join(parts[1 if self._is_in_string else 0 :: 2])
         # A value is the first one inside a bracket, or follows a comma or a colon. Long numbers and white space cost
         # time too.
-        self._num_values += len(between) - len(between.translate(None, b",:[{")) + len(between) / _BYTES_PER_VALUE
+        self._num_values += (
+            len(between) - len(between.translate(None, b",:[{")) + len(between) / _BYTES_PER_VALUE
+        )
         if self._num_values > self._settings.max_body_values or len(parts) > most:
             raise RefusedTextError(
                 "too_many_values",

@@ -54,7 +54,9 @@ class JsonRoute(APIRoute):
         self.answer = answer
         return answer
 
-    async def respond(self, request: Request, model: type[BaseModel], endpoint: Endpoint) -> Response:
+    async def respond(
+        self, request: Request, model: type[BaseModel], endpoint: Endpoint
+    ) -> Response:
         """Read and check the body, and answer with what the endpoint returns."""
         try:
             body = self.parse(model, await self.read(request), request)
@@ -69,13 +71,17 @@ class JsonRoute(APIRoute):
     @property
     def example(self) -> str:
         assert self.body_field is not None
-        return json.dumps(self.body_field.field_info.annotation.model_config["json_schema_extra"]["examples"][0])
+        return json.dumps(
+            self.body_field.field_info.annotation.model_config["json_schema_extra"]["examples"][0]
+        )
 
     def _remedy(self, error: ValidationError) -> str:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         if problems[0]["type"] == "json_invalid":
             return f"; send JSON such as {self.example}"
-        strange = {problem["loc"][0] for problem in problems if problem["type"] == "extra_forbidden"}
+        strange = {
+            problem["loc"][0] for problem in problems if problem["type"] == "extra_forbidden"
+        }
         path = next((path for field, path in _PATHS.items() if field in strange), None)
         return f"; such a body goes to {path}" if path else ""
 
@@ -106,7 +112,9 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
     num_bytes = 0
     while True:
         piece = message.get("body", b"")
-        bounds.feed(piece if num_json_bytes is None else piece[: max(0, num_json_bytes - num_bytes)])
+        bounds.feed(
+            piece if num_json_bytes is None else piece[: max(0, num_json_bytes - num_bytes)]
+        )
         pieces.append(piece)
         num_bytes += len(piece)
         if not message.get("more_body", False):
@@ -139,7 +147,11 @@ class ShortCut:
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(route_path(scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
+        route = (
+            self._routes.get(route_path(scope))
+            if scope["type"] == "http" and scope["method"] == "POST"
+            else None
+        )
         if route is None:
             await self.app(scope, receive, send)
             return
@@ -169,7 +181,9 @@ def parse_json(model: type[Model], body: bytes) -> Model:
         if problem["type"] != "json_invalid":
             raise
         refusal, reason = error, problem["ctx"]["error"]
-    if body.startswith(codecs.BOM_UTF8):  # as some clients on Windows begin a body, and editors a file
+    if body.startswith(
+        codecs.BOM_UTF8
+    ):  # as some clients on Windows begin a body, and editors a file
         return parse_json(model, body.removeprefix(codecs.BOM_UTF8))
     if reason.startswith("recursion limit"):
         raise HTTPException(400, "the body is nested too deep to be read")

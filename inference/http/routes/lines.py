@@ -37,7 +37,11 @@ class LineBuffer:
         """The next complete lines; at the end of the body, the last line needs no newline."""
         lines: list[bytes | None] = []
         most_bytes = len(self._bytes) - _TAKEN_BYTES
-        while len(lines) < most and len(self._bytes) > max(0, most_bytes) and self._cut_line(lines, is_end=is_end):
+        while (
+            len(lines) < most
+            and len(self._bytes) > max(0, most_bytes)
+            and self._cut_line(lines, is_end=is_end)
+        ):
             pass
         return lines
 
@@ -70,7 +74,12 @@ class LineReader:
     """
 
     def __init__(
-        self, request: Request, budget: BodyBudget, max_line_bytes: int, max_waiting_bytes: int, timeout_s: float
+        self,
+        request: Request,
+        budget: BodyBudget,
+        max_line_bytes: int,
+        max_waiting_bytes: int,
+        timeout_s: float,
     ) -> None:
         self.refusal: HTTPException | None = None
         self._request = request

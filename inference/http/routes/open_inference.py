@@ -40,10 +40,16 @@ from inference.http.routes.open_inference_schemas import (
 )
 from inference.http.server_parts import Parts, PartsDep, parts_of
 
-_UNKNOWN = {404: {"model": ProtocolError, "description": "No model of this name or version is served."}}
+_UNKNOWN = {
+    404: {"model": ProtocolError, "description": "No model of this name or version is served."}
+}
 _NOT_READY = {503: {**REFUSALS[503], "model": ProtocolError}}
-_READINESS = _UNKNOWN | {503: {"model": ModelReadiness, "description": "Texts cannot be classified now."}}
-_REFUSALS = {status: {**documented, "model": ProtocolError} for status, documented in REFUSALS.items()} | _UNKNOWN
+_READINESS = _UNKNOWN | {
+    503: {"model": ModelReadiness, "description": "Texts cannot be classified now."}
+}
+_REFUSALS = {
+    status: {**documented, "model": ProtocolError} for status, documented in REFUSALS.items()
+} | _UNKNOWN
 
 _WRONG_LENGTH = f"{BINARY_HEADER} must be a number of bytes within the body"
 
@@ -55,17 +61,24 @@ router = APIRouter(prefix="/v2", tags=["compatible"])
 @router.get("")
 async def get_server_metadata() -> ServerMetadata:
     """Describe the server."""
-    return ServerMetadata(name="distrinews", version=inference.__version__, extensions=["binary_tensor_data"])
+    return ServerMetadata(
+        name="distrinews", version=inference.__version__, extensions=["binary_tensor_data"]
+    )
 
 
-@router.get("/health/live", responses={503: {"model": Liveness, "description": "Start the process again."}})
+@router.get(
+    "/health/live", responses={503: {"model": Liveness, "description": "Start the process again."}}
+)
 async def get_server_liveness(parts: PartsDep, response: Response) -> Liveness:
     """Say that the process answers, as `/livez` does."""
     response.status_code = 200 if parts.dead is None else 503
     return Liveness(live=parts.dead is None)
 
 
-@router.get("/health/ready", responses={503: {"model": Readiness, "description": "Send requests elsewhere."}})
+@router.get(
+    "/health/ready",
+    responses={503: {"model": Readiness, "description": "Send requests elsewhere."}},
+)
 async def get_server_readiness(parts: PartsDep, response: Response) -> Readiness:
     """Say whether requests should come here."""
     response.status_code = 200 if parts.unready is None else 503
@@ -89,7 +102,9 @@ async def get_model_metadata(name: str, parts: PartsDep) -> ModelMetadata:
 
 
 def _outputs(answering: Answering) -> list[TensorMetadata]:
-    probabilities = TensorMetadata(name="probabilities", datatype="FP32", shape=[-1, len(answering.labels)])
+    probabilities = TensorMetadata(
+        name="probabilities", datatype="FP32", shape=[-1, len(answering.labels)]
+    )
     if answering.problem_type is REGRESSION:
         return [TensorMetadata(name="value", datatype="FP32", shape=[-1])]
     if answering.problem_type is MULTI_LABEL:
@@ -118,7 +133,9 @@ async def get_version_metadata(name: str, version: str, parts: PartsDep) -> Mode
 
 
 @router.get("/models/{name}/versions/{version}/ready", responses=_READINESS)
-async def get_version_readiness(name: str, version: str, parts: PartsDep, response: Response) -> ModelReadiness:
+async def get_version_readiness(
+    name: str, version: str, parts: PartsDep, response: Response
+) -> ModelReadiness:
     """Say whether this version of the model can classify."""
     if parts.served_model.current is not None:
         _served(parts, name, version)
@@ -141,13 +158,19 @@ class InferRoute(JsonRoute):
             raise RefusedTextError("invalid_request", _WRONG_LENGTH)
         infer_request = parse_json(model, body[:num_json_bytes])
         settings, rest = parts_of(request).settings, body[num_json_bytes:]
-        binary = [tensor for tensor in infer_request.inputs if "binary_data_size" in tensor.parameters]
+        binary = [
+            tensor for tensor in infer_request.inputs if "binary_data_size" in tensor.parameters
+        ]
         for tensor in binary:
             size = tensor.parameters["binary_data_size"] if tensor is not binary[-1] else len(rest)
             if type(size) is not int or not 0 <= size <= len(rest):
-                raise RefusedTextError("invalid_request", "binary_data_size must be a number of bytes after the JSON")
+                raise RefusedTextError(
+                    "invalid_request", "binary_data_size must be a number of bytes after the JSON"
+                )
             try:
-                tensor.data = read_binary_texts(rest[:size], settings.max_batch_texts, settings.max_text_chars)
+                tensor.data = read_binary_texts(
+                    rest[:size], settings.max_batch_texts, settings.max_text_chars
+                )
             except UnicodeDecodeError:
                 raise HTTPException(400, "the tensor is not UTF-8") from None
             rest = rest[size:]
@@ -182,7 +205,9 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
         raise RefusedTextError("invalid_request", line)
     refuse_many("data[{}]", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "data[{}]")
-    tensors = {output["name"]: output for output in _tensors(parts, served, answers, body.inputs[0].shape)}
+    tensors = {
+        output["name"]: output for output in _tensors(parts, served, answers, body.inputs[0].shape)
+    }
     response: dict[str, Any] = {
         "model_name": served.name,
         "model_version": served.model.info["revision"],
@@ -233,14 +258,22 @@ def _texts_of(tensor: InputTensor) -> list[Text]:
     if not texts:
         raise RefusedTextError("invalid_request", "the tensor holds no text")
     if math.prod(tensor.shape) != len(texts):
-        raise RefusedTextError("invalid_request", f"the shape {tensor.shape} is not that of {len(texts)} texts")
+        raise RefusedTextError(
+            "invalid_request", f"the shape {tensor.shape} is not that of {len(texts)} texts"
+        )
     return texts
 
 
-def _tensors(parts: Parts, served: Served, answers: Sequence[Answer], shape: list[int]) -> list[dict[str, Any]]:
+def _tensors(
+    parts: Parts, served: Served, answers: Sequence[Answer], shape: list[int]
+) -> list[dict[str, Any]]:
     answering = served.model.answering
     given = [decide(parts, served, answer) for answer in answers]
-    values = [value for answer in answers for _, value in zip(answering.labels, answer.values, strict=True)]
+    values = [
+        value
+        for answer in answers
+        for _, value in zip(answering.labels, answer.values, strict=True)
+    ]
     if answering.problem_type is REGRESSION:
         return [_tensor("value", "FP32", shape, values)]
     probabilities = _tensor("probabilities", "FP32", [len(answers), len(answering.labels)], values)
@@ -248,14 +281,20 @@ def _tensors(parts: Parts, served: Served, answers: Sequence[Answer], shape: lis
         labels = [answering.joined([label for label, _ in one]) for one in given]
         return [_tensor("labels", "BYTES", shape, labels), probabilities]
     labels, confidences = zip(*(one[0] for one in given), strict=True)
-    return [_tensor("label", "BYTES", shape, labels), _tensor("confidence", "FP32", shape, confidences), probabilities]
+    return [
+        _tensor("label", "BYTES", shape, labels),
+        _tensor("confidence", "FP32", shape, confidences),
+        probabilities,
+    ]
 
 
 def _tensor(name: str, datatype: str, shape: list[int], data: Sequence[Any]) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
-async def infer_by_version(request: Request, body: InferRequest, name: str, version: str) -> dict[str, Any] | Response:
+async def infer_by_version(
+    request: Request, body: InferRequest, name: str, version: str
+) -> dict[str, Any] | Response:
     """Classify texts as `infer` does if this is the version that is served."""
     _served(parts_of(request), name, version)
     return await infer(request, body, name)

@@ -74,7 +74,9 @@ class InputTensor(BaseModel):
     )
     datatype: Literal["BYTES"]
     parameters: dict[str, Any] = {}
-    data: Texts | Annotated[list[Texts], Field(fail_fast=True)] | None = Field(default=None, description="The texts.")
+    data: Texts | Annotated[list[Texts], Field(fail_fast=True)] | None = Field(
+        default=None, description="The texts."
+    )
 
 
 class OutputParameters(BaseModel):
@@ -83,7 +85,8 @@ class OutputParameters(BaseModel):
     model_config = ConfigDict(strict=True)
 
     binary_data: bool | None = Field(
-        default=None, description="Send the tensor behind the JSON; null is as binary_data_output of the request."
+        default=None,
+        description="Send the tensor behind the JSON; null is as binary_data_output of the request.",
     )
 
     @model_validator(mode="before")
@@ -92,7 +95,8 @@ class OutputParameters(BaseModel):
         for name in ("classification", "shared_memory_region"):
             if isinstance(given, dict) and given.get(name) is not None:
                 line = (
-                    f"{name} is an extension that is not served; the best labels are those of the highest probabilities"
+                    f"{name} is an extension that is not served; the best labels are those of the "
+                    "highest probabilities"
                 )
                 raise PydanticCustomError("extension", line)
         return given
@@ -118,7 +122,18 @@ class InferRequest(BaseModel):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"inputs": [{"name": INPUT_NAME, "shape": [1], "datatype": "BYTES", "data": ["Shares fall"]}]}]
+            "examples": [
+                {
+                    "inputs": [
+                        {
+                            "name": INPUT_NAME,
+                            "shape": [1],
+                            "datatype": "BYTES",
+                            "data": ["Shares fall"],
+                        }
+                    ]
+                }
+            ]
         },
     )
 
@@ -177,10 +192,13 @@ def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[
     while place < len(data):
         if len(texts) == max_texts:
             raise RefusedTextError(
-                "too_many_texts", f"data has more entries than the maximum of {max_texts}; send more batches"
+                "too_many_texts",
+                f"data has more entries than the maximum of {max_texts}; send more batches",
             )
         if place + 4 > len(data):
-            raise RefusedTextError("invalid_request", "the tensor ends within the length of an element")
+            raise RefusedTextError(
+                "invalid_request", "the tensor ends within the length of an element"
+            )
         (length,) = struct.unpack_from("<I", data, place)
         place += 4 + length
         if place > len(data):

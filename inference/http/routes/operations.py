@@ -18,7 +18,12 @@ router = APIRouter()
     "/health",
     tags=["health"],
     response_model_exclude_none=True,
-    responses={503: {"model": HealthResponse, "description": "Texts cannot be classified now; `error` says why."}},
+    responses={
+        503: {
+            "model": HealthResponse,
+            "description": "Texts cannot be classified now; `error` says why.",
+        }
+    },
 )
 async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
     """Say whether texts can be classified, and if not, why."""
@@ -31,7 +36,9 @@ async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
         status="healthy" if error is None else "unavailable",
         model_loaded=current is not None,
         model=parts.served_model.public_name,
-        labels=current.model.labels if current and current.model.answering.problem_type is not REGRESSION else None,
+        labels=current.model.labels
+        if current and current.model.answering.problem_type is not REGRESSION
+        else None,
         error=error,
     )
 
@@ -40,7 +47,9 @@ async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
     "/livez",
     tags=["health"],
     response_model_exclude_none=True,
-    responses={503: {"model": ProbeResponse, "description": "Start the process again; `reason` says why."}},
+    responses={
+        503: {"model": ProbeResponse, "description": "Start the process again; `reason` says why."}
+    },
 )
 async def get_liveness(parts: PartsDep, response: Response) -> ProbeResponse:
     """Say that the process answers, and that no error holds it which only a restart ends; if this fails, restart it."""
@@ -51,7 +60,9 @@ async def get_liveness(parts: PartsDep, response: Response) -> ProbeResponse:
     "/readyz",
     tags=["health"],
     response_model_exclude_none=True,
-    responses={503: {"model": ProbeResponse, "description": "Send requests elsewhere; `reason` says why."}},
+    responses={
+        503: {"model": ProbeResponse, "description": "Send requests elsewhere; `reason` says why."}
+    },
 )
 async def get_readiness(parts: PartsDep, response: Response) -> ProbeResponse:
     """Say whether requests should come here: a model is loaded, its workers run, and the process is not leaving."""
@@ -68,13 +79,20 @@ def _probe(response: Response, good: str, bad: str, reason: str | None) -> Probe
     return ProbeResponse(status=bad, reason=reason)
 
 
-@router.get("/model", tags=["model"], responses={503: REFUSALS[503]}, response_model_exclude_none=True)
+@router.get(
+    "/model", tags=["model"], responses={503: REFUSALS[503]}, response_model_exclude_none=True
+)
 async def get_model(parts: PartsDep) -> ModelResponse:
     """Describe the model: where it comes from, what it can say, how good it is, and what runs it."""
     return ModelResponse.of(parts.served_model.require().model)
 
 
-@router.get("/metrics", tags=["operations"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get(
+    "/metrics",
+    tags=["operations"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}},
+)
 async def get_metrics(request: Request, parts: PartsDep) -> Response:
     """Give all metrics in Prometheus' text format, or in OpenMetrics where the Accept header asks for it."""
     accept = request.headers.get("accept", "")
@@ -97,7 +115,10 @@ async def get_metrics(request: Request, parts: PartsDep) -> Response:
             "description": "No key is set, so only SIGHUP reloads; or a page of another site asks.",
         },
         409: {"model": ErrorResponse, "description": "A model is being loaded already."},
-        422: {"model": ErrorResponse, "description": "The model does not load; the one served before still is."},
+        422: {
+            "model": ErrorResponse,
+            "description": "The model does not load; the one served before still is.",
+        },
         429: REFUSALS[429],
     },
 )
@@ -120,7 +141,12 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
         except ModelLoadError as error:
             outcome = {"refused": str(error)}
     if "running" in outcome:
-        return error_response(request.scope, 409, "reload_running", "a model is being loaded already; ask /model later")
+        return error_response(
+            request.scope,
+            409,
+            "reload_running",
+            "a model is being loaded already; ask /model later",
+        )
     if "refused" in outcome:
         return error_response(request.scope, 422, "model_refused", outcome["refused"])
     return outcome["model"]

@@ -17,7 +17,12 @@ router = APIRouter(include_in_schema=False)
 
 _TAKES_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 _WEB = Path(__file__).parents[2] / "web"
-_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _PAGE = "index.html"
 
 
@@ -41,7 +46,9 @@ def _load_asset(path: Path) -> _Asset:
 
 
 # All in memory: a few dozen kilobytes, and no request names a path on disk.
-_ASSETS = {path.name: _load_asset(path) for path in sorted(_WEB.iterdir()) if path.suffix in _MEDIA_TYPES}
+_ASSETS = {
+    path.name: _load_asset(path) for path in sorted(_WEB.iterdir()) if path.suffix in _MEDIA_TYPES
+}
 
 _OptionalHeader = Annotated[str, Header()]
 
@@ -54,13 +61,17 @@ async def show_front_door(accept: _OptionalHeader = "") -> RedirectResponse:
 
 
 @router.get("/demo")
-async def show_demo(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
+async def show_demo(
+    accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
+) -> Response:
     """Answer with the demo page."""
     return _answer(_PAGE, accept_encoding, if_none_match)
 
 
 @router.get("/docs")
-async def show_documentation(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
+async def show_documentation(
+    accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
+) -> Response:
     """Answer with the interactive page of the API."""
     return _answer("docs.html", accept_encoding, if_none_match)
 

@@ -31,7 +31,9 @@ async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
 class BatchRoute(JsonRoute):
     """A JSON route whose body may also be a stream of lines."""
 
-    async def respond(self, request: Request, model: type[BaseModel], endpoint: Endpoint) -> Response:
+    async def respond(
+        self, request: Request, model: type[BaseModel], endpoint: Endpoint
+    ) -> Response:
         """Read and check the body, and answer with what the endpoint makes of it."""
         if is_stream(request.scope["headers"]):
             return streams.StreamResponse(request)

@@ -20,9 +20,21 @@ from starlette.types import Receive, Scope, Send
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
-from inference.http.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
+from inference.http.error_responses import (
+    FAILURES,
+    describe,
+    describe_invalid,
+    error_detail,
+    http_code,
+)
 from inference.http.request_context import RequestContext
-from inference.http.routes.answers import cancel_unfinished, note, refuse_other_kind, render, text_of
+from inference.http.routes.answers import (
+    cancel_unfinished,
+    note,
+    refuse_other_kind,
+    render,
+    text_of,
+)
 from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 from inference.http.routes.json_route import parse_json
 from inference.http.routes.lines import LineReader
@@ -84,7 +96,9 @@ class StreamResponse(Response):
                 body = await self._answer(groups[0])
                 self._leave(groups.popleft())
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                await asyncio.sleep(0)  # lines that are refused wait for nothing that would let others get on
+                await asyncio.sleep(
+                    0
+                )  # lines that are refused wait for nothing that would let others get on
             await send({"type": "http.response.body", "body": self._last_words()})
         finally:
             self._reader.close()
@@ -95,7 +109,11 @@ class StreamResponse(Response):
         """Submit lines until enough are in progress; False once there is nothing left to answer."""
         while len(groups) < _GROUPS_AT_ONCE:
             if not self._unsubmitted:
-                lines = self._reader.take_ready(_GROUP_LINES) if groups else await self._reader.take(_GROUP_LINES)
+                lines = (
+                    self._reader.take_ready(_GROUP_LINES)
+                    if groups
+                    else await self._reader.take(_GROUP_LINES)
+                )
                 self._unsubmitted = [self._parsed(line) for line in lines]
                 self._give_up_at = time.monotonic() + self._timeout_s
             if not self._unsubmitted:
@@ -114,10 +132,14 @@ class StreamResponse(Response):
         return bool(groups)
 
     async def _pause(self, error: QueueFullError | RateLimitedError | WorkerDownError) -> None:
-        if isinstance(error, RateLimitedError):  # the client's own rate lets it on, however long one group takes
+        if isinstance(
+            error, RateLimitedError
+        ):  # the client's own rate lets it on, however long one group takes
             self._give_up_at = time.monotonic() + self._timeout_s
         if time.monotonic() > self._give_up_at:
-            self._unsubmitted = [error if isinstance(one, PredictRequest) else one for one in self._unsubmitted]
+            self._unsubmitted = [
+                error if isinstance(one, PredictRequest) else one for one in self._unsubmitted
+            ]
         else:
             await asyncio.sleep(min(getattr(error, "retry_after_s", math.inf), _LONGEST_PAUSE_S))
 
@@ -125,7 +147,9 @@ class StreamResponse(Response):
         settings = self._parts.settings
         try:
             if line is None:
-                raise RefusedTextError("text_too_long", f"the line has more than {settings.max_line_bytes} bytes")
+                raise RefusedTextError(
+                    "text_too_long", f"the line has more than {settings.max_line_bytes} bytes"
+                )
             if len(line) > SMALL_BODY_BYTES:
                 JsonBounds(settings).feed(line)
             request = parse_json(PredictRequest, line)
@@ -137,7 +161,11 @@ class StreamResponse(Response):
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
         served = self._parts.served_model.require()
         lines = [self._unless_other_kind(served, line) for line in lines]
-        texts = [text_of(line, self._parts.settings) for line in lines if isinstance(line, PredictRequest)]
+        texts = [
+            text_of(line, self._parts.settings)
+            for line in lines
+            if isinstance(line, PredictRequest)
+        ]
         if texts:
             self._context.allowance.require()
         futures = served.classifier.submit(texts, self._timeout_s) if texts else []
@@ -146,7 +174,9 @@ class StreamResponse(Response):
         self._parts.stream_budget.take(group.held_bytes)
         return group
 
-    def _unless_other_kind(self, served: Served, line: PredictRequest | Exception) -> PredictRequest | Exception:
+    def _unless_other_kind(
+        self, served: Served, line: PredictRequest | Exception
+    ) -> PredictRequest | Exception:
         # Only now: another model may have been loaded since the line was read.
         if isinstance(line, PredictRequest):
             try:
@@ -170,7 +200,10 @@ class StreamResponse(Response):
         return b"\n".join(rendered) + b"\n"
 
     async def _outcome(
-        self, group: _Group, line: PredictRequest | Exception, futures: Iterator[asyncio.Future[Answer]]
+        self,
+        group: _Group,
+        line: PredictRequest | Exception,
+        futures: Iterator[asyncio.Future[Answer]],
     ) -> dict[str, Any]:
         if isinstance(line, Exception):
             return self._error(line)
@@ -200,4 +233,8 @@ class StreamResponse(Response):
         if self._num_refused >= _MOST_REFUSED_LINES:
             line = f"{self._num_refused} lines in a row were refused, so the rest is not read; correct the lines"
             refusal = RefusedTextError("too_many_refused", line)
-        return b"" if refusal is None else to_json({"index": self._index, **self._error(refusal)}) + b"\n"
+        return (
+            b""
+            if refusal is None
+            else to_json({"index": self._index, **self._error(refusal)}) + b"\n"
+        )
