@@ -55,9 +55,15 @@ FOUR_CORES = "import os; os.sched_getaffinity = lambda _: range(4);"
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [(None, 2), ("1", 1), ("3", 3)], ids=["nothing", "one thread", "three threads"]
+    ("asked", "expected"),
+    [(None, 2), pytest.param("1", 1, marks=pytest.mark.slow), ("3", 3)],
+    ids=["nothing", "one thread", "three threads"],
 )
-@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit', "sh"]], ids=["a rank", "a rank in a script"])
+@pytest.mark.parametrize(
+    "wrapper",
+    [pytest.param([], marks=pytest.mark.slow), ["sh", "-c", '"$@"; exit', "sh"]],
+    ids=["a rank", "a rank in a script"],
+)
 def test_under_torchrun_a_rank_has_its_share_of_four_cores_or_the_threads_that_a_person_asked_for(
     asked: str | None, expected: int, wrapper: list[str]
 ) -> None:

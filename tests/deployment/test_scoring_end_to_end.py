@@ -73,6 +73,7 @@ def _assert_all_end_well(runs: list[Run]) -> None:
     assert [run.wait() for run in runs] == [0] * len(runs), "\n".join(run.out + run.err for run in runs)
 
 
+@pytest.mark.slow
 def test_two_tasks_of_the_slurm_array(start: Start, place: Path) -> None:
     command = ["bash", "deployment/slurm/score.sbatch", "in/rows.csv", "slurm.csv"]
     model = ["--model", "checkpoints/distilbert_agnews"]

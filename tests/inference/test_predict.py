@@ -198,7 +198,9 @@ def test_a_reader_may_stop_early(model_folder: Path, tmp_path: Path) -> None:
     assert errors.read_bytes() == b""
 
 
-@pytest.mark.parametrize(("closed", "exit_code"), [("0", 2), ("1", 0), pytest.param("2", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("closed", "exit_code"), [("0", 2), *(pytest.param(number, 0, marks=pytest.mark.slow) for number in "12")]
+)
 def test_a_closed_stream_is_no_crash(model_folder: Path, closed: str, exit_code: int) -> None:
     shell = f'exec "$0" -m inference.predict --file "$1" --model "$2" {closed}>&-'
     arguments = [sys.executable, "-" if closed == "0" else "README.md", str(model_folder)]

@@ -135,6 +135,7 @@ def test_several_teachers_answer_with_their_mean_whatever_the_order_of_their_lab
     assert teachers.of(np.array([3])).dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_student_of_two_teachers_learns_from_the_mean_of_both(
     weather: Path, teacher: Path, tmp_path: Path, train_here: Train
 ) -> None:
@@ -368,6 +369,7 @@ def test_twelve_blocks_give_those_from_which_distilbert_began(tmp_path: Path) ->
     assert places == [0, 2, 4, 7, 9, 11]
 
 
+@pytest.mark.slow
 def test_the_documented_command_leads_from_a_teacher_to_a_student_that_is_served(
     weather: Path,
     teacher: Path,

@@ -79,15 +79,14 @@ def test_a_second_start_asks_the_teacher_nothing(
     assert "has read" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param((), id="ddp"),
-        pytest.param(("--strategy", "zero3"), id="zero3", marks=pytest.mark.slow),
-        pytest.param(("--strategy", "tp"), id="tp", marks=pytest.mark.slow),
-        pytest.param(
-            ("--strategy", "pp", "--gradient_accumulation", "2", "--batch_size", "8"), id="pp", marks=pytest.mark.slow
-        ),
+        pytest.param(("--strategy", "zero3"), id="zero3"),
+        pytest.param(("--strategy", "tp"), id="tp"),
+        pytest.param(("--strategy", "pp", "--gradient_accumulation", "2", "--batch_size", "8"), id="pp"),
     ],
 )
 def test_two_ranks_learn_vectors_as_one_process_does(

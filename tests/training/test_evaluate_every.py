@@ -73,7 +73,7 @@ def test_a_checkpoint_says_how_many_steps_an_epoch_has(whole: Path) -> None:
     assert state["steps_per_epoch"] == 8
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(8, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 9])
 def test_a_run_resumed_from_an_evaluation_has_the_same_history(
     step: int, whole: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:

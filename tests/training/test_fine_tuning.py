@@ -83,6 +83,7 @@ def one_epoch(train_here: Train, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_a_finished_run_gets_more_epochs_and_is_tested_again(
     one_epoch: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,7 +111,7 @@ def test_the_first_evaluation_is_that_of_the_fitted_head_and_the_best_one_is_kep
     assert metrics(tmp_path / "model")["test"]["accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
     step: int, encoder: Path, rows: Path, train_here: Train, tmp_path: Path
 ) -> None:
@@ -173,6 +173,7 @@ def test_ranks_that_share_the_reading_find_what_one_finds(encoder: Path) -> None
     assert all(np.allclose(found, alone, atol=1e-5) for found in shared)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_written_with_the_mean_is_trained_again_with_the_mean(
     encoder: Path, rows: Path, train_here: Train, tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_model_that_was_written_with_the_mean_is_trained_again_with_the_mean(
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_configuration_that_a_run_writes_down_trains_the_same_model_again(
     encoder: Path, rows: Path, train_here: Train, tmp_path: Path
 ) -> None:

@@ -341,11 +341,12 @@ def error_line(run: subprocess.CompletedProcess[str], code: int) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         ("--model", "tiny", "--dataset", "fancyzhx/ag_news"),
-        pytest.param(("--model", "acme/tiny-encoder", "--dataset", "sample"), marks=pytest.mark.slow),
+        ("--model", "acme/tiny-encoder", "--dataset", "sample"),
     ],
 )
 def test_a_hub_that_never_answers_ends_the_start_but_not_the_restarts_of_a_launcher(
@@ -367,6 +368,7 @@ def test_a_hub_that_never_answers_ends_the_start_but_not_the_restarts_of_a_launc
     assert not list(tmp_path.rglob("exit_code"))
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_have_gives_one_line(
     hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

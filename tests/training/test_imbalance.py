@@ -30,7 +30,11 @@ def rare(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("flags", [("--class_weights", "auto"), ("--sampling", "balanced")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [("--class_weights", "auto"), pytest.param(("--sampling", "balanced"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_two_ranks_train_as_one_does(
     flags: tuple[str, ...], rare: Path, launch: Callable[..., Any], metrics_of: Metrics, tmp_path: Path
 ) -> None:

@@ -87,9 +87,10 @@ def _losses(metrics_of: Metrics, output: Path) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "layout"),
-    [pytest.param(*case, marks=() if case == ("causal_lm", "pp") else pytest.mark.slow) for case in CASES],
+    CASES,
 )
 def test_every_layout_trains_a_language_model_as_one_process_does(
     task: str,
@@ -114,7 +115,7 @@ def test_every_layout_trains_a_language_model_as_one_process_does(
     assert tests[0]["perplexity"] == pytest.approx(tests[1]["perplexity"], rel=1e-3)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["masked_lm", pytest.param("causal_lm", marks=pytest.mark.slow)])
 def test_a_run_resumes_exactly(
     task: str, text: Path, alone: dict[str, Path], train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def _start(start: Callable[..., Run], flags: Sequence[object], private: Path, **
     return start(["bash", TRAINING / "run_ddp.sh", 2, *flags], wait=False, env=given)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_attempt_of_a_run_on_one_machine_listens_where_others_can_reach_it(
     start: Callable[..., Run], base_flags: tuple[str, ...], tmp_path: Path, private: Path

@@ -60,10 +60,10 @@ def on_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
     "fields",
     [
         {"strategy": "ddp"},
-        {"strategy": "zero1"},
         {"strategy": "zero3"},
+        pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "zero2"}, marks=pytest.mark.slow),
-        {"strategy": "pp", "gradient_accumulation": 2},
+        pytest.param({"strategy": "pp", "gradient_accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"strategy": "pp", "pp_schedule": "zbv", "gradient_accumulation": 4}, marks=pytest.mark.slow),
         pytest.param({"strategy": "ddp", "activation_checkpointing": "full"}, marks=pytest.mark.slow),
     ],

@@ -193,6 +193,7 @@ def test_an_earlier_model_learns_a_new_label_and_the_run_says_what_the_old_ones_
     assert "right before" in shown
 
 
+@pytest.mark.slow
 def test_an_extended_model_can_be_extended_again(earlier: Path, run: Train, tmp_path: Path) -> None:
     first = write_rows(tmp_path / "first.csv", 12, "sea", first=400)
     again = write_rows(tmp_path / "again.csv", 12, "sea", "storm", first=500)

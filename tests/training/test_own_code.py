@@ -79,6 +79,7 @@ def test_an_own_network_loss_and_metric_train_and_a_subscriber_follows(folder: P
         read_saved_model(folder / "model")
 
 
+@pytest.mark.slow
 def test_calling_again_resumes_and_gives_the_same_result(folder: Path) -> None:
     first = train(_config(folder), network=_my_models().TextCNN)
     again = train(_config(folder), network=_my_models().TextCNN)

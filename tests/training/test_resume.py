@@ -150,6 +150,7 @@ def stopped_on_two(tmp_path_factory: pytest.TempPathFactory, launch_shared: Call
     return output, run
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_stops_both_with_all_saved(stopped_on_two: tuple[Path, Any]) -> None:
     output, run = stopped_on_two
 
@@ -237,6 +238,7 @@ def test_a_run_with_no_whole_checkpoint_is_refused_and_left_as_it_is(
     assert sorted(_checkpoint(copied, 0).parent.glob("step_*")) == checkpoints
 
 
+@pytest.mark.slow
 def test_a_best_epoch_with_a_damaged_checkpoint_is_passed_over_in_the_final_test(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

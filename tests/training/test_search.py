@@ -154,6 +154,7 @@ def test_a_trial_that_fails_is_recorded_with_its_error_and_the_search_goes_on(
     assert "trial 0 failed: its process was ended by SIGKILL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_value_that_a_run_refuses_fails_its_trial_once_others_have_trained(write: Write, tmp_path: Path) -> None:
     code = _search(write(config={"epochs": 1}, search={"freeze": ["none", "9"]}, seed=1))
 

@@ -141,6 +141,7 @@ def test_a_teacher_that_is_no_folder_of_an_encoder_is_refused_in_one_line(
     assert "--teacher bert-base-uncased: has no config.json; give the folder of an encoder" in ended.err
 
 
+@pytest.mark.slow
 def test_a_model_that_began_in_half_precision_is_written_and_read_in_full(
     train_here: Callable[..., int], tmp_path: Path
 ) -> None:

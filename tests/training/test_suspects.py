@@ -80,7 +80,8 @@ def test_looking_for_suspects_changes_no_loss(
     assert not (tmp_path / "none.run" / "suspects.csv").exists()
 
 
-@pytest.mark.parametrize("action", ["drop", pytest.param("reweight", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["drop", "reweight"])
 def test_suspects_are_the_same_on_two_ranks_and_after_a_resume(
     action: str,
     mislabelled: Path,

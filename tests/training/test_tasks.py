@@ -106,7 +106,9 @@ def test_every_layout_trains_a_task_as_one_process_does(
     assert _losses(metrics_of, output) == pytest.approx(_losses(metrics_of, alone[task]), rel=1e-4)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=() if task == "pair" else pytest.mark.slow) for task in TASKS]
+)
 def test_a_run_resumes_exactly(
     task: str,
     folders: dict[str, Path],

@@ -61,10 +61,10 @@ def on_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("world_size", "fields"),
     [
-        (2, {"strategy": "ddp"}),
         (2, {"strategy": "ddp", "gradient_accumulation": 2}),
-        (2, {"strategy": "zero1"}),
         (2, {"strategy": "zero3"}),
+        pytest.param(2, {"strategy": "ddp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "zero1"}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.slow),
         pytest.param(4, {"strategy": "ddp"}, marks=pytest.mark.slow),
     ],

@@ -239,7 +239,9 @@ def test_a_connection_that_is_kept_alive_is_left_alone_while_it_waits(hasty_serv
             connection.settimeout(20)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=pytest.mark.slow if name.startswith("uvicorn") else ()) for name in COMMANDS]
+)
 def test_idle_connections_beyond_the_files_of_the_process_keep_nobody_out(
     command: str, model_folder: Path, tmp_path: Path
 ) -> None:

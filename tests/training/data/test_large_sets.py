@@ -121,6 +121,7 @@ def test_reading_needs_less_memory_than_the_texts(tmp_path: Path, suffix: str) -
     assert most < path.stat().st_size / 3
 
 
+@pytest.mark.slow
 def test_each_further_row_needs_few_bytes_of_memory_to_be_read_and_tokenised(tmp_path: Path) -> None:
     tokenizer = TextTokenizer.from_json(load_tokenizer("tiny", ["word"], 16).backend_tokenizer.to_str(), 16)
 

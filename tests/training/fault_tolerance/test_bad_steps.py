@@ -259,7 +259,9 @@ def test_a_damaged_checkpoint_is_moved_aside_when_a_run_rolls_back_past_it(not_h
     ("fields", "expected"),
     [
         ({"bad_steps": 0}, "The last checkpoint is good and is kept; lower --learning_rate or fix the rows"),
-        ({"bad_steps": 2, "save_every": 0}, "There is no checkpoint yet to return to"),
+        pytest.param(
+            {"bad_steps": 2, "save_every": 0}, "There is no checkpoint yet to return to", marks=pytest.mark.slow
+        ),
     ],
     ids=["no budget", "no checkpoint"],
 )

@@ -202,6 +202,7 @@ def poisoned(tmp_path: Path) -> tuple[Path, Path]:
     return data, tmp_path / "start"
 
 
+@pytest.mark.slow
 def test_nan_loss_names_step_rank_and_row_and_the_checkpoint_stays(
     launch: Callable[..., Any],
     poisoned: tuple[Path, Path],

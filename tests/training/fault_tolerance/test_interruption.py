@@ -186,7 +186,8 @@ def test_a_second_ctrl_c_ends_at_once_whatever_the_process_waits_for(start: Call
     assert run.err == "interrupted\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_launcher_script_passes_a_stop_on_and_ends_with_0(
     start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -211,7 +211,10 @@ def test_the_launchers_report_ends_with_the_error_of_the_rank(tmp_path: Path, ki
 @pytest.mark.parametrize(
     ("rank", "code", "line"),
     [
-        ("import sys; print('error: --epochs 0', file=sys.stderr); sys.exit(2)", 2, r"error: --epochs 0"),
+        pytest.param(
+            *("import sys; print('error: --epochs 0', file=sys.stderr); sys.exit(2)", 2, r"error: --epochs 0"),
+            marks=pytest.mark.slow,
+        ),
         (
             "import os; os.kill(os.getpid(), 9)",
             1,

@@ -36,6 +36,7 @@ def _ask_before_evaluation(number: int) -> Callable[..., Any]:
     return evaluates
 
 
+@pytest.mark.slow
 def test_interrupted_evaluations_are_repeated_on_resume(
     train_here: Callable[..., int],
     capfd: pytest.CaptureFixture[str],

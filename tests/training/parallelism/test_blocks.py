@@ -104,7 +104,9 @@ def _run_lengths(model: NewsClassifier, lengths: range) -> None:
         model(ids, torch.ones_like(ids)).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("selective", "full"))]
+)
 def test_compiled_blocks_are_not_recompiled_for_another_length_or_step(
     mode: str, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

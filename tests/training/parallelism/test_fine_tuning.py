@@ -80,12 +80,13 @@ def _alone(layouts: int) -> Found:
     return losses, logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
         (2, ["ddp", "zero3", "pp"]),
-        pytest.param(4, ["zero1", "zero2", "3d", "offloaded", "zero_bubble", "copied"], marks=pytest.mark.slow),
-        pytest.param(2, ["tp", "zero2", "tp", "zero1"], marks=pytest.mark.slow),
+        (4, ["zero1", "zero2", "3d", "offloaded", "zero_bubble", "copied"]),
+        (2, ["tp", "zero2", "tp", "zero1"]),
     ],
 )
 def test_a_run_goes_from_layout_to_layout_as_one_process_trains(

@@ -31,7 +31,7 @@ def _both(fields: dict[str, Any], accumulation: int) -> tuple[float, float]:
     return sum(shared.values()) / sum(whole.values()), between / whole["gradients"]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_on_four_ranks_each_holds_less_than_30_percent_of_the_state(strategy: str) -> None:
     for share, between in run_on_ranks(4, _both, {"strategy": strategy}, 2):
         assert share < 0.3

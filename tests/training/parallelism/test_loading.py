@@ -135,7 +135,7 @@ def _most_memory(folder: Path, how: str) -> float:
     return (max(*most, _anonymous_bytes()) - before) / (4 * sum(p.numel() for p in model.parameters()))
 
 
-@pytest.mark.parametrize("how", ["fsdp", "tp"])
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_no_rank_holds_the_whole_model_in_fp32(
     run_on_ranks: Callable[..., list[Any]], large: Path, stored: Path, how: str
 ) -> None:

@@ -53,7 +53,7 @@ def _after_steps(fields: dict[str, Any], accumulation: int) -> tuple[str, torch.
     return difference, strategy.logits(token, token, "fp32"), saved
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "fields",
     [

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"strategy": "pp", "gradient_accumulation": 2}),
     "all together": (8, {"strategy": "3d", "pp": 2, "tp": 2, "gradient_accumulation": 2}),
 }
-SLOW = ("one process", "ZeRO 1", "ZeRO 2", "offloaded", "tensor parallel", "all together")
+SLOW = set(LAYOUTS) - {"ZeRO 3", "copies"}
 # Beyond those that PowerSGD averages without approximation.
 FIRST_STEPS = range(1, 13)
 BAD_STEP, NEXT_STEP = 13, 14

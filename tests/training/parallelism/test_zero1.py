@@ -64,6 +64,7 @@ def _second_half(state: WholeState) -> tuple[list[float], Weights]:
     return take_steps(strategy, range(4, 6)), whole_weights(strategy)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_on_another_number_of_ranks() -> None:
     losses, weights = run_on_ranks(2, _trained, "zero1", 1)[0]
 

@@ -41,7 +41,7 @@ def find_and_train(strategy: str) -> tuple[FoundSize, bool, list[float], list[fl
     return found, unmoved, *losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_ranks_find_the_same_size_and_train_as_if_nothing_had_been_tried(strategy: str) -> None:
     first, second = run_on_ranks(2, find_and_train, strategy)
 

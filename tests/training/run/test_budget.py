@@ -151,6 +151,7 @@ def test_the_documented_command_trains(
     assert metrics_of(tmp_path / "model.run", "epoch")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_all_its_epochs_ends_before_the_deadline_and_says_so(
     train_here: Train, metrics_of: Metrics, tmp_path: Path, just_started: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,7 +235,10 @@ def test_a_run_that_has_hardly_begun_says_so_everywhere(
 
 @pytest.mark.parametrize(
     ("flags", "more"),
-    [((), ("--epochs", "4")), (("--epochs", "4", "--early_stopping", "1"), ("--early_stopping", "3"))],
+    [
+        pytest.param((), ("--epochs", "4"), marks=pytest.mark.slow),
+        (("--epochs", "4", "--early_stopping", "1"), ("--early_stopping", "3")),
+    ],
 )
 def test_the_same_command_continues_an_ended_run_as_a_hint_says(
     flags: Sequence[str],
