@@ -7,7 +7,6 @@ wherever it was resumed, it has the same rows.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import itertools
@@ -21,17 +20,14 @@ from common.problem_types import UnusableRow
 from common.rows import (
     Columns,
     Layout,
-    Lines,
-    Place,
     Reading,
-    check_utf8,
     csv_records,
     find_layout,
     joined,
     parse_json,
-    utf8_bytes,
 )
 from common.text import Text
+from common.text_files import Lines, Place, TextFile, check_utf8
 
 if TYPE_CHECKING:
     import pyarrow
@@ -138,18 +134,8 @@ class _TextParts(PartReader):
     """What CSV and JSON lines share: lines, and parts that end after so many rows or bytes."""
 
     def __init__(self, name: str, file: BinaryIO, wanted: Columns, part_rows: int) -> None:
-        self._name, self._file, self._wanted, self._part_rows = name, file, wanted, part_rows
-        file.seek(0)
-        head = file.read(4096)
-        is_utf32 = head.startswith(codecs.BOM_UTF32_LE)  # which begins like UTF-16
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not is_utf32:
-            raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
-        try:
-            head = utf8_bytes(head)
-        except ValueError as error:
-            raise UserError(f"{name}: {error}", code="data-unreadable") from error
-        if not head:
-            raise UserError(f"{name}: holds no rows", code="data-empty")
+        self._name, self._wanted, self._part_rows = name, wanted, part_rows
+        self._file = TextFile(name, file)
         self._find_columns()
         if not self.read(Place()).texts:
             raise UserError(f"{name}: holds no rows", code="data-empty")
@@ -163,7 +149,7 @@ class _TextParts(PartReader):
 
     def read(self, place: Place) -> Part:
         part = Part([], [], end=place)
-        lines = Lines(self._name, self._file, place)
+        lines = Lines(self._file, place)
         for number in self._records(lines, place.lines, part):
             part.end = lines.place_after(number)
             if (
@@ -208,7 +194,7 @@ class CsvParts(_TextParts):
     _suffix = ".csv"
 
     def _find_columns(self) -> None:
-        lines = Lines(self._name, self._file, Place())
+        lines = Lines(self._file)
         try:
             layout = find_layout(lines, self._wanted, self._suffix)
         except ValueError as error:
@@ -228,10 +214,10 @@ class CsvParts(_TextParts):
         if "UTF-8" in str(error):
             raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
         with contextlib.suppress(ValueError):
-            layout = find_layout(Lines(self._name, self._file, Place()), Columns(), self._suffix)
+            layout = find_layout(Lines(self._file), Columns(), self._suffix)
             if self._wanted == Columns(label="") and layout and not layout.places:
                 return layout
-        lines = Lines(self._name, self._file, Place())
+        lines = Lines(self._file)
         first = next(i for i, line in enumerate(lines) if line.strip())
         _no_column(f"{self._name} line {first + 1}", self._wanted, error)
 

@@ -7,11 +7,9 @@ Files that are too large for memory are read part by part in :mod:`common.row_pa
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import glob
-import io
 import itertools
 import json
 import re
@@ -20,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from common.errors import UserError, first_line
 from common.escaping import printable, some_of
@@ -35,6 +33,7 @@ from common.problem_types import (
     UnusableRow,
 )
 from common.text import Text, counted
+from common.text_files import Lines, TextFile, check_utf8
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -52,9 +51,6 @@ _LONGEST_NAME = 30
 
 # A long document is one field; csv's own limit is 131,072 characters.
 csv.field_size_limit(2**31 - 1)
-
-# Else a quote that is never closed would make one record of the rest of a file, and missing line ends one line of all.
-LONGEST_RECORD = 32 * 2**20
 
 # A row before its label is known to be a class: its position, its text or pair of texts, its label as found.
 FoundRow = tuple[str, Any, Any]
@@ -247,127 +243,6 @@ def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
     )
     header = " (the first line must be a header such as text,label)" if is_row else ""
     raise ValueError(columns.missing(fields) + header)
-
-
-# How files begin that are not text, whatever they are called.
-_OTHER_FILES = {
-    b"\x1f\x8b": "a gzip archive; unpack it",
-    b"PK\x03\x04": 'a zip archive or a spreadsheet; unpack it, or save it as "CSV UTF-8"',
-    b"\xd0\xcf\x11\xe0": 'an old Excel file; save it as "CSV UTF-8"',
-    b"BZh": "a bzip2 archive; unpack it",
-    b"\xfd7zXZ\0": "an xz archive; unpack it",
-    b"\x28\xb5\x2f\xfd": "a zstd archive; unpack it",
-    b"7z\xbc\xaf": "a 7z archive; unpack it",
-    b"PAR1": "a Parquet file; name it .parquet",
-    b"%PDF": "a PDF file",
-    b"SQLite format 3\0": "a SQLite database; export its table as CSV",
-    codecs.BOM_UTF32_LE: "UTF-32 text; save it as UTF-8",
-    b"\0\0\xfe\xff": "UTF-32 text; save it as UTF-8",
-}
-
-
-def utf8_bytes(data: bytes) -> bytes:
-    """A file's text in UTF-8 without a byte order mark; UTF-16 is recognized by its mark.
-
-    Raises:
-        ValueError: it is another kind of file, UTF-16 without a mark, or truncated UTF-16.
-    """
-    for begin, what in _OTHER_FILES.items():
-        if data.startswith(begin):
-            raise ValueError(f"not text but {what}")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        try:
-            data = data.decode("utf-16").encode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"UTF-16 text that is damaged at byte {error.start}; save it as UTF-8"
-            ) from error
-    # A NUL here and there is a character like others, but of most letters UTF-16 makes a byte and a NUL.
-    head = data[:1000]
-    if max(head[::2].count(0), head[1::2].count(0)) > len(head) // 4:
-        kind = "UTF-32" if head.count(0) > len(head) * 5 // 8 else "UTF-16"
-        raise ValueError(f"not UTF-8 text (it looks like {kind}); save it as UTF-8")
-    if 0 in head and "\ufffd" in head[:-3].decode(errors="replace"):
-        raise ValueError("not UTF-8 text, but bytes of another kind; is it a text file?")
-    return data.removeprefix(codecs.BOM_UTF8)
-
-
-def check_utf8(text: str) -> None:
-    """Refuse text that was decoded with ``surrogateescape`` because its bytes are not UTF-8.
-
-    Raises:
-        ValueError: it is such text.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError('not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")') from error
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and rows before it."""
-
-    offset: int = 0
-    lines: int = 0
-    rows: int = 0
-
-
-class Lines(Sequence[str]):
-    """A file's lines by their number, read when they are asked for; only those of the current record are held."""
-
-    def __init__(self, name: str, file: BinaryIO, place: Place) -> None:
-        self._name, self._file = name, file
-        self._held: dict[int, tuple[str, int]] = {}  # the line, and the byte at which it ends
-        self._first, self._next, self._offset = place.lines, place.lines, place.offset
-        self._begin = place.offset  # of what is held
-        file.seek(place.offset)
-
-    def __getitem__(self, number: int) -> str:  # type: ignore[override]
-        while number >= self._next:
-            if self._offset - self._begin > LONGEST_RECORD:
-                raise csv.Error(
-                    f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?"
-                )
-            raw = self._file.readline(LONGEST_RECORD)
-            if not raw:
-                raise IndexError(number)
-            if len(raw) == LONGEST_RECORD and not raw.endswith(b"\n"):
-                raise UserError(
-                    f"{self._name} line {self._next + 1}: longer than {LONGEST_RECORD // 2**20} MiB; is it text?",
-                    code="data-unreadable",
-                )
-            start = self._offset
-            for line in raw.splitlines(keepends=True):
-                self._offset += len(line)
-                data = (
-                    line.removeprefix(b"\xef\xbb\xbf") if start == 0 and self._next == 0 else line
-                )
-                self._held[self._next] = (data.decode(errors="surrogateescape"), self._offset)
-                self._next += 1
-        return self._held[number][0]
-
-    def __len__(self) -> int:
-        raise NotImplementedError("not known before the file is read to its end")
-
-    def place_after(self, number: int) -> Place:
-        """Where the line after the first ``number`` lines begins; the lines before it are let go."""
-        while self._first < number:
-            self._begin = self._held.pop(self._first)[1]
-            self._first += 1
-        return Place(self._begin, number)
-
-    def end(self) -> Place:
-        """The end of the file, once it was reached."""
-        return Place(self._offset, self._next)
-
-    @contextlib.contextmanager
-    def from_start(self) -> Iterator[Lines]:
-        """The same file from its first line on, to be read before this one is read further."""
-        try:
-            yield Lines(self._name, self._file, Place())
-        finally:
-            self._file.seek(self._offset)
 
 
 class Reading:
@@ -571,44 +446,21 @@ def read_file(
         if is_lfs_pointer(path):
             what = "is only a pointer of Git LFS to the file; run git lfs pull in its folder"
             raise UserError(f"{reading.flag} {path}: {what}", code="data-unreadable")
-        if suffix == PLAIN_TEXT_FORMAT:
-            yield from _read_lines(path, reading)
-        elif suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, reading, label_names)
-        else:
-            yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
+        if suffix == ".parquet":
+            yield from _parquet_rows(path, reading)
+            return
+        with path.open("rb") as file:
+            lines = Lines(TextFile(str(path), file))
+            if suffix in (".csv", ".tsv"):
+                yield from _csv_rows(path, lines, reading, label_names)
+            elif suffix == PLAIN_TEXT_FORMAT:
+                yield from _plain_rows(path, lines, reading)
+            else:
+                yield from _json_rows(path, lines, reading)
     except OSError as error:
         raise UserError(
             f"{reading.flag} {path}: {error.strerror or error}", code="data-unreadable"
         ) from error
-
-
-def text_lines(name: Path | str, data: bytes) -> list[str]:
-    """A file's lines with their ends; bytes that are not UTF-8 become surrogates.
-
-    Raises:
-        UserError: it is UTF-16 without a mark, or truncated UTF-16.
-    """
-    try:
-        data = utf8_bytes(data)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}", code="data-unreadable") from error
-    return [line.decode(errors="surrogateescape") for line in data.splitlines(keepends=True)]
-
-
-@contextlib.contextmanager
-def _open_lines(path: Path) -> Iterator[Lines]:
-    """A file's lines, read as they are asked for; UTF-16 is read whole."""
-    with path.open("rb") as file:
-        head = file.read(1000)
-        try:
-            if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                yield Lines(str(path), io.BytesIO(utf8_bytes(head + file.read())), Place())
-                return
-            utf8_bytes(head)
-        except ValueError as error:
-            raise UserError(f"{path}: {error}", code="data-unreadable") from error
-        yield Lines(str(path), file, Place())
 
 
 def _check_encoding(text: str) -> None:
@@ -616,13 +468,6 @@ def _check_encoding(text: str) -> None:
         check_utf8(text)
     except ValueError as error:
         raise UnusableRow(str(error)) from error
-
-
-def _read_csv(
-    path: Path, reading: Reading, label_names: Sequence[str] | None
-) -> Iterator[FoundRow]:
-    with _open_lines(path) as lines:
-        yield from _csv_rows(path, lines, reading, label_names)
 
 
 def _csv_rows(
@@ -739,7 +584,8 @@ def ag_news_classes(path: Path) -> list[str] | None:
         return None
     classes: set[str] = set()
     try:
-        with _open_lines(path) as lines:
+        with path.open("rb") as file:
+            lines = Lines(TextFile(str(path), file))
             layout = find_layout(lines, TEXT_AND_LABEL, path.suffix.lower())
             if layout is None or layout.places:
                 return None
@@ -864,23 +710,17 @@ def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
     return JoinedText.of(fields[1:]), names[int(label) - 1] if names else label
 
 
-def _read_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
-    with _open_lines(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            lines.place_after(number)
-            if not line.strip():
-                continue
-            try:
-                _check_encoding(line)
-            except UnusableRow as error:
-                reading.reject(f"{path} line {number}", str(error))
-            else:
-                yield f"{path} line {number}", line.rstrip("\r\n"), None
-
-
-def _read_json_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
-    with _open_lines(path) as lines:
-        yield from _json_rows(path, lines, reading)
+def _plain_rows(path: Path, lines: Lines, reading: Reading) -> Iterator[FoundRow]:
+    for number, line in enumerate(lines, start=1):
+        lines.place_after(number)
+        if not line.strip():
+            continue
+        try:
+            _check_encoding(line)
+        except UnusableRow as error:
+            reading.reject(f"{path} line {number}", str(error))
+        else:
+            yield f"{path} line {number}", line.rstrip("\r\n"), None
 
 
 def _json_rows(path: Path, lines: Lines, reading: Reading) -> Iterator[FoundRow]:
@@ -970,7 +810,7 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     return text_and_label(*([row[names[place]] for place in parts] for parts in places))
 
 
-def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
+def _parquet_rows(path: Path, reading: Reading) -> Iterator[FoundRow]:
     import pyarrow
     import pyarrow.parquet
 

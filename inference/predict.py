@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from common.errors import OneLineParser, UserError, run_command
 from common.escaping import printable
-from common.rows import check_utf8, text_lines
 from common.text import Text, texts_in
+from common.text_files import check_utf8, text_lines
 from inference.engines.answering import Answering
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES

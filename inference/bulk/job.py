@@ -34,8 +34,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import nearest_folder
-from common.row_parts import Part, PartReader, Place, open_parts
+from common.row_parts import Part, PartReader, open_parts
 from common.rows import FORMATS
+from common.text_files import Place
 from inference.bulk.rows_out import FORMATS as OUT_FORMATS
 from inference.bulk.storage import Storage, is_remote, storage_of
 

@@ -12,7 +12,8 @@ from urllib.request import urlopen
 import torch
 
 from common.errors import UserError, first_line
-from common.rows import TEXT_AND_LABEL, Layout, Reading, check_utf8, csv_records, text_lines
+from common.rows import TEXT_AND_LABEL, Layout, Reading, csv_records
+from common.text_files import check_utf8, text_lines
 
 READ_TIMEOUT = 30.0  # seconds
 MAX_BYTES = 20 * 10**6

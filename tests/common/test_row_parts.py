@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import common.rows
-from common import row_parts
+from common import row_parts, text_files
 from common.errors import UserError
-from common.row_parts import ParquetParts, PartReader, Place, open_parts
+from common.row_parts import ParquetParts, PartReader, open_parts
+from common.text_files import Place
 
 
 def opened(path: Path, part_rows: int = 7) -> PartReader:
@@ -59,8 +59,24 @@ def test_a_part_is_the_same_from_a_reader_that_begins_there(paths: dict[str, Pat
         assert reader.read(place).texts == texts
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_a_part_of_utf_16_is_the_same_from_a_reader_that_begins_there(
+    paths: dict[str, Path], name: str, encoding: str
+) -> None:
+    # One byte of each of these characters is that of a line feed; the last one has two.
+    text = paths[name].read_bytes().decode("utf-8-sig").replace("é", "🐢\u010a\u0a10\u0a0a").replace("\r\n", "\r")
+    paths[name].write_bytes(("\ufeff" + text.replace("\\u00e9", "🐢\u010a\u0a10\u0a0a")).encode(encoding))
+    expected = all_parts(opened(paths[name]))
+    assert [text for _, texts, _ in expected for text in texts] == [
+        f'text {number}, with\nlines and "quotes" 🐢\u010a\u0a10\u0a0a' for number in range(50)
+    ]
+    for place, texts, _ in reversed(expected):
+        assert opened(paths[name]).read(place).texts == texts
+
+
 def test_a_quote_that_is_never_closed_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.rows, "LONGEST_RECORD", 1000)
+    monkeypatch.setattr(text_files, "LONGEST_RECORD", 1000)
     path = tmp_path / "rows.csv"
     path.write_text('text\n"never closed\n' + "".join(f"text {number}\n" for number in range(300)) + '"nor this\n')
     parts = all_parts(opened(path))
@@ -80,7 +96,7 @@ def test_long_documents_end_a_part_early(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_file_that_has_no_line_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.rows, "LONGEST_RECORD", 1000)
+    monkeypatch.setattr(text_files, "LONGEST_RECORD", 1000)
     with pytest.raises(UserError, match="line 1: longer than"):
         open_parts("rows.jsonl", ".jsonl", io.BytesIO(b"x" * 5000), "text")
 

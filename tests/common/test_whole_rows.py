@@ -13,7 +13,8 @@ import pytest
 
 from common.errors import UserError
 from common.row_parts import open_parts
-from common.rows import Columns, Place, Reading, read_file, read_labelled_rows
+from common.rows import Columns, Reading, read_file, read_labelled_rows
+from common.text_files import Place
 
 GOOD = "".join(f"fine thing {i},pos,web\npoor thing {i},neg,web\n" for i in range(5))
 
@@ -132,6 +133,20 @@ def test_a_number_that_json_cannot_hold_is_not_turned_into_null(tmp_path: Path, 
     texts, [problem] = scored(tmp_path / "rows.jsonl")
     assert texts == ["a"]
     assert problem.startswith("has a number that JSON cannot hold")
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl"])
+def test_utf_16_is_read_by_training_and_by_scoring(tmp_path: Path, name: str) -> None:
+    row = '{"text": "żółw, 🐢", "label": "pos"}\n' if name == "rows.jsonl" else '"żółw, 🐢"{}pos\n'
+    header = "" if name == "rows.jsonl" else "text{}label\n"
+    separator = "\t" if name == "rows.tsv" else ","
+    content = (header + row * 1000).replace("{}", separator)
+    assert both(tmp_path / name, content.encode("utf-16")) == (["żółw, 🐢"] * 1000, [])
+    damaged = content.encode("utf-16") + b"\x3d\xd8\n\0"  # half a character, far from the beginning
+    (tmp_path / name).write_bytes(damaged)
+    for read in (trained, scored):
+        with pytest.raises(UserError, match=f"{name}: UTF-16 text that is damaged at byte {len(damaged) - 4}; save it"):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
