@@ -11,7 +11,7 @@ import contextlib
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -23,8 +23,11 @@ from common.rows import (
     Reading,
     csv_records,
     find_layout,
+    first_filled,
     joined,
+    open_parquet,
     parse_json,
+    text_problem,
 )
 from common.text import Text
 from common.text_files import Lines, Place, TextFile, check_utf8
@@ -166,21 +169,11 @@ class _TextParts(PartReader):
         self, part: Part, line: int, row: dict[str, Any], texts: Sequence[Any], problem: str = ""
     ) -> None:
         assert isinstance(part.rows, list)
-        problem = problem or _problem_of(texts)
+        problem = problem or text_problem(texts)
         if problem:
             part.problems[len(part.texts)] = f"{self._name} line {line}: {problem}"
         part.rows.append(row)
         part.texts.append(None if problem else _text_of(texts))
-
-
-def _problem_of(texts: Sequence[Any]) -> str:
-    """What is wrong with the text of a row, or with one of a pair."""
-    for name, text in zip(("text", "second text"), texts, strict=False):
-        if not isinstance(text, str):
-            return f"the {name} is not a string"
-        if not text.strip():
-            return f"the {name} is empty"
-    return ""
 
 
 def _text_of(texts: Sequence[str]) -> Text:
@@ -217,49 +210,46 @@ class CsvParts(_TextParts):
             layout = find_layout(Lines(self._file), Columns(), self._suffix)
             if self._wanted == Columns(label="") and layout and not layout.places:
                 return layout
-        lines = Lines(self._file)
-        first = next(i for i, line in enumerate(lines) if line.strip())
-        _no_column(f"{self._name} line {first + 1}", self._wanted, error)
+        line = first_filled(Lines(self._file)) + 1
+        _no_column(f"{self._name} line {line}", self._wanted, error)
 
     def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
         collecting, layout = _Collecting(self._wanted, part), self._layout
-        width, places = len(self.columns), layout.places
         # A rejected line adds its row to the part on its own, before the next record is yielded.
-        records = csv_records(self._name, lines, layout, collecting, start)
-        for line, fields in records:
+        for line, fields in csv_records(self._name, lines, layout, collecting, start):
             if fields:
-                problem, line_text = "", "".join(fields)
-                if not line_text.isascii() and not _is_utf8(line_text):
-                    problem = 'not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")'
-                    fields = [
-                        part.encode(errors="surrogateescape").decode(errors="replace")
-                        for part in fields
-                    ]
-                if places:
-                    try:
-                        layout.cells(fields)
-                    except UnusableRow as error:
-                        problem = problem or str(error)
-                padded = [*fields[:width], *[""] * (width - len(fields))]
-                texts = [" ".join(field for field in fields[1:] if field)]
-                if places:
-                    texts = [joined([padded[i] for i in text]) for text in places]
-                self._add(part, line, dict(zip(self.columns, padded, strict=True)), texts, problem)
+                self._add(part, line, *self._row(fields))
             yield line
+
+    def _row(self, fields: list[str]) -> tuple[dict[str, str], list[Any], str]:
+        """A row by the names of its columns, its texts, and why it cannot be used."""
+        problem, width, places = "", len(self.columns), self._layout.places
+        try:
+            check_utf8("".join(fields))
+        except ValueError as error:
+            problem, fields = str(error), _as_utf8(fields)
+        if places:
+            try:
+                self._layout.cells(fields)
+            except UnusableRow as error:
+                problem = problem or str(error)
+        padded = [*fields[:width], *[""] * (width - len(fields))]
+        if places:
+            texts = [joined([padded[i] for i in text]) for text in places]
+        else:
+            texts = [" ".join(field for field in fields[1:] if field)]
+        return dict(zip(self.columns, padded, strict=True)), texts, problem
+
+
+def _as_utf8(cells: list[str]) -> list[str]:
+    # A row that cannot be used is passed on with its problem, and the output has to be UTF-8.
+    return [cell.encode(errors="surrogateescape").decode(errors="replace") for cell in cells]
 
 
 class TsvParts(CsvParts):
     """The same, where a single column is not split at commas."""
 
     _suffix = ".tsv"
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        check_utf8(text)
-    except ValueError:
-        return False
-    return True
 
 
 class JsonLinesParts(_TextParts):
@@ -317,10 +307,8 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
     if not isinstance(row, dict):
         return {}, "must be an object"
     if _has_non_finite_number(row):
-        return (
-            {},
-            "has a number that JSON cannot hold (NaN, Infinity or above 1.8e308); write null, or quote it",
-        )
+        numbers = "NaN, Infinity or above 1.8e308"
+        return {}, f"has a number that JSON cannot hold ({numbers}); write null, or quote it"
     return row, ""
 
 
@@ -336,40 +324,18 @@ class ParquetParts(PartReader):
     """Parquet: row groups of any size are read in slices."""
 
     def __init__(self, name: str, file: BinaryIO, wanted: Columns, part_rows: int) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise UserError(
-                f"{name}: reading Parquet needs pyarrow: pip install pyarrow", code="data-format"
-            ) from None
-        self._pyarrow, self._name = pyarrow, name
-        self._unreadable = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
-        try:
-            # Without a buffer of its own, a column of a row group would be read whole.
-            self._file = pyarrow.parquet.ParquetFile(
-                file, page_checksum_verification=True, buffer_size=2**20, pre_buffer=False
-            )
-            self.schema = self._file.schema_arrow
-        except self._unreadable as error:
-            message = f"{name}: not a readable Parquet file ({first_line(error)}); copy it again"
-            raise UserError(message, code="data-unreadable") from error
+        # Without a buffer of its own, a column of a row group would be read whole.
+        self._file, self._unreadable = open_parquet(name, file, buffer_size=2**20, pre_buffer=False)
+        import pyarrow  # it is there, because the file was opened with it
+
+        self._pyarrow, self._name, self.schema = pyarrow, name, self._file.schema_arrow
         self.columns = self.schema.names
         refuse_repeats(name, self.columns)
         try:
             self._texts = wanted.among(self.columns)
         except ValueError as error:
             _no_column(name, wanted, error)
-        for place in itertools.chain(*self._texts):
-            kind = self.schema.types[place]
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not (
-                pyarrow.types.is_string(kind)
-                or pyarrow.types.is_large_string(kind)
-                or str(kind) == "string_view"
-            ):
-                what = f"the column {self.columns[place]} holds {kind} and not text"
-                raise UserError(f"{name}: {what}", code="data-columns")
+        self._refuse_other_kinds(itertools.chain(*self._texts))
         self.num_rows = self._file.metadata.num_rows
         if not self.num_rows:
             raise UserError(f"{name}: holds no rows", code="data-empty")
@@ -377,46 +343,54 @@ class ParquetParts(PartReader):
         self._group_rows = [group.num_rows for group in groups]
         bytes_per_row = max(1, sum(group.total_byte_size for group in groups) // self.num_rows)
         self.rows_per_part = max(1, min(part_rows, BYTES_PER_PART // bytes_per_row))
-        # Parts are mostly read one after another, so the place in the row group is kept.
+        # The cursor of `_take`: the next row, and what was decoded of the rows from there on.
         self._slices: Iterator[pyarrow.Table] = iter(())
         self._left: pyarrow.Table = self.schema.empty_table()
         self._row = -1
+
+    def _refuse_other_kinds(self, places: Iterable[int]) -> None:
+        """Refuse a column of numbers or lists: no row of it is a text."""
+        for place in places:
+            kind = self.schema.types[place]
+            kind = kind.value_type if self._pyarrow.types.is_dictionary(kind) else kind
+            if str(kind) not in ("string", "large_string", "string_view"):
+                what = f"the column {self.columns[place]} holds {kind} and not text"
+                raise UserError(f"{self._name}: {what}", code="data-columns")
 
     def read(self, place: Place) -> Part:
         num_rows = max(0, min(self.rows_per_part, self.num_rows - place.offset))
         end = Place(place.offset + num_rows, 0, place.offset + num_rows)
         try:
-            if (
-                self._row < 0
-                or place.offset < self._row
-                or self._group_of(place.offset) > self._group_of(self._row)
-            ):
-                group = self._group_of(place.offset)
-                self._row = sum(self._group_rows[:group])
-                self._left, self._slices = self.schema.empty_table(), self._slices_from(group)
-            while self._row < place.offset:  # in steps: a row group may be too large for memory
-                self._take(min(self.rows_per_part, place.offset - self._row))
+            self._go_to(place.offset)
             table = self._take(num_rows)
             columns = [
-                zip(
-                    *(table.column(i).cast(self._pyarrow.string()).to_pylist() for i in text),
-                    strict=True,
-                )
+                zip(*(table.column(i).cast("string").to_pylist() for i in text), strict=True)
                 for text in self._texts
             ]
         except self._unreadable as error:
-            message = f"{self._name} rows {place.offset + 1} to {end.offset}: cannot be read ({first_line(error)})"
-            raise UserError(message + "; copy the file again", code="data-unreadable") from error
+            where = f"{self._name} rows {place.offset + 1} to {end.offset}"
+            what = f"cannot be read ({first_line(error)}); copy the file again"
+            raise UserError(f"{where}: {what}", code="data-unreadable") from error
         part = Part(table, [], end=end)
         for position, cells in enumerate(zip(*columns, strict=True)):
             texts = [joined(text) for text in cells]
-            problem = _problem_of(texts)
-            if problem:
-                part.problems[position] = (
-                    f"{self._name} row {place.offset + position + 1}: {problem}"
-                )
+            if problem := text_problem(texts):
+                where = f"{self._name} row {place.offset + position + 1}"
+                part.problems[position] = f"{where}: {problem}"
             part.texts.append(None if problem else _text_of(texts))
         return part
+
+    def _go_to(self, row: int) -> None:
+        # Parts are mostly read one after another, and then the cursor is there already. A row group
+        # is only decoded from its start on, so earlier rows of one have to be passed, but the row
+        # groups before it are skipped.
+        group = self._group_of(row)
+        is_ahead = self._row < 0 or row < self._row
+        if is_ahead or group > self._group_of(self._row):
+            self._row = sum(self._group_rows[:group])
+            self._left, self._slices = self.schema.empty_table(), self._slices_from(group)
+        while self._row < row:  # in steps, because a row group may be too large for memory
+            self._take(min(self.rows_per_part, row - self._row))
 
     def _group_of(self, row: int) -> int:
         for group, rows in enumerate(self._group_rows):

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.errors import UserError, first_line
 from common.escaping import printable, some_of
@@ -34,6 +34,9 @@ from common.problem_types import (
 )
 from common.text import Text, counted
 from common.text_files import Lines, TextFile, check_utf8
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -191,26 +194,37 @@ def find_layout(lines: Lines, columns: Columns, suffix: str) -> Layout | None:
     if first is None:
         return None
     layout = replace(_layout_of(lines[first], columns, candidates), first=first)
-    is_tsv = layout.separator == "\t"
-    layout = replace(
-        layout,
-        quotes=not is_tsv or not quotes_are_text(lines, first, has_header=bool(layout.places)),
+    quotes = layout.separator != "\t" or not quotes_are_text(
+        lines, first, has_header=bool(layout.places)
     )
-    # What the first row shows: a quote behind a space only opens a field if such spaces are not part of the fields.
-    begin = lines[first] + next(iter(_lines_from(lines, first + 1)), "")
-    spaced = layout.quotes and bool(re.search(rf'{re.escape(layout.separator)} +"', begin))
-    spaced = spaced or (
-        bool(layout.places) and bool(re.search(rf"{re.escape(layout.separator)} +\S", lines[first]))
-    )
-    layout = replace(layout, spaced=spaced)
-    if not layout.places:
-        return layout
+    layout = replace(layout, quotes=quotes)
+    layout = replace(layout, spaced=_is_spaced(lines, layout))
+    return replace(layout, surplus=_surplus(lines, layout, columns)) if layout.places else layout
+
+
+def _is_spaced(lines: Lines, layout: Layout) -> bool:
+    """Whether a space follows each separator, as the header or the first row shows.
+
+    It matters for quotes: one behind a space only opens a field if the space is not part of it.
+    """
+    separator, header = re.escape(layout.separator), lines[layout.first]
+    if layout.places and re.search(rf"{separator} +\S", header):
+        return True
+    begin = header + next(iter(_lines_from(lines, layout.first + 1)), "")
+    return layout.quotes and bool(re.search(rf'{separator} +"', begin))
+
+
+def _surplus(lines: Lines, layout: Layout, columns: Columns) -> int:
+    """How many fields the first row has behind those of the header, if they are all empty."""
     records = csv_records("", lines, layout, Reading(columns, skip=True))
     row = next((fields for _, fields in records if fields), [])
     surplus = row[len(layout.header) :]
-    return (
-        layout if any(field.strip() for field in surplus) else replace(layout, surplus=len(surplus))
-    )
+    return 0 if any(field.strip() for field in surplus) else len(surplus)
+
+
+def first_filled(lines: Lines) -> int:
+    """The first line that is not blank, of a file that has one."""
+    return next(i for i, line in enumerate(lines) if line.strip())
 
 
 def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
@@ -226,23 +240,32 @@ def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
             return Layout(
                 separator, columns.among(fields), tuple(field.strip() for field in fields)
             )
-    for separator, fields in rows.items():
-        if (
-            columns in (Columns(), Columns(label=""))
-            and len(fields) > 1
-            and fields[0].strip().isdecimal()
-        ):
-            if fields == [str(i) for i in range(len(fields))]:
-                raise ValueError(f"the header only numbers the columns: {', '.join(fields)}")
-            return Layout(separator, None)
+    if columns in (Columns(), Columns(label="")) and (separator := _ag_news_separator(rows)):
+        return Layout(separator, None)
     check_utf8(line)
     fields = max(rows.values(), key=len)
-    # Names of columns are no numbers and few words; "no column text among 0.0, a fine lamp" would not say enough.
-    is_row = any(
-        re.fullmatch(r"-?\d+(\.\d*)?", field.strip()) or len(field.split()) > 3 for field in fields
-    )
+    is_row = any(map(_is_no_name, fields))
     header = " (the first line must be a header such as text,label)" if is_row else ""
     raise ValueError(columns.missing(fields) + header)
+
+
+def _ag_news_separator(rows: dict[str, list[str]]) -> str:
+    """The separator that makes a first line a row of AG News' layout: a class number, then texts."""
+    for separator, fields in rows.items():
+        if len(fields) > 1 and fields[0].strip().isdecimal():
+            # pandas writes such a header for a table whose columns have no names.
+            if fields == [str(i) for i in range(len(fields))]:
+                raise ValueError(f"the header only numbers the columns: {', '.join(fields)}")
+            return separator
+    return ""
+
+
+def _is_no_name(field: str) -> bool:
+    """Whether a field of a first line cannot name a column: it is a number, or has many words.
+
+    "no column text among 0.0, a fine lamp" would not say that the header is missing.
+    """
+    return bool(re.fullmatch(r"-?\d+(\.\d*)?", field.strip())) or len(field.split()) > 3
 
 
 class Reading:
@@ -320,38 +343,34 @@ class Reading:
         found: Any = array("d") if self.problem_type is REGRESSION else []
         names: dict[Label, Label] = {}
         for where, text, label in rows:
+            if problem := text_problem(_cells_of(text)):
+                self.reject(where, problem, label=label)
+                continue
             try:
-                for each in text if isinstance(text, tuple) else (text,):
-                    if not isinstance(each, str) or not each.strip():
-                        raise UnusableRow(
-                            f"the text is {'empty' if isinstance(each, str) else 'not a string'}"
-                        )
                 read = self.problem_type.read_label(self.label_of(label), labels)
             except UnusableRow as error:
-                about_text = str(error).startswith("the text")
                 # A label that training does not have is no class that could be lost.
-                self.reject(
-                    where,
-                    str(error) + ("" if about_text else self.hint),
-                    label=None if isinstance(error, UnknownLabel) else label,
-                )
-            else:
-                usable.append(text)
-                if self.keeps_places:
-                    self.places.append(where)
-                # One object for all rows that have the label.
-                found.append(read if isinstance(found, array) else names.setdefault(read, read))
-        left_out = self.count - before
-        if left_out > len(usable):
-            raise UserError(
-                f"{self.flag} {what}: {left_out:,} of {left_out + len(usable):,} rows cannot be used, which is more "
-                f"than half; {self.named[0]}",
-                code="rows-mostly-unusable",
-            )
-        if not usable:
-            raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
+                lost = None if isinstance(error, UnknownLabel) else label
+                self.reject(where, str(error) + self.hint, label=lost)
+                continue
+            usable.append(text)
+            if self.keeps_places:
+                self.places.append(where)
+            # One object for all rows that have the label.
+            found.append(read if isinstance(found, array) else names.setdefault(read, read))
+        self._check_enough(what, self.count - before, len(usable))
         self._check_lost(what, found, labels)
         return usable, found
+
+    def _check_enough(self, what: str, left_out: int, used: int) -> None:
+        if left_out > used:
+            raise UserError(
+                f"{self.flag} {what}: {left_out:,} of {left_out + used:,} rows cannot be used, "
+                f"which is more than half; {self.named[0]}",
+                code="rows-mostly-unusable",
+            )
+        if not used:
+            raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
 
     def _check_lost(self, what: str, found: Sequence[Label], labels: Collection[str]) -> None:
         """Leaving rows out must not change which classes there are."""
@@ -399,6 +418,12 @@ class Reading:
         used = set(itertools.chain(*places))
         self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in used)
         return [[found[place] for place in parts] for parts in places]
+
+    def note_no_header(self, file: str, class_names: Sequence[str] | None) -> None:
+        named = "called by their numbers"
+        if class_names:
+            named = f"named {', '.join(class_names)} as in AG News"
+        self.without_header.setdefault(named, []).append(file)
 
     def no_columns(self, where: str, error: ValueError) -> UserError:
         hint = self.hint if "no column " + self.columns.label in str(error) else ""
@@ -473,44 +498,44 @@ def _check_encoding(text: str) -> None:
 def _csv_rows(
     path: Path, lines: Lines, reading: Reading, label_names: Sequence[str] | None
 ) -> Iterator[FoundRow]:
-    try:
-        layout = find_layout(lines, reading.columns, path.suffix.lower())
-    except ValueError as error:
-        first = next(i for i, line in enumerate(lines) if line.strip())
-        raise reading.no_columns(f"{path} line {first + 1}", error) from error
+    layout = _layout_for(path, lines, reading)
     if layout is None:
         return
-    try:
-        check_utf8(lines[layout.first] if layout.places else "")
-    except ValueError as error:
-        raise UserError(
-            f"{path} line {layout.first + 1}: {error}", code="data-unreadable"
-        ) from error
     reading.unused |= dict.fromkeys(layout.unused)
     if not layout.places and not path.with_name("classes.txt").is_file():
-        named = (
-            f"named {', '.join(label_names)} as in AG News"
-            if label_names
-            else "called by their numbers"
-        )
-        reading.without_header.setdefault(named, []).append(path.name)
+        reading.note_no_header(path.name, label_names)
     for line, fields in csv_records(path, lines, layout, reading):
         lines.place_after(line)
         if not fields:
             continue
-        where, label = f"{path} line {line}", None
+        where, label = f"{path} line {line}", _leading_label(fields, layout.places)
         try:
-            if layout.places:
-                label = _leading_label(fields, layout.places)
-                text, label = _headed_row(layout.cells(fields), layout)
-            else:
-                label = fields[0]
-                text, label = _ag_row(fields, label_names)
+            text, label = (
+                _headed_row(layout.cells(fields), layout.places)
+                if layout.places
+                else _ag_row(fields, label_names)
+            )
+            # The columns that are not read count too: scoring passes them on, and one rule says
+            # for both which rows can be used.
             _check_encoding("".join(fields))
         except UnusableRow as error:
             reading.reject(where, str(error), label=label)
         else:
             yield where, text, label
+
+
+def _layout_for(path: Path, lines: Lines, reading: Reading) -> Layout | None:
+    try:
+        layout = find_layout(lines, reading.columns, path.suffix.lower())
+    except ValueError as error:
+        raise reading.no_columns(f"{path} line {first_filled(lines) + 1}", error) from error
+    if layout and layout.places:
+        try:
+            check_utf8(lines[layout.first])
+        except ValueError as error:
+            where = f"{path} line {layout.first + 1}"
+            raise UserError(f"{where}: {error}", code="data-unreadable") from error
+    return layout
 
 
 def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
@@ -593,12 +618,16 @@ def ag_news_classes(path: Path) -> list[str] | None:
                 path, lines, layout, Reading(TEXT_AND_LABEL, skip=True)
             ):
                 lines.place_after(line)
-                if fields and (len(fields) > 3 or fields[0].strip() not in ("1", "2", "3", "4")):
+                if fields and not _may_be_ag_news(fields):
                     return None
                 classes.update(fields[:1] if len(fields) == 3 else ())
     except (OSError, ValueError, UserError):  # reading the rows says it
         return None
     return AG_NEWS_LABELS if len(set(map(str.strip, classes))) == len(AG_NEWS_LABELS) else None
+
+
+def _may_be_ag_news(fields: list[str]) -> bool:
+    return len(fields) <= 3 and fields[0].strip() in ("1", "2", "3", "4")
 
 
 def class_names_beside(file: Path) -> list[str] | None:
@@ -616,26 +645,38 @@ def class_names_beside(file: Path) -> list[str] | None:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _leading_label(fields: list[str], places: Places) -> str | None:
+def _leading_label(fields: list[str], places: Places | None) -> str | None:
     """The label of a row that may have too many fields, if it is in front of the text that was torn apart."""
-    if (
-        len(places) < 2
-        or len(places[1]) > 1
-        or places[1][0] > min(places[0])
-        or places[1][0] >= len(fields)
-    ):
+    if not places:
+        return fields[0]
+    if len(places) < 2 or len(places[1]) > 1:
         return None
-    return fields[places[1][0]]
+    place = places[1][0]
+    return fields[place] if place <= min(places[0]) and place < len(fields) else None
 
 
-def _headed_row(cells: list[str], layout: Layout) -> tuple[Any, Any]:
-    places = cast("Places", layout.places)
+def _headed_row(cells: list[str], places: Places) -> tuple[Any, Any]:
     for place in places[1] if len(places) > 1 else ():
         if cells[place].startswith(" ") and re.fullmatch(r'\s*".*"\s*', cells[place], re.DOTALL):
             raise UnusableRow(
                 f"a space before the quote of the label {cells[place].strip()}; delete it"
             )
     return text_and_label(*([cells[place] for place in parts] for parts in places))
+
+
+def _cells_of(text: Any) -> tuple[Any, ...]:
+    """A row's text, or both texts of a pair; they may be something else than strings."""
+    return text if isinstance(text, tuple) else (text,)
+
+
+def text_problem(texts: Sequence[Any]) -> str:
+    """What is wrong with the text of a row, or with one of a pair; empty if nothing is."""
+    for name, text in zip(("text", "second text"), texts, strict=False):
+        if not isinstance(text, str):
+            return f"the {name} is not a string"
+        if not text.strip():
+            return f"the {name} is empty"
+    return ""
 
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
@@ -645,20 +686,14 @@ def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
     return ((text, *pair) if pair else text), labels[0] if len(labels) == 1 else tuple(labels)
 
 
+_YES_AND_NO = {"1": True, "0": False, "true": True, "false": False, "1.0": True, "0.0": False}
+
+
 def _applies(name: str, cell: Any) -> bool:
-    said = str(cell).strip().lower()
-    if said not in (
-        yes_and_no := {
-            "1": True,
-            "0": False,
-            "true": True,
-            "false": False,
-            "1.0": True,
-            "0.0": False,
-        }
-    ):
-        raise UnusableRow(f"{cell!r} in the column {name} must be 0 or 1")
-    return yes_and_no[said]
+    try:
+        return _YES_AND_NO[str(cell).strip().lower()]
+    except KeyError:
+        raise UnusableRow(f"{cell!r} in the column {name} must be 0 or 1") from None
 
 
 class JoinedText(str):
@@ -746,22 +781,9 @@ def parse_json(line: str) -> Any:
     _check_encoding(line)
     try:
         found = json.loads(line, object_pairs_hook=_without_repeats)
-        if (
-            isinstance(found, dict)
-            and len(found) > 1
-            and all(name == value for name, value in found.items())
-        ):
+        if _is_header(found):
             raise UnusableRow(REPEATED_HEADER)
-        if (
-            "\\ud" in line.lower()
-        ):  # half a character, spelt as an escape, is text that no file can hold
-            whole = (
-                json.dumps(found, ensure_ascii=False)
-                .encode("utf-16", "surrogatepass")
-                .decode("utf-16", "replace")
-            )
-            return json.loads(whole)
-        return found
+        return _with_whole_characters(found) if "\\ud" in line.lower() else found
     except UnusableRow:
         raise
     except json.JSONDecodeError as error:
@@ -774,6 +796,17 @@ def parse_json(line: str) -> Any:
         raise UnusableRow("JSON that is nested too deep") from error
     except ValueError as error:
         raise UnusableRow("JSON with a number of too many digits") from error
+
+
+def _is_header(row: Any) -> bool:
+    """Whether each value is its own name, as where a CSV with a header inside was converted."""
+    return isinstance(row, dict) and len(row) > 1 and all(key == row[key] for key in row)
+
+
+def _with_whole_characters(found: Any) -> Any:
+    """Half a character, spelt as an escape such as \\ud83d, is text that no file can hold."""
+    text = json.dumps(found, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 _ONE_OBJECT = (
@@ -810,46 +843,59 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     return text_and_label(*([row[names[place]] for place in parts] for parts in places))
 
 
-def _parquet_rows(path: Path, reading: Reading) -> Iterator[FoundRow]:
-    import pyarrow
-    import pyarrow.parquet
+def open_parquet(
+    name: Path | str, source: Path | BinaryIO, **options: Any
+) -> tuple[pyarrow.parquet.ParquetFile, tuple[type[Exception], ...]]:
+    """Open a Parquet file; returns with it what its methods raise if the rest cannot be read.
 
+    Raises:
+        UserError: it is no such file, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        what = "reading Parquet needs pyarrow: pip install pyarrow"
+        raise UserError(f"{name}: {what}", code="data-format") from None
     unreadable = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
     try:
-        file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
-        found = file.schema_arrow.names
+        file = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True, **options)
+        _ = file.schema_arrow  # it fails here if the schema is damaged
     except unreadable as error:
-        raise UserError(
-            f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable"
-        ) from error
-    columns = reading.find_columns(str(path), found)
-    classes = (
-        _declared_classes(file.schema_arrow.metadata, columns[1]) if reading.columns.label else None
-    )
+        what = f"not a readable Parquet file ({first_line(error)}); copy it again"
+        raise UserError(f"{name}: {what}", code="data-unreadable") from error
+    return file, unreadable
+
+
+def _parquet_rows(path: Path, reading: Reading) -> Iterator[FoundRow]:
+    file, unreadable = open_parquet(path, path)
+    columns = reading.find_columns(str(path), file.schema_arrow.names)
+    classes = None
+    if reading.columns.label:
+        classes = _declared_classes(file.schema_arrow.metadata, columns[1])
     reading.declared = reading.declared or classes
     first = 1
     for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
+        end = first + file.metadata.row_group(group).num_rows
         try:
-            table = file.read_row_group(group, columns=[*dict.fromkeys(itertools.chain(*columns))])
-            cells = [
-                zip(*(table[name].to_pylist() for name in names), strict=True) for names in columns
-            ]
+            cells = _cells_of_group(file, group, columns)
         except unreadable as error:
-            reading.reject(
-                f"{path} rows {first} to {first + rows - 1}",
-                f"cannot be read ({first_line(error)})",
-                rows,
-            )
+            where, why = f"{path} rows {first} to {end - 1}", first_line(error)
+            reading.reject(where, f"cannot be read ({why})", end - first)
         else:
             for number, row in enumerate(zip(*cells, strict=True), start=first):
-                named = (
-                    (row[0], [named_class(cell, classes) for cell in row[1]], *row[2:])
-                    if classes
-                    else row
-                )
-                yield f"{path} row {number}", *text_and_label(*named)
-        first += rows
+                if classes:
+                    row = (row[0], [named_class(cell, classes) for cell in row[1]], *row[2:])
+                yield f"{path} row {number}", *text_and_label(*row)
+        first = end
+
+
+def _cells_of_group(
+    file: pyarrow.parquet.ParquetFile, group: int, columns: list[list[str]]
+) -> list[Iterator[tuple[Any, ...]]]:
+    """Of each of text, label and second text, the cells of its columns row by row."""
+    table = file.read_row_group(group, columns=[*dict.fromkeys(itertools.chain(*columns))])
+    return [zip(*(table[name].to_pylist() for name in names), strict=True) for names in columns]
 
 
 def _declared_classes(
@@ -928,52 +974,53 @@ def read_labelled_rows(
     Raises:
         UserError: nothing is there, a row cannot be used, or the model has no such label; with file and line.
     """
-    splits = split_files(path)
-    training_files = splits.get("train", [])
-    files = (
-        (splits.get("test") or training_files)
-        if path.is_dir()
-        else [path]
-        if path.is_file()
-        else []
+    files, training_files = _files_to_measure(path)
+    class_of = {label: class_id for class_id, label in enumerate(labels)}
+    texts: list[Text] = []
+    targets: list[Target] = []
+    for where, text, cell in _rows_of_model(files, labels, columns, problem_type):
+        texts.append(text)
+        targets.append(_target(where, cell, class_of, problem_type))
+    if not texts:
+        raise UserError(f"{files[0]}: holds no labelled text", code="data-empty")
+    calibration = texts
+    if training_files:
+        rows = _rows_of_model(training_files, labels, columns, problem_type)
+        calibration = [text for _, text, _ in rows]
+    chosen = evenly_spread(len(texts), limit)
+    return LabelledRows(
+        str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration
     )
+
+
+def _files_to_measure(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files to measure on, and a folder's training files if it has others than these."""
+    if path.is_file():
+        return [path], []
+    splits = split_files(path)
+    training = splits.get("train", [])
+    files = splits.get("test") or training
     if not files:
         what = "holds no test.csv or test.jsonl" if path.is_dir() else "no such file or folder"
         raise UserError(
             f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file",
             code="data-not-found",
         )
-    if path.is_dir():
-        check_shards("test" if files != training_files else "train", files)
-    class_of = {label: class_id for class_id, label in enumerate(labels)}
-    texts: list[Text] = []
-    targets: list[Target] = []
-    for where, text, cell in _rows_of_model(files, labels, columns, problem_type):
-        try:
-            label = problem_type.read_label(cell, labels)
-        except UnknownLabel as error:
-            what = str(error).replace("the training labels", "the model's labels")
-            raise UserError(f"{where}: {what}", code="label-unknown") from error
-        except UnusableRow as error:
-            raise UserError(f"{where}: {error}", code="row-unusable") from error
-        texts.append(text)
-        if isinstance(label, float):
-            targets.append(label)
-            continue
-        names = (label,) if isinstance(label, str) else label
-        found = tuple(class_of[name] for name in names)
-        targets.append(found[0] if isinstance(label, str) else found)
-    if not texts:
-        raise UserError(f"{files[0]}: holds no labelled text", code="data-empty")
-    calibration = texts
-    if training_files and training_files != files:
-        calibration = [
-            text for _, text, _ in _rows_of_model(training_files, labels, columns, problem_type)
-        ]
-    chosen = evenly_spread(len(texts), limit)
-    return LabelledRows(
-        str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration
-    )
+    check_shards("train" if files == training else "test", files)
+    return files, [] if files == training else training
+
+
+def _target(where: str, cell: Any, class_of: dict[str, int], problem_type: ProblemType) -> Target:
+    try:
+        label = problem_type.read_label(cell, class_of)
+    except UnknownLabel as error:
+        what = str(error).replace("the training labels", "the model's labels")
+        raise UserError(f"{where}: {what}", code="label-unknown") from error
+    except UnusableRow as error:
+        raise UserError(f"{where}: {error}", code="row-unusable") from error
+    if isinstance(label, float):
+        return label
+    return class_of[label] if isinstance(label, str) else tuple(class_of[name] for name in label)
 
 
 def evenly_spread(count: int, limit: int | None) -> list[int]:
@@ -1001,16 +1048,21 @@ def check_shards(split: str, paths: Sequence[Path]) -> None:
     Raises:
         UserError: a shard is missing, or the split is there in two formats.
     """
-    shards = [shard for path in paths if (shard := _SHARD.fullmatch(path.stem))]
-    is_whole = {(int(shard[2]), int(shard[3])) for shard in shards} == {
-        (i, len(paths)) for i in range(len(paths))
-    }
-    if (len(paths) > 1 or shards) and not (is_whole and len({path.suffix for path in paths}) == 1):
+    is_one_file = len(paths) == 1 and not _SHARD.fullmatch(paths[0].stem)
+    if not is_one_file and not _are_all_shards(paths):
         raise UserError(
-            f"{paths[0].parent}: of the split {split} it has {some_of([path.name for path in paths])}, "
-            "which is not one file, nor all shards in one format; name the file that you mean, or complete the shards",
+            f"{paths[0].parent}: of the split {split} it has "
+            f"{some_of([path.name for path in paths])}, which is not one file, nor all shards in "
+            "one format; name the file that you mean, or complete the shards",
             code="data-unreadable",
         )
+
+
+def _are_all_shards(paths: Sequence[Path]) -> bool:
+    shards = [shard for path in paths if (shard := _SHARD.fullmatch(path.stem))]
+    numbers = {(int(shard[2]), int(shard[3])) for shard in shards}
+    expected = {(i, len(paths)) for i in range(len(paths))}
+    return numbers == expected and len({path.suffix for path in paths}) == 1
 
 
 def other_shards(path: Path) -> list[Path]:
@@ -1033,7 +1085,7 @@ def _rows_of_model(
         read_file(file, reading, class_names_beside(file) or names) for file in files
     )
     for where, text, label in rows:
-        parts = [text] if not columns.pair else list(text)
+        parts = _cells_of(text)
         if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")
         if all(part.strip() for part in parts):
