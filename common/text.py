@@ -439,66 +439,84 @@ class ManyTexts:
         self._words: dict[str, list[int]] = {}
         self._num_chars = 0
         self.num_cut = 0  # texts so far
-        self.blank: list[
-            int
-        ] = []  # the positions of those of the last call that have nothing to classify
+        # The positions of those of the last call that have nothing to classify.
+        self.blank: list[int] = []
         self._frame = _frame_of(tokenizer)
 
     def token_ids(self, texts: Sequence[Text]) -> list[list[int]]:
         if self._frame is None or (texts and not isinstance(texts[0], str)):
-            encoded = self._texts.encode_cleaned(texts)
-            self.num_cut += sum(one.truncated for one in encoded)
-            self.blank = [i for i, one in enumerate(encoded) if one.blank]
-            return [one.ids for one in encoded]
-        begin, end = self._frame
-        room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows
-        if self._num_chars > _MOST_REMEMBERED_CHARS:
-            self._words, self._num_chars = {}, 0
+            return self._in_the_usual_way(texts)
         split = [text.split(" ") for text in texts]
-        new = list(set().union(*split) - self._words.keys())
-        for word, encoding in zip(
-            new, self._tokenizer.encode_batch_fast(new, add_special_tokens=False), strict=True
-        ):
-            self._words[word] = encoding.ids
-            self._num_chars += len(word)
-        found = []
-        for words in split:
-            ids: list[int] = []
-            for word in words:
-                ids += self._words[word]
-            if windows is None or len(ids) <= room:
-                found.append([*begin, *ids[:room], *end])
-                self.num_cut += len(ids) > room
-                continue
-            step = room - windows.overlap
-            starts = range(0, len(ids) - windows.overlap, step)
-            self.num_cut += len(starts) > windows.most
-            starts = starts[: windows.most]
-            found.append(
-                [id_ for start in starts for id_ in (*begin, *ids[start : start + room], *end)]
-            )
+        self._remember(set().union(*split))
+        found = [self._framed(words) for words in split]
         self.blank = [i for i, ids in enumerate(found) if self._texts.is_blank(ids)]
         return found
+
+    def _in_the_usual_way(self, texts: Sequence[Text]) -> list[list[int]]:
+        encoded = self._texts.encode_cleaned(texts)
+        self.num_cut += sum(one.truncated for one in encoded)
+        self.blank = [i for i, one in enumerate(encoded) if one.blank]
+        return [one.ids for one in encoded]
+
+    def _remember(self, words: set[str]) -> None:
+        # Typing errors and numbers never come to an end, so all is forgotten from time to time. It
+        # takes one call to learn the common words again.
+        if self._num_chars > _MOST_REMEMBERED_CHARS:
+            self._words, self._num_chars = {}, 0
+        new = list(words - self._words.keys())
+        encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
+        self._words.update(zip(new, (one.ids for one in encodings), strict=True))
+        self._num_chars += sum(map(len, new))
+
+    def _framed(self, words: list[str]) -> list[int]:
+        """A text's ids, cut if they are too many, between the special tokens; of windows, each of them."""
+        assert self._frame is not None
+        begin, end = self._frame
+        ids: list[int] = []
+        for word in words:
+            ids += self._words[word]  # a comprehension would go through all ids in Python
+        room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows
+        if windows is None or len(ids) <= room:
+            self.num_cut += len(ids) > room
+            return [*begin, *ids[:room], *end]
+        # Each window begins so many tokens before the end of the one before it. The last one starts
+        # early enough to have more than this overlap.
+        starts = range(0, len(ids) - windows.overlap, room - windows.overlap)
+        self.num_cut += len(starts) > windows.most
+        return [
+            id_
+            for start in starts[: windows.most]
+            for id_ in (*begin, *ids[start : start + room], *end)
+        ]
+
+
+# What a tokenizer is made of that treats each word apart, by the parts of tokenizer.json.
+_BERT = {
+    "normalizer": ("BertNormalizer",),
+    "pre_tokenizer": ("BertPreTokenizer",),
+    "model": ("WordPiece",),
+    "post_processor": ("TemplateProcessing", "BertProcessing"),
+}
 
 
 def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
     """The special tokens before and after every text; None if words cannot be tokenised apart."""
     parts = json.loads(tokenizer.to_str())
-    kinds = {
-        "normalizer": ("BertNormalizer",),
-        "pre_tokenizer": ("BertPreTokenizer",),
-        "model": ("WordPiece",),
-        "post_processor": ("TemplateProcessing", "BertProcessing"),
-    }
-    if any((parts[name] or {}).get("type") not in allowed for name, allowed in kinds.items()):
-        return None
-    if any(" " in token["content"] or token["normalized"] for token in parts["added_tokens"]):
-        return None
-    if (parts["truncation"] or {}).get("direction") != "Right":
+    cuts_the_end = (parts["truncation"] or {}).get("direction") == "Right"
+    if not cuts_the_end or not _reads_words_apart(parts):
         return None
     word = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     starts = [i for i in range(len(whole)) if whole[i : i + len(word)] == word]
-    return (
-        (whole[: starts[0]], whole[starts[0] + len(word) :]) if word and len(starts) == 1 else None
+    if not word or len(starts) != 1:
+        return None
+    return whole[: starts[0]], whole[starts[0] + len(word) :]
+
+
+def _reads_words_apart(parts: dict[str, Any]) -> bool:
+    if any((parts[name] or {}).get("type") not in kinds for name, kinds in _BERT.items()):
+        return False
+    # Added tokens are looked for before a text is split, so one of them may reach across a space.
+    return not any(
+        " " in token["content"] or token["normalized"] for token in parts["added_tokens"]
     )
