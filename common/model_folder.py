@@ -6,10 +6,11 @@ model folder, with a manifest that says what it was made from and what was measu
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,27 +45,11 @@ OLD_WEIGHTS_FILE = "pytorch_model.bin"
 METRICS_FILE = "metrics.json"
 # What training writes there.
 METRICS_KEYS = {
-    *(
-        "task",
-        "dataset",
-        "text_column",
-        "label_column",
-        "pair_column",
-        "dataset_config",
-        "dataset_revision",
-    ),
-    *(
-        "train_split",
-        "validation_split",
-        "test_split",
-        "seed",
-        "bad_rows",
-        "base_model",
-        "max_length",
-        "best_epoch",
-    ),
-    *("created", "version", "train_rows", "distilled_from", "unlabelled_rows", "rows_left_out"),
-    *("test", "test_precision", "validation", "baseline", "hints", "method", "fitted_head"),
+    *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config"),
+    *("dataset_revision", "train_split", "validation_split", "test_split", "seed", "bad_rows"),
+    *("base_model", "max_length", "best_epoch", "created", "version", "train_rows"),
+    *("distilled_from", "unlabelled_rows", "rows_left_out", "test", "test_precision"),
+    *("validation", "baseline", "hints", "method", "fitted_head"),
 }
 # What a model folder has besides its weights; an artefact folder has a copy of each. Of the files of the tokenizer only
 # the first is always there.
@@ -96,6 +81,7 @@ _CODE_KEYS = frozenset(
 )
 # Classes of transformers with another head than a classifier of texts: of tokens, spans, pairs, images and so on.
 _OTHER_TASK = re.compile(r"For(?!.*SequenceClassification)[A-Z]")
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 # The key of config.json in which training notes how texts were cleaned.
 CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
@@ -127,9 +113,8 @@ class SavedModel:
 
     path: Path  # the folder or file that was read
     config: dict[str, Any]  # the transformers config.json
-    weights: (
-        Path | dict[str, Any] | None
-    )  # a safetensors file, the state dict of a .pt file, None for an artefact
+    # A safetensors file, the state dict of a .pt file, None for an artefact.
+    weights: Path | dict[str, Any] | None
     tokenizer_json: str
     labels: list[str]  # by class id
     max_length: int  # token ids per text, special tokens included
@@ -273,33 +258,30 @@ def _read_folder(folder: Path) -> SavedModel:
 
 def _refuse_incomplete(folder: Path, weights: Path | None) -> None:
     """Name what a model folder lacks, and what would make it complete."""
+    needed = (*_NEEDED_FILES, *([weights.name] if weights else []))
+    missing = sorted(name for name in needed if not (folder / name).is_file())
     has = {path.name for path in folder.iterdir()}
-    missing = [
-        name
-        for name in (*_NEEDED_FILES, weights and weights.name)
-        if name and not (folder / name).is_file()
-    ]
     if TOKENIZER_FILE in missing and has.intersection(_VOCABULARY_FILES):
         missing.remove(TOKENIZER_FILE)  # it can be made
-    if not missing:
-        return
-    what = f"not a complete model folder, it lacks {', '.join(sorted(missing))}"
-    place = repr(str(folder))
+    if missing:
+        what, remedy = _how_to_complete(folder, has, missing)
+        lacks = f"not a complete model folder, it lacks {', '.join(missing)}"
+        raise ModelLoadError(folder, lacks + what, remedy)
+
+
+def _how_to_complete(folder: Path, has: set[str], missing: list[str]) -> tuple[str, str]:
+    """What else to say of missing files, and what to do."""
     if (snapshots := folder / "snapshots").is_dir():
-        found = next(
-            (one for one in sorted(snapshots.iterdir()) if (one / "config.json").is_file()),
-            snapshots,
-        )
-        raise ModelLoadError(folder, what, f"give the folder of the model in it: {found}")
+        models = [one for one in sorted(snapshots.iterdir()) if (one / "config.json").is_file()]
+        return "", f"give the folder of the model in it: {(models or [snapshots])[0]}"
     if missing == [WEIGHTS_FILE] and (sharded := has.intersection(_SHARDED)):
-        what += f" (the weights are in several files, named in {min(sharded)})"
-        raise ModelLoadError(
-            folder, what, f"write them into one with transformers: {_SAVE_AGAIN.format(place)}"
-        )
+        save = _SAVE_AGAIN.format(repr(str(folder)))
+        what = f" (the weights are in several files, named in {min(sharded)})"
+        return what, f"write them into one with transformers: {save}"
     if missing == [TOKENIZER_FILE]:
-        remedy = f"copy it from the model that this one was trained from, or write it: {_SAVE_TOKENIZER.format('NAME')}"
-        raise ModelLoadError(folder, what, remedy)
-    raise ModelLoadError(folder, what)
+        save = _SAVE_TOKENIZER.format("NAME")
+        return "", f"copy it from the model that this one was trained from, or write it: {save}"
+    return "", ""
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
@@ -340,37 +322,42 @@ def _made_by_transformers(
         A whole tokenizer.json, and the settings that it cannot contain.
     """
     try:
-        from transformers import (
-            AutoTokenizer,
-        )  # a server with an exported model has none, nor needs it
+        # Here, because a server with an exported model has no transformers, nor needs it.
+        from transformers import AutoTokenizer
 
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         made_text = made.backend_tokenizer.to_str()
-    except (
-        Exception
-    ) as error:  # no transformers, a vocabulary that it cannot read, or a tokenizer in Python
-        what = f"it lacks {TOKENIZER_FILE}, and it cannot be made from its vocabulary here ({first_line(error)})"
+    # No transformers, a vocabulary that it cannot read, or a tokenizer in Python.
+    except Exception as error:
+        why, save = first_line(error), _SAVE_TOKENIZER.format(repr(str(folder)))
+        what = f"it lacks {TOKENIZER_FILE}, and it cannot be made from its vocabulary here ({why})"
         if text:
             name = class_of(settings, config) or f"the class for {config['model_type']}"
-            what = f"{SETTINGS_FILE if name in settings.values() else 'config.json'} and {TOKENIZER_FILE} disagree: "
-            what += f"{name} builds its tokenizer in its own way, and that failed here ({first_line(error)})"
-        remedy = (
-            f"write it where transformers is installed: {_SAVE_TOKENIZER.format(repr(str(folder)))}"
-        )
+            file = SETTINGS_FILE if name in settings.values() else "config.json"
+            what = f"{file} and {TOKENIZER_FILE} disagree: {name} builds its tokenizer in its own "
+            what += f"way, and that failed here ({why})"
+        remedy = f"write it where transformers is installed: {save}"
         raise ModelLoadError(folder, what, remedy) from error
-    before, after = (json.loads(one or made_text)["model"].get("type") for one in (text, made_text))
+    if text:
+        _refuse_another_kind(text, made_text, made.__class__.__name__, settings)
+    if num_weights := config.get("vocab_size"):
+        made_text = without_unused_tokens(made_text, text or made_text, num_weights)
+    whole = {"tokenizer_class": "PreTrainedTokenizerFast", "truncation_side": made.truncation_side}
+    return made_text, whole | {"split_special_tokens": made.split_special_tokens}
+
+
+def _refuse_another_kind(
+    text: str, made_text: str, class_name: str, settings: dict[str, Any]
+) -> None:
+    before, after = (json.loads(one)["model"].get("type") for one in (text, made_text))
     if before and before != after:
-        what = f"its vocabulary is that of {before}, and {made.__class__.__name__} reads it as that of {after}"
+        what = f"its vocabulary is that of {before}, and {class_name} reads it as that of {after}"
         if not settings.get("tokenizer_class"):
             what += (
                 f' (if {TOKENIZER_FILE} is right, add "tokenizer_class": '
                 f'"PreTrainedTokenizerFast" to {SETTINGS_FILE})'
             )
         raise ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {what}")
-    if num_weights := config.get("vocab_size"):
-        made_text = without_unused_tokens(made_text, text or made_text, num_weights)
-    whole = {"tokenizer_class": "PreTrainedTokenizerFast", "truncation_side": made.truncation_side}
-    return made_text, whole | {"split_special_tokens": made.split_special_tokens}
 
 
 def without_code(config: dict[str, Any]) -> dict[str, Any]:
@@ -382,23 +369,20 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# A fault that a model may have: whether it has it, what is wrong, and what to do.
+_Fault = tuple[Any, str, str]
+
+
+def _refuse(path: Path, faults: Iterable[_Fault]) -> None:
+    """Refuse a model for its first fault."""
+    for is_there, what, remedy in faults:
+        if is_there:
+            raise ModelLoadError(path, what, remedy)
+
+
 def _labels(path: Path, config: dict[str, Any]) -> list[str]:
-    kinds = [str(name) for name in config.get("architectures") or []]
-    train = f"python -m training.train_single --model {path.parent}"
-    if kinds and not any(re.search(r"Classif", name) for name in kinds):
-        if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in kinds):
-            what = "a language model, which does not label texts"
-            raise ModelLoadError(path.parent, what, f"train it to classify: {train}")
-        if "id2label" not in config:
-            raise ModelLoadError(path.parent, "an encoder without classes", f"train it: {train}")
-    if other := next((name for name in kinds if _OTHER_TASK.search(name)), None):
-        what = f"a {other}, which does not give a whole text one answer"
-        raise ModelLoadError(
-            path.parent, what, f"serve a ...ForSequenceClassification, or train one: {train}"
-        )
+    _refuse(path.parent, _faults_of_kind(path.parent, config))
     if "id2label" not in config:
-        if not kinds:
-            raise ModelLoadError(path.parent, "an encoder without classes", f"train it: {train}")
         # transformers leaves its own default names out, and two is its default number of labels.
         return [f"LABEL_{i}" for i in range(config.get("num_labels", 2))]
     names = config["id2label"]
@@ -407,6 +391,27 @@ def _labels(path: Path, config: dict[str, Any]) -> list[str]:
             path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}"
         )
     return [str(names[str(i)]) for i in range(len(names))]
+
+
+def _faults_of_kind(folder: Path, config: dict[str, Any]) -> Iterator[_Fault]:
+    """Whether the network has another head than a classifier of texts, or none."""
+    kinds = [str(name) for name in config.get("architectures") or []]
+    train = f"python -m training.train_single --model {folder}"
+    classifies = any("Classif" in name for name in kinds)
+    is_language_model = any(name.endswith(_LANGUAGE_MODELS) for name in kinds)
+    yield (
+        is_language_model and not classifies,
+        "a language model, which does not label texts",
+        f"train it to classify: {train}",
+    )
+    has_classes = classifies or "id2label" in config
+    yield not has_classes, "an encoder without classes", f"train it: {train}"
+    other = next((name for name in kinds if _OTHER_TASK.search(name)), None)
+    yield (
+        other,
+        f"a {other}, which does not give a whole text one answer",
+        f"serve a ...ForSequenceClassification, or train one: {train}",
+    )
 
 
 def _max_length(path: Path, config: dict[str, Any]) -> int:
@@ -433,88 +438,94 @@ def _within_positions(path: Path, max_length: float, config: dict[str, Any]) -> 
 
 
 def _checked(saved: SavedModel) -> SavedModel:
-    if own := saved.config.get("own_network"):
-        what = (
-            f"holds a network of your own ({own}), and code that a model folder names is never run"
-        )
-        raise ModelLoadError(
-            saved.path, what, "load its model.safetensors into the network yourself"
-        )
-    # What the scores mean depends on it, so a guess would be silently wrong.
-    named = saved.config.get("problem_type")
-    if named is not None and named not in PROBLEM_TYPES:
-        what = f"problem_type {named!r} in config.json: must be one of {', '.join(PROBLEM_TYPES)}"
-        raise ModelLoadError(saved.path, what, "set it to what the model was trained for")
-    if saved.problem_type is REGRESSION and len(saved.labels) != 1:
-        what = f"a regression model with {len(saved.labels)} outputs: only one number per text is supported"
-        raise ModelLoadError(saved.path, what, "train it with one output")
-    if saved.problem_type is not REGRESSION and len(saved.labels) < 2:
-        what = "a model with one label gives every text the same answer"
-        remedy = "train it with two labels or more; if it answers with a number, set problem_type to regression"
-        raise ModelLoadError(saved.path, what, f"{remedy} in config.json")
-    if saved.problem_type is MULTI_LABEL:
-        _check_thresholds(saved)
-    _check_windows(saved)
-    separator = saved.config.get(PAIR_KEY, 0)
-    if type(separator) is not int or separator < 0:
-        what = f"{PAIR_KEY} {separator!r} in config.json: must be the id of the token between two texts"
-        raise ModelLoadError(saved.path, what, "copy config.json from the training run again")
-    twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
-    if twice is not None:
-        what = f"two classes are named {twice!r}"
-        raise ModelLoadError(
-            saved.path, what, "give each class its own name in id2label of config.json"
-        )
-    half = next(
-        (
-            label
-            for label in saved.labels
-            if any("\ud800" <= character <= "\udfff" for character in label)
-        ),
-        None,
-    )
-    if half is not None:
-        what = f"the label {half!r} contains half of a surrogate pair, which no file and no answer can carry"
-        raise ModelLoadError(saved.path, what, "correct id2label in config.json")
-    if saved.cleaning not in CLEANINGS:
-        what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
-        raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
+    _refuse(saved.path, _faults(saved))
     return saved
 
 
-def _check_windows(saved: SavedModel) -> None:
+def _faults(saved: SavedModel) -> Iterator[_Fault]:
+    """One after the other, because each relies on the model not having those before it."""
+    own = saved.config.get("own_network")
+    yield (
+        own,
+        f"holds a network of your own ({own}), and code that a model folder names is never run",
+        "load its model.safetensors into the network yourself",
+    )
+    # What the scores mean depends on it, so a guess would be silently wrong.
+    named = saved.config.get("problem_type")
+    yield (
+        named is not None and named not in PROBLEM_TYPES,
+        f"problem_type {named!r} in config.json: must be one of {', '.join(PROBLEM_TYPES)}",
+        "set it to what the model was trained for",
+    )
+    is_regression, count = saved.problem_type is REGRESSION, len(saved.labels)
+    yield (
+        is_regression and count != 1,
+        f"a regression model with {count} outputs: only one number per text is supported",
+        "train it with one output",
+    )
+    yield (
+        not is_regression and count < 2,
+        "a model with one label gives every text the same answer",
+        "train it with two labels or more; if it answers with a number, set problem_type to "
+        "regression in config.json",
+    )
+    if saved.problem_type is MULTI_LABEL:
+        yield from _faults_of_thresholds(saved)
+    yield from _faults_of_windows(saved)
+    separator = saved.config.get(PAIR_KEY, 0)
+    yield (
+        type(separator) is not int or separator < 0,
+        f"{PAIR_KEY} {separator!r} in config.json: must be the id of the token between two texts",
+        "copy config.json from the training run again",
+    )
+    yield from _faults_of_names(saved.labels)
+    yield (
+        saved.cleaning not in CLEANINGS,
+        f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}",
+        "set it to how the training texts were cleaned",
+    )
+
+
+def _faults_of_names(labels: list[str]) -> Iterator[_Fault]:
+    twice = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
+    remedy = "give each class its own name in id2label of config.json"
+    yield twice is not None, f"two classes are named {twice!r}", remedy
+    half = next((label for label in labels if any(map(_is_surrogate, label))), None)
+    what = f"the label {half!r} contains half of a surrogate pair, which no file and no answer can "
+    what += "carry"
+    yield half is not None, what, "correct id2label in config.json"
+
+
+def _is_surrogate(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
+
+
+def _faults_of_windows(saved: SavedModel) -> Iterator[_Fault]:
     remedy = "copy config.json and tokenizer_config.json from the training run again"
     try:
         windows = saved.windows
     except ValueError as error:
         raise ModelLoadError(saved.path, f"{error} (in config.json)", remedy) from error
-    if windows and saved.reads_pairs:
-        raise ModelLoadError(
-            saved.path,
-            "windows of pairs of texts in config.json, but only windows of single texts are supported",
-            remedy,
-        )
-    if windows and windows.length != saved.max_length:
-        what = f"windows of {windows.length} tokens in config.json, but a model_max_length of {saved.max_length}"
-        raise ModelLoadError(saved.path, what, remedy)
+    what = (
+        "windows of pairs of texts in config.json, but only windows of single texts are supported"
+    )
+    yield windows and saved.reads_pairs, what, remedy
+    length = windows.length if windows else saved.max_length
+    what = (
+        f"windows of {length} tokens in config.json, but a model_max_length of {saved.max_length}"
+    )
+    yield length != saved.max_length, what, remedy
 
 
-def _check_thresholds(saved: SavedModel) -> None:
-    found = saved.thresholds
-    if not isinstance(found, list) or len(found) != len(saved.labels):
-        what = f"{THRESHOLDS_KEY} in config.json must be a list of {len(saved.labels)} numbers, one per label"
-        raise ModelLoadError(
-            saved.path,
-            what,
-            "remove it to answer with every label whose probability is at least 0.5",
-        )
-    if wrong := [one for one in found if not isinstance(one, int | float) or not 0 <= one <= 1]:
-        what = f"{THRESHOLDS_KEY} in config.json has {wrong[0]!r}: must be probabilities, 0 to 1"
-        raise ModelLoadError(
-            saved.path,
-            what,
-            "remove it to answer with every label whose probability is at least 0.5",
-        )
+def _faults_of_thresholds(saved: SavedModel) -> Iterator[_Fault]:
+    found, where = saved.thresholds, f"{THRESHOLDS_KEY} in config.json"
+    remedy = "remove it to answer with every label whose probability is at least 0.5"
+    is_list = isinstance(found, list) and len(found) == len(saved.labels)
+    what = f"{where} must be a list of {len(saved.labels)} numbers, one per label"
+    yield not is_list, what, remedy
+    for one in found:
+        is_wrong = not isinstance(one, int | float) or not 0 <= one <= 1
+        yield is_wrong, f"{where} has {one!r}: must be probabilities, 0 to 1", remedy
 
 
 def _read_checkpoint(path: Path) -> SavedModel:
@@ -543,9 +554,8 @@ def _load_tensors(path: Path) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # torch raises all kinds of errors, depending on which byte is damaged
+    # torch raises all kinds of errors, depending on which byte is damaged.
+    except Exception as error:
         what = f"not a readable .pt file of tensors and plain values ({type(error).__name__})"
         raise ModelLoadError(path, what, _RIGHT_FILE) from error
 
@@ -561,24 +571,31 @@ def _check_keys(path: Path, prefix: str, found: dict[str, Any], wanted: dict[str
 
 
 def _read_json(path: Path, remedy: str = "") -> dict[str, Any]:
-    too_deep = ModelLoadError(path, f"is nested more than {_MOST_NESTED} levels deep", remedy)
     try:
         content = json.loads(_read_text(path))
     except ValueError as error:
         raise ModelLoadError(path, f"not valid JSON ({error})", remedy) from error
     except RecursionError as error:
-        raise too_deep from error
+        raise _too_deep(path, remedy) from error
     if not isinstance(content, dict):
         raise ModelLoadError(path, "is not a JSON object", remedy)
+    if _is_too_deep(content):
+        raise _too_deep(path, remedy)
+    return content
+
+
+def _too_deep(path: Path, remedy: str) -> ModelLoadError:
+    return ModelLoadError(path, f"is nested more than {_MOST_NESTED} levels deep", remedy)
+
+
+def _is_too_deep(content: dict[str, Any]) -> bool:
+    # Level by level, because a recursion would itself fail on what is too deep.
     level: list[Any] = [content]
     for _ in range(_MOST_NESTED):
-        values = (
-            value for one in level for value in (one.values() if isinstance(one, dict) else one)
-        )
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        values = itertools.chain.from_iterable(inside)
         level = [value for value in values if isinstance(value, dict | list)]
-    if level:
-        raise too_deep
-    return content
+    return bool(level)
 
 
 def _read_text(path: Path) -> str:
@@ -603,9 +620,8 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     versions: dict[str, str]  # of the packages that made it
     options: dict[str, Any]  # how it was made
-    accuracy: dict[
-        str, Any
-    ]  # of the reference and the artefact on the same rows, and how often they disagree
+    # Of the reference and the artefact on the same rows, and how often they disagree.
+    accuracy: dict[str, Any]
     size: dict[str, int]  # `before_bytes` and `after_bytes` of the weights
     speed: dict[str, Any]  # texts per second of both, and the machine they were measured on
     # Texts with the reference's `probabilities` or `value`, and how much the artefact's may differ when it is loaded

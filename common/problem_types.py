@@ -70,7 +70,7 @@ class SingleLabel(ProblemType):
         return _one_of(known, label_name(cell))
 
     def answers(self, scores: NDArray[np.float32]) -> NDArray[np.float64]:
-        import numpy as np  # not at the top: whoever only reads flags need not wait for it
+        import numpy as np  # here, because reading flags need not wait for it
 
         shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
         exponentials = np.exp(shifted)
@@ -84,33 +84,11 @@ class MultiLabel(ProblemType):
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> tuple[str, ...]:
         """A list of names, or text with the names separated by commas, semicolons or vertical bars."""
-        if isinstance(cell, str) and _IS_LIST.match(cell):
-            try:
-                cell = _python_list(cell)
-            except (
-                ValueError,
-                SyntaxError,
-                tokenize.TokenError,
-                RecursionError,
-                MemoryError,
-            ) as error:
-                raise UnusableRow(
-                    f"labels {cell!r}: not a valid list, such as ['a', 'b']"
-                ) from error
-        elif isinstance(cell, str):
-            cell = [name for name in re.split(r"[,;|]", cell) if name.strip()]
-            # A list in a spelling that is not read here, or a name that has a separator in it.
-            if torn := next(
-                (n for n in cell if any(n.count(a) != n.count(b) for a, b in ("()", "[]", "{}"))),
-                "",
-            ):
-                raise UnusableRow(
-                    f"label {torn.strip()!r} has a bracket without its partner; write a list of names"
-                )
+        if isinstance(cell, str):
+            cell = _listed(cell) if _IS_LIST.match(cell) else _separated(cell)
         if not isinstance(cell, list | tuple):
-            raise UnusableRow(
-                f"labels {cell!r} must be a list of names, or names separated by , ; or |"
-            )
+            what = "must be a list of names, or names separated by , ; or |"
+            raise UnusableRow(f"labels {cell!r} {what}")
         single = SingleLabel()
         return tuple(dict.fromkeys(single.read_label(name, known) for name in cell))
 
@@ -152,15 +130,12 @@ class PlainText(ProblemType):
         return ""
 
 
-SINGLE_LABEL, MULTI_LABEL, REGRESSION, PLAIN_TEXT = (
-    SingleLabel(),
-    MultiLabel(),
-    Regression(),
-    PlainText(),
-)
+SINGLE_LABEL, MULTI_LABEL = SingleLabel(), MultiLabel()
+REGRESSION, PLAIN_TEXT = Regression(), PlainText()
 PROBLEM_TYPES = {kind.name: kind for kind in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)}
 
 
+# How a list, tuple or set begins; a name may be in brackets too, such as "(none)".
 _IS_LIST = re.compile(r"""\s*(frozenset\(|set\()?(\[|[({]\s*['"\d)}-]|(?<=set\()\)\s*$)""")
 
 
@@ -174,20 +149,7 @@ def label_name(cell: Any) -> str:
     Raises:
         UnusableRow: it is no label.
     """
-    if isinstance(cell, Decimal):
-        cell = int(cell) if cell.is_finite() and cell == cell.to_integral_value() else float(cell)
-    if isinstance(cell, float) and math.isfinite(cell):
-        cell = str(int(cell) if cell.is_integer() and abs(cell) < 2**53 else cell)
-    if isinstance(cell, bool | int):
-        cell = str(cell)
-    if not isinstance(cell, str):
-        missing = (
-            "; a row without a label cannot be used"
-            if cell is None or isinstance(cell, float)
-            else ""
-        )
-        raise UnusableRow(f"label {cell!r} must be a name or a number{missing}")
-    name = cell.strip()
+    name = _as_name(cell).strip()
     if not name:
         raise UnusableRow("the label is empty")
     if name.lower() in ("true", "false"):
@@ -196,6 +158,44 @@ def label_name(cell: Any) -> str:
         name = name.partition(".")[0]
         return "0" if name == "-0" else name
     return name
+
+
+def _as_name(cell: Any) -> str:
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, Decimal):
+        cell = _int_or_float(cell)
+    if isinstance(cell, float) and math.isfinite(cell):
+        # From 2**53 on, not every whole number is a float64, so its digits would be a guess.
+        return str(int(cell) if cell.is_integer() and abs(cell) < 2**53 else cell)
+    if isinstance(cell, bool | int):
+        return str(cell)
+    # Nothing in the cell is read as None, or as NaN where pandas wrote it.
+    is_missing = cell is None or isinstance(cell, float)
+    remedy = "; a row without a label cannot be used" if is_missing else ""
+    raise UnusableRow(f"label {cell!r} must be a name or a number{remedy}")
+
+
+def _int_or_float(number: Decimal) -> int | float:
+    is_whole = number.is_finite() and number == number.to_integral_value()
+    return int(number) if is_whole else float(number)
+
+
+def _separated(cell: str) -> list[str]:
+    names = [name for name in re.split(r"[,;|]", cell) if name.strip()]
+    for name in names:
+        # A list in a spelling that is not read here, or a name that has a separator in it.
+        if any(name.count(begin) != name.count(end) for begin, end in ("()", "[]", "{}")):
+            what = "has a bracket without its partner; write a list of names"
+            raise UnusableRow(f"label {name.strip()!r} {what}")
+    return names
+
+
+def _listed(cell: str) -> list[Any] | tuple[Any, ...]:
+    try:
+        return _python_list(cell)
+    except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        raise UnusableRow(f"labels {cell!r}: not a valid list, such as ['a', 'b']") from error
 
 
 def _python_list(text: str) -> list[Any] | tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from common.errors import UserError, first_line
 
@@ -42,29 +43,24 @@ def connect(
     is_local = address == "local"
     if ray.is_initialized():  # by an earlier run of this process
         return is_local
-    local = (
-        {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
-    )
-    attempts_left = _ATTEMPTS_TO_START if is_local else 1
-    while True:
+    options: dict[str, Any] = {"runtime_env": {"env_vars": dict(environment or {})}}
+    if is_local:
+        options |= {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES}
+    for attempts_left in reversed(range(_ATTEMPTS_TO_START if is_local else 1)):
         try:
-            ray.init(
-                address,
-                logging_level="ERROR",
-                runtime_env={"env_vars": dict(environment or {})},
-                **local,
-            )
+            ray.init(address, logging_level="ERROR", **options)
+            break
         except Exception as error:  # it raises plain ones too
-            ray.shutdown()
-            attempts_left -= 1
+            ray.shutdown()  # what did come up
             if not attempts_left:
-                what = "does not start" if is_local else "does not answer"
-                what = f"{flag} {address}: Ray {what} ({first_line(error)})"
-                raise UserError(
-                    f"{what}; ray start --head starts a cluster", code="ray-unreachable"
-                ) from error
-        else:
-            return is_local
+                raise _unreachable(f"{flag} {address}", error, is_local=is_local) from error
+    return is_local
+
+
+def _unreachable(where: str, error: Exception, *, is_local: bool) -> UserError:
+    what = "does not start" if is_local else "does not answer"
+    remedy = "ray start --head starts a cluster"
+    return UserError(f"{where}: Ray {what} ({first_line(error)}); {remedy}", code="ray-unreachable")
 
 
 def check_room(what: str, wanted: Mapping[str, float], flag: str = "--address") -> None:

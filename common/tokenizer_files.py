@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -76,30 +77,35 @@ def combined(
     Raises:
         ValueError: the files contradict each other; the message names both.
     """
-    content = json.loads(tokenizer_json)
-    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise ValueError(f"{TOKENIZER_FILE} holds no tokenizer")
+    content = _read(tokenizer_json)
     before = _without_model(content)
     settings = files.get(SETTINGS_FILE, {})
     _set_direction(content, settings)
     config = config or {}
-    kind = _kind(class_of(settings, config) or config.get("model_type"))
+    name = class_of(settings, config)
+    kind = _kind(name or config.get("model_type"))
+    is_known = kind in _DEFAULTS
     # A type of model alone does not say that transformers made the tokenizer.
-    if class_of(settings, config) and kind in _DEFAULTS and (found := _other_kind(content, kind)):
+    if name and is_known and (found := _other_kind(content, kind)):
         raise _contradiction("the kind of tokenizer", kind, found)
     values = {**_DEFAULTS.get(kind, {}), **settings}
-    _set_normalizer(content, values, obeyed=kind in _DEFAULTS)
-    _set_prefix_space(content, values, obeyed=kind in _DEFAULTS)
+    _set_normalizer(content, values, obeyed=is_known)
+    _set_prefix_space(content, values, obeyed=is_known)
     if settings.get("split_special_tokens"):
-        raise _contradiction(
-            "split_special_tokens", True, "special tokens in a text are never split"
-        )
+        what = "special tokens in a text are never split"
+        raise _contradiction("split_special_tokens", True, what)
     _add_tokens(content, files, config.get("vocab_size") or 0)
-    return (
-        tokenizer_json
-        if _without_model(content) == before
-        else json.dumps(content, ensure_ascii=False)
-    )
+    # What nothing changes stays as it is, to the byte: its hash is how caches know a tokenizer.
+    if _without_model(content) == before:
+        return tokenizer_json
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _read(tokenizer_json: str) -> dict[str, Any]:
+    content = json.loads(tokenizer_json)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ValueError(f"{TOKENIZER_FILE} holds no tokenizer")
+    return content
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -191,30 +197,34 @@ def _set_normalizer(content: dict[str, Any], values: Mapping[str, Any], *, obeye
         if name not in values:
             continue
         value = values[name]
-        if not isinstance(value, bool) and not (name == "strip_accents" and value is None):
-            raise ValueError(f"{name} {value!r} in {SETTINGS_FILE} must be true or false")
+        _check_normalizer_value(name, value)
         if bert and obeyed:
             for node in bert:
                 node[flag] = value
-        elif found := _found_instead(nodes, name, value):
+        elif found := _found_instead(nodes, bert, name, value):
             raise _contradiction(name, value, found)
 
 
-def _found_instead(nodes: list[dict[str, Any]], name: str, value: bool | None) -> str:
+def _check_normalizer_value(name: str, value: Any) -> None:
+    if not isinstance(value, bool) and not (name == "strip_accents" and value is None):
+        raise ValueError(f"{name} {value!r} in {SETTINGS_FILE} must be true or false")
+
+
+def _found_instead(
+    nodes: list[dict[str, Any]], bert: list[dict[str, Any]], name: str, value: bool | None
+) -> str:
     """What the normalizers do if it is not what this setting says; empty if it is, or if nothing shows it."""
     flag = _NORMALIZER_FLAGS[name]
-    effects = [_in_effect(node, flag) for node in nodes if node.get("type") == "BertNormalizer"]
+    effects = [_in_effect(node, flag) for node in bert]
     if effects:
-        differs = value is not None and any(effect != value for effect in effects)
+        differs = value is not None and effects != [value] * len(effects)
         return f"{flag} of its normalizer is {effects[0]!r}" if differs else ""
+    # Normalizers of other kinds only show whether there is one for lower case.
     if name != "do_lower_case" or not nodes:
         return ""
     found = any(node.get("type") == "Lowercase" for node in nodes)
-    return (
-        ""
-        if found == value
-        else f"its normalizer {'makes' if found else 'does not make'} lower case"
-    )
+    does = "makes" if found else "does not make"
+    return "" if found == value else f"its normalizer {does} lower case"
 
 
 def _in_effect(node: Mapping[str, Any], flag: str) -> Any:
@@ -260,20 +270,19 @@ def _add_tokens(
     found = _found_tokens(known, vocabulary, files, num_weights)
     if not found:
         return
+    ids = {**vocabulary, **{text: token["id"] for text, token in known.items()}}
     taken = {index: text for text, index in vocabulary.items()}
     taken |= {token["id"]: token["content"] for token in known.values()}
     for file, token in found:
         text, index = token["content"], token["id"]
         other = taken.get(index, text)
-        has = known[text]["id"] if text in known else vocabulary.get(text, index)
+        has = ids.get(text, index)
         if other != text or has != index:
-            what = f"{has}" if has != index else f"that of {other!r}"
-            raise ValueError(
-                f"{file} and {TOKENIZER_FILE} disagree: the token {text!r} has the id {index}, not {what}"
-            )
+            what = f"has the id {index}, not {has if has != index else f'that of {other!r}'}"
+            raise ValueError(f"{file} and {TOKENIZER_FILE} disagree: the token {text!r} {what}")
         known[text] = token
-        taken[index] = text
-    content["added_tokens"] = sorted(known.values(), key=lambda token: token["id"])
+        ids[text], taken[index] = index, text
+    content["added_tokens"] = sorted(known.values(), key=itemgetter("id"))
     _check_numbers(content["added_tokens"], vocabulary)
 
 
@@ -286,20 +295,15 @@ def _found_tokens(
     """The tokens in the other files, each with the name of its file."""
     settings = files.get(SETTINGS_FILE, {})
     named = _special_tokens({**files.get(SPECIAL_TOKENS_FILE, {}), **settings})
-    found: list[tuple[str, dict[str, Any]]] = []
-    for index, token in (settings.get("added_tokens_decoder") or {}).items():
-        token = token if isinstance(token, dict) else {"content": str(token)}
-        usual = _token(int(index), token["content"], is_special=bool(token.get("special", False)))
-        found.append(
-            (SETTINGS_FILE, usual | {flag: bool(token[flag]) for flag in _FLAGS if flag in token})
-        )
+    found = [(SETTINGS_FILE, token) for token in _decoder_tokens(settings)]
     seen = {*known, *(token["content"] for _, token in found)}
     for text, index in files.get(ADDED_TOKENS_FILE, {}).items():
         if text not in seen:
             found.append((ADDED_TOKENS_FILE, _token(index, text, is_special=text in named)))
             seen.add(text)
-    ids = [token["id"] for token in (*known.values(), *(token for _, token in found))]
-    free = max([len(vocabulary) - 1, *ids]) + 1
+    # Special tokens that are only named get the ids behind all others, one after the other.
+    numbered = [*known.values(), *(token for _, token in found)]
+    free = max([len(vocabulary) - 1, *map(itemgetter("id"), numbered)]) + 1
     for text in named:
         index = vocabulary.get(text, free)
         # Without a weight for it, no model was trained to read it.
@@ -308,6 +312,14 @@ def _found_tokens(
         free += index == free
         found.append((SETTINGS_FILE, _token(index, text, is_special=True)))
     return found
+
+
+def _decoder_tokens(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tokens that the settings list by their ids, with the flags that each has."""
+    for index, token in (settings.get("added_tokens_decoder") or {}).items():
+        token = token if isinstance(token, dict) else {"content": str(token)}
+        usual = _token(int(index), token["content"], is_special=bool(token.get("special", False)))
+        yield usual | {flag: bool(token[flag]) for flag in _FLAGS if flag in token}
 
 
 def _token(index: int, text: str, *, is_special: bool) -> dict[str, Any]:
@@ -328,16 +340,21 @@ def _check_numbers(tokens: list[dict[str, Any]], vocabulary: Mapping[str, int]) 
 
 def _special_tokens(settings: Mapping[str, Any]) -> list[str]:
     """The tokens that settings name for a purpose, such as ``cls_token``."""
-    named = [
-        value
-        for key, value in settings.items()
-        if key.endswith("_token") and not key.startswith("add_")
-    ]
+    named = (
+        token.get("content") if isinstance(token, dict) else token
+        for token in _named_tokens(settings)
+    )
+    return list(dict.fromkeys(text for text in named if isinstance(text, str) and text))
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
+    for key, value in settings.items():
+        # Such as add_bos_token, which says whether a text begins with it.
+        if key.endswith("_token") and not key.startswith("add_"):
+            yield value
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(key) or []
-        named += more.values() if isinstance(more, dict) else more
-    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
-    return list(dict.fromkeys(text for text in texts if isinstance(text, str) and text))
+        yield from more.values() if isinstance(more, dict) else more
 
 
 def _vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
