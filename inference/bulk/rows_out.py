@@ -45,6 +45,17 @@ class Answers:
     problems: dict[int, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The columns that are added to those of the input: what their names begin with, whether each label's probability
+    is one, and whether rows may lack an answer, which then has a column for the reason.
+    """
+
+    prefix: str
+    probabilities: bool
+    errors: bool
+
+
 class RowsOut:
     """Writes one input file's rows in one format.
 
@@ -53,51 +64,38 @@ class RowsOut:
         suffix: of the output, one of `FORMATS`.
         reader: of the input.
         answering: of the model.
-        prefix: of the names of the new columns.
-        probabilities: whether to write one for each label.
-        errors: whether rows may lack an answer, which then has a column for the reason.
+        columns: those that are added.
     """
 
     def __init__(
-        self,
-        name: str,
-        suffix: str,
-        reader: PartReader,
-        answering: Answering,
-        *,
-        prefix: str,
-        probabilities: bool,
-        errors: bool,
+        self, name: str, suffix: str, reader: PartReader, answering: Answering, columns: Added
     ) -> None:
         self._name, self._suffix, self._answering = name, suffix, answering
+        prefix, labels = columns.prefix, answering.labels if columns.probabilities else []
         self._decided = [f"{prefix}{one}" for one in _DECIDED[answering.problem_type.name]]
         self._error, self._object = f"{prefix}error", f"{prefix}probabilities"
-        self._texts = {
-            f"{prefix}{one}" for one in ("label", "labels", "error")
-        }  # the added columns with text
-        self._flat = (
-            [f"{prefix}probability_{label}" for label in answering.labels] if probabilities else []
-        )
-        flat = [self._object] if suffix == ".jsonl" and probabilities else self._flat
-        self.added = [*self._decided, *flat, *([self._error] if errors else [])]
+        # Of the added columns those with text; the others hold numbers.
+        self._texts = {f"{prefix}{one}" for one in ("label", "labels", "error")}
+        self._flat = [f"{prefix}probability_{label}" for label in labels]
+        # JSON has objects, so there the probabilities are one field, as in the server's answer.
+        flat = [self._object] if suffix == ".jsonl" and columns.probabilities else self._flat
+        self.added = [*self._decided, *flat, *([self._error] if columns.errors else [])]
         self._columns = reader.columns
         self._refuse_taken(reader.columns)
         self._schema = self._schema_of(reader) if suffix == ".parquet" else None
 
     def _refuse_taken(self, names: Iterable[str]) -> None:
         if taken := [column for column in names if column in self.added]:
-            raise UserError(
-                f"{self._name}: has a column {taken[0]} already; name the added ones with --prefix, such as predicted_",
-                code="data-columns",
-            )
+            what = f"has a column {taken[0]} already"
+            remedy = "name the added ones with --prefix, such as predicted_"
+            raise UserError(f"{self._name}: {what}; {remedy}", code="data-columns")
 
     def _schema_of(self, reader: PartReader) -> pyarrow.Schema:
         try:
             import pyarrow
         except ImportError:
-            message = (
-                "writing Parquet needs pyarrow: pip install pyarrow, or name OUT .csv or .jsonl"
-            )
+            remedy = "pip install pyarrow, or name OUT .csv or .jsonl"
+            message = f"writing Parquet needs pyarrow: {remedy}"
             raise UserError(message, code="data-format") from None
         if isinstance(reader, ParquetParts):
             return reader.schema.remove_metadata()
@@ -107,18 +105,17 @@ class RowsOut:
                 found = pyarrow.Table.from_pylist(reader.first_rows).schema
             except (pyarrow.ArrowException, TypeError, OverflowError) as error:
                 raise self._no_table(error) from error
-            kinds = {field.name: field.type for field in found}
-            fields = [
-                (name, pyarrow.string() if pyarrow.types.is_null(kinds[name]) else kinds[name])
-                for name in reader.columns
-            ]
+            # A column that is null in all of the first rows has no type yet; text is the likeliest.
+            kinds = {
+                field.name: pyarrow.string() if pyarrow.types.is_null(field.type) else field.type
+                for field in found
+            }
+            fields = [(name, kinds[name]) for name in reader.columns]
         return pyarrow.schema(fields)
 
     def _no_table(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self._name}: rows of different kinds cannot be one table ({first_line(error)}); name OUT .jsonl",
-            code="row-unusable",
-        )
+        what = f"rows of different kinds cannot be one table ({first_line(error)})"
+        return UserError(f"{self._name}: {what}; name OUT .jsonl", code="row-unusable")
 
     def part(self, part: Part, answers: Answers) -> bytes:
         """A part's rows with their answers, to be kept until all parts are there."""
@@ -132,9 +129,8 @@ class RowsOut:
             which = f"rows {last - len(answers.values) + 1:,} to {last:,}"
             what = f"cannot all be written as {self._suffix} ({first_line(error)})"
             remedy = "leave them out" if isinstance(part.rows, list) else "name OUT .parquet"
-            raise UserError(
-                f"{self._name} {which}: {what}; {remedy}", code="row-unusable"
-            ) from error
+            message = f"{self._name} {which}: {what}; {remedy}"
+            raise UserError(message, code="row-unusable") from error
 
     def _text_part(self, part: Part, answers: Answers) -> bytes:
         rows = part.rows if isinstance(part.rows, list) else part.rows.to_pylist()
@@ -190,20 +186,13 @@ class RowsOut:
     ) -> list[list[Any]]:
         answering = self._answering
         if answering.problem_type is REGRESSION:
-            return [
-                _cells(
-                    [float(f"{value:.{NUMBER_DIGITS}g}") for value in values[:, 0].tolist()],
-                    answered,
-                )
-            ]
+            numbers = [float(f"{value:.{NUMBER_DIGITS}g}") for value in values[:, 0].tolist()]
+            return [_cells(numbers, answered)]
         if answering.problem_type is MULTI_LABEL:
             given = [[label for label, _ in answering.given(row)] for row in values.tolist()]
-            return [
-                _cells(
-                    given if self._suffix == ".jsonl" else list(map(answering.joined, given)),
-                    answered,
-                )
-            ]
+            lists = given if self._suffix == ".jsonl" else map(answering.joined, given)
+            return [_cells(lists, answered)]
+        # argmax takes NaN for the highest; those rows are blanked below.
         known = np.nan_to_num(values)
         labels = [answering.labels[label] for label in known.argmax(axis=1).tolist()]
         return [
@@ -216,11 +205,9 @@ class RowsOut:
         for row in rows:
             if not row.keys() <= known:
                 other = next(name for name in row if name not in known)
-                raise UserError(
-                    f"{self._name}: a row has the field {other}, which the first rows lack, so there is no column for "
-                    "it; name OUT .jsonl",
-                    code="row-unusable",
-                )
+                what = f"a row has the field {other}, which the first rows lack"
+                what += ", so there is no column for it"
+                raise UserError(f"{self._name}: {what}; name OUT .jsonl", code="row-unusable")
 
     def _parquet_part(self, part: Part, answers: Answers) -> bytes:
         import pyarrow
@@ -263,6 +250,8 @@ def _join_parquet(parts: Iterable[bytes], file: BinaryIO) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    # A part has some 2,000 rows. As row groups of their own, each would be compressed and later
+    # read on its own, so several are written as one.
     writer, held = None, []
     try:
         for data in parts:

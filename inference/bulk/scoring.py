@@ -20,7 +20,7 @@ from common.problem_types import ProblemType
 from common.row_parts import Part
 from common.text import counted, texts_in
 from inference.bulk.job import Claims, FileParts, Job
-from inference.bulk.rows_out import Answers, RowsOut
+from inference.bulk.rows_out import Added, Answers, RowsOut
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
 from inference.engines.model_loader import ModelLoader
 
@@ -267,14 +267,9 @@ class Scoring:
     def _rows_out(self, number: int) -> RowsOut:
         if number not in self._outs:
             file, settings = self.files[number], self._job.settings
+            added = Added(settings["prefix"], settings["probabilities"], self._keep)
             self._outs[number] = RowsOut(
-                file.file.path,
-                file.file.out_suffix,
-                file.reader,
-                self._model.answering,
-                prefix=settings["prefix"],
-                probabilities=settings["probabilities"],
-                errors=self._keep,
+                file.file.path, file.file.out_suffix, file.reader, self._model.answering, added
             )
         return self._outs[number]
 
