@@ -7,10 +7,12 @@ from common.escaping import without_user
 
 
 def header_token(name: str, value: str | None) -> str | None:
-    """A token without the blanks and line breaks around it, which a secret made from a file often has; None if empty.
+    """A token without the blanks and line breaks around it, which a secret made from a file often
+    has; None if empty.
 
     Raises:
-        UserError: a header cannot carry it; the message has the name of the variable, and nothing of the value.
+        UserError: a header cannot carry it; the message has the name of the variable, and nothing
+            of the value.
     """
     token = (value or "").strip()
     if not (token.isascii() and token.isprintable()):

@@ -1,4 +1,6 @@
-"""The one table of encoder families: how transformers names the parts of each and the sizes in its configuration."""
+"""The one table of encoder families: how transformers names the parts of each and the sizes in its
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from typing import Any
 class EncoderFamily:
     """A family of sequence classifiers in transformers.
 
-    Module names are dotted. Those of a block are relative to the block, all others to the network; None if the family
-    has no such module. Parts with the same name are the rows of one module, in the order of the fields. Llama is a
-    decoder, but its classifier is built like the others: embeddings, blocks, head.
+    Module names are dotted. Those of a block are relative to the block, all others to the network;
+    None if the family has no such module. Parts with the same name are the rows of one module, in
+    the order of the fields. Llama is a decoder, but its classifier is built like the others:
+    embeddings, blocks, head.
     """
 
     name: str
@@ -36,8 +39,8 @@ class EncoderFamily:
     classifier: str = "classifier"
     head_dropout: tuple[str, ...] = ()
 
-    # A block. Its two norms follow the residual sums, or, in a family with a final norm, precede attention and
-    # feed-forward.
+    # A block. Its two norms follow the residual sums, or, in a family with a final norm, precede
+    # attention and feed-forward.
     attention: str  # gets the hidden states once, for query, key and value
     query: str
     key: str
@@ -75,8 +78,8 @@ class EncoderFamily:
         return tuple(name for name in (self.final_norm, self.pooler, self.classifier) if name)
 
     def depth_of(self, parameter: str, num_blocks: int) -> int:
-        """How far above the input a parameter of the network is, by its name: 0 in the embeddings, 1 in the lowest of
-        ``num_blocks`` blocks, one more than in the highest block in the head.
+        """How far above the input a parameter of the network is, by its name: 0 in the embeddings,
+        1 in the lowest of ``num_blocks`` blocks, one more than in the highest block in the head.
         """
         if parameter.startswith(f"{self.blocks}."):
             return 1 + int(parameter.removeprefix(f"{self.blocks}.").partition(".")[0])
@@ -267,8 +270,8 @@ LLAMA_LANGUAGE_MODEL = replace(LLAMA, network_class="LlamaForCausalLM", classifi
 
 FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, MODERNBERT, LLAMA)
 
-# These number positions from behind the padding id (`create_position_ids_from_input_ids` in transformers), so that many
-# rows of their position table are never used.
+# These number positions from behind the padding id (`create_position_ids_from_input_ids` in
+# transformers), so that many rows of their position table are never used.
 _POSITIONS_AFTER_PADDING = (
     *(
         "camembert",
@@ -286,7 +289,9 @@ _POSITIONS_AFTER_PADDING = (
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the position table of a ``config.json`` has room for, None if it has no table."""
+    """Return how many tokens the position table of a ``config.json`` has room for, None if it has
+    no table.
+    """
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
         positions -= config.get("pad_token_id", 1) + 1

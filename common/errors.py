@@ -1,4 +1,6 @@
-"""User-facing errors, each printed as one line that says what is wrong, where, and what to do; and the flag parser."""
+"""User-facing errors, each printed as one line that says what is wrong, where, and what to do; and
+the flag parser.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,13 @@ SECONDS_FOR_RANK_0 = 10.0
 
 
 class ForeseenError(Exception):
-    """An error that the user can understand: its message is printed in one line, without a traceback.
+    """An error that the user can understand: its message is printed in one line, without a
+    traceback.
 
     Args:
         message: what is wrong, where, and what to do.
-        code: a stable slug, such as ``checkpoint-damaged``, for which docs/TROUBLESHOOTING.md has an entry; by default
-            that of the class.
+        code: a stable slug, such as ``checkpoint-damaged``, for which docs/TROUBLESHOOTING.md has
+            an entry; by default that of the class.
         quiet: another rank prints it.
     """
 
@@ -117,7 +120,9 @@ class StopAsked(BaseException):
 
 @contextlib.contextmanager
 def rank0_only_output() -> Iterator[None]:
-    """Before the process group exists: only rank 0 prints, and the others stay until it has printed its error."""
+    """Before the process group exists: only rank 0 prints, and the others stay until it has printed
+    its error.
+    """
     rank = int(os.environ.get("RANK", 0))
     try:
         with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
@@ -125,7 +130,8 @@ def rank0_only_output() -> Iterator[None]:
     except ForeseenError as error:
         if rank:
             error.quiet = True
-            # torchrun ends all ranks once one exits, so if this rank were first, rank 0 could not print.
+            # torchrun ends all ranks once one exits, so if this rank were first, rank 0 could not
+            # print.
             time.sleep(SECONDS_FOR_RANK_0)
         raise
 
@@ -137,7 +143,9 @@ def first_line(error: BaseException) -> str:
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """At most two known names that ``name`` abbreviates or misspells. Any that differ more would mislead."""
+    """At most two known names that ``name`` abbreviates or misspells. Any that differ more would
+    mislead.
+    """
     name, known = name.lower(), list(known)
     longer = [one for one in known if re.match(rf"{re.escape(name)}[^a-z0-9]", one)]
     swapped = [
@@ -167,7 +175,9 @@ def in_one_line(error: BaseException) -> str:
 
 
 def reason_to_record(error: BaseException) -> str:
-    """An error as one line for a log; unforeseen ones with their type, without which they say little."""
+    """An error as one line for a log; unforeseen ones with their type, without which they say
+    little.
+    """
     if isinstance(error, ForeseenError):
         return printable(in_one_line(error) + f" [{error.code}]" * bool(error.code))
     if isinstance(error, StopAsked):
@@ -205,7 +215,9 @@ def invalid_value(problem: Mapping[str, Any]) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports errors in one line like every other error, and accepts flags with ``_`` or ``-``."""
+    """A parser that reports errors in one line like every other error, and accepts flags with ``_``
+    or ``-``.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**({"formatter_class": HelpFormatter, "allow_abbrev": False} | settings))

@@ -1,7 +1,8 @@
-"""Names and texts that come from elsewhere, written so that no terminal and no Markdown renderer obeys them,
-and messages without secrets.
+"""Names and texts that come from elsewhere, written so that no terminal and no Markdown renderer
+obeys them, and messages without secrets.
 
-This is for what a person reads. Files for programs (JSON, CSV, Parquet) hold names and texts exactly as they are.
+This is for what a person reads. Files for programs (JSON, CSV, Parquet) hold names and texts
+exactly as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-# They join letters and emoji. Ordinary texts contain them, and they cannot hide anything but themselves.
+# They join letters and emoji. Ordinary texts contain them, and they cannot hide anything but
+# themselves.
 JOINERS = "\u200c\u200d"
 _SECRET_NAME = re.compile("(TOKEN|KEY|SECRET|PASSWORD)S?$")
 _SHORTEST_SECRET = 8
@@ -20,14 +22,18 @@ _MARKDOWN = re.compile(r"[\\`*_\[\]<>|!&~$]")
 
 
 def printable(text: object, keep: str = JOINERS) -> str:
-    """For one line in a terminal: line breaks and characters that cannot be seen, except ``keep``, become escapes."""
+    """For one line in a terminal: line breaks and characters that cannot be seen, except ``keep``,
+    become escapes.
+    """
     return "".join(
         one if one.isprintable() or one in keep else repr(one)[1:-1] for one in str(text)
     )
 
 
 def in_markdown(text: object) -> str:
-    """For a paragraph or a table cell, which shows it as it is: no HTML, link, image, emphasis or further cell."""
+    """For a paragraph or a table cell, which shows it as it is: no HTML, link, image, emphasis or
+    further cell.
+    """
     return _MARKDOWN.sub(r"\\\g<0>", printable(text))
 
 
@@ -44,7 +50,9 @@ def without_user(address: str) -> str:
 
 
 def some_of(names: Sequence[str], shown: Callable[[str], str] = printable, width: int = 120) -> str:
-    """Names for one line: all that fit into ``width`` characters, at least one, and how many more there are."""
+    """Names for one line: all that fit into ``width`` characters, at least one, and how many more
+    there are.
+    """
     text = ""
     for place, name in enumerate(names):
         longer = f"{text}, {shown(name)}" if place else shown(name)
@@ -55,8 +63,8 @@ def some_of(names: Sequence[str], shown: Callable[[str], str] = printable, width
 
 
 def without_secrets(text: str) -> str:
-    """A message without the passwords of addresses, and the values of environment variables such as HF_TOKEN, which
-    libraries quote in theirs.
+    """A message without the passwords of addresses, and the values of environment variables such as
+    HF_TOKEN, which libraries quote in theirs.
     """
     text = without_user(_PASSWORD.sub("", text))
     for name, value in os.environ.items():

@@ -1,4 +1,6 @@
-"""What this process may use of the machine: threads within the container's limits, and what its cores can do."""
+"""What this process may use of the machine: threads within the container's limits, and what its
+cores can do.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ _FAST_INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"
 def usable_cpus(root: Path = _ROOT) -> int:
     """The cores that this process may keep busy, at least 1.
 
-    The minimum of its affinity and every CPU quota above it (cgroup v1 or v2), not the host's core count. A quota of
-    1.5 cores counts as 1: with a second thread the kernel would stop the whole process for a quarter of the time, event
-    loop included, while one thread leaves the remaining half core to it.
+    The minimum of its affinity and every CPU quota above it (cgroup v1 or v2), not the host's core
+    count. A quota of 1.5 cores counts as 1: with a second thread the kernel would stop the whole
+    process for a quarter of the time, event loop included, while one thread leaves the remaining
+    half core to it.
     """
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -31,7 +34,8 @@ def usable_cpus(root: Path = _ROOT) -> int:
 def threads_per_process(processes: int = 1, root: Path = _ROOT) -> int:
     """Compute threads for each of the ``processes`` of a program on this machine.
 
-    OMP_NUM_THREADS if a person has set it, at most all cores; otherwise an equal share of the cores.
+    OMP_NUM_THREADS if a person has set it, at most all cores; otherwise an equal share of the
+    cores.
     """
     cores = usable_cpus(root)
     return min(cores, threads_asked_for(root) or max(1, cores // processes))
@@ -40,8 +44,9 @@ def threads_per_process(processes: int = 1, root: Path = _ROOT) -> int:
 def threads_asked_for(root: Path = _ROOT) -> int | None:
     """OMP_NUM_THREADS, if it has a valid value that a person chose; None if it is torchrun's own.
 
-    If the variable is unset, torchrun sets it to 1 for its ranks, whatever the machine has. So a 1 counts only if
-    torchrun itself was started with it, which Linux shows in /proc; elsewhere a rank takes it for torchrun's.
+    If the variable is unset, torchrun sets it to 1 for its ranks, whatever the machine has. So a 1
+    counts only if torchrun itself was started with it, which Linux shows in /proc; elsewhere a rank
+    takes it for torchrun's.
     """
     value = _number_of_threads(os.environ.get("OMP_NUM_THREADS", ""))
     if (
@@ -60,10 +65,13 @@ def _number_of_threads(value: str) -> int | None:
 
 
 def _environment_of_launcher(root: Path) -> dict[str, str]:
-    """What torchrun was started with: of this process's ancestors, the first that torchrun did not start itself."""
+    """What torchrun was started with: of this process's ancestors, the first that torchrun did not
+    start itself.
+    """
     pid = os.getppid()
     while pid > 1:
-        # The environment at a process's start: what it has set for its children since does not show.
+        # The environment at a process's start: what it has set for its children since does not
+        # show.
         pairs = (pair.partition("=") for pair in _read(root / f"proc/{pid}/environ").split("\0"))
         environment = {name: value for name, _, value in pairs}
         if "TORCHELASTIC_RUN_ID" not in environment:
@@ -77,9 +85,9 @@ def _environment_of_launcher(root: Path) -> dict[str, str]:
 class Hardware:
     """What a model may run on.
 
-    ``threads``: processors, 0 for all that this process may use. ``device``: ``cuda`` requires a GPU, ``cpu`` uses
-    none, ``auto`` uses one that PyTorch supports. ``instruction_set``: what the native engine's kernels use, ``auto``
-    for the fastest of this processor.
+    ``threads``: processors, 0 for all that this process may use. ``device``: ``cuda`` requires a
+    GPU, ``cpu`` uses none, ``auto`` uses one that PyTorch supports. ``instruction_set``: what the
+    native engine's kernels use, ``auto`` for the fastest of this processor.
     """
 
     threads: int = 0
@@ -99,7 +107,9 @@ def cpu_flags(root: Path = _ROOT) -> frozenset[str]:
 
 
 def has_fast_int8(root: Path = _ROOT) -> bool:
-    """Whether the cores have instructions that make int8 worthwhile: VNNI, AMX, or ARM's dot product."""
+    """Whether the cores have instructions that make int8 worthwhile: VNNI, AMX, or ARM's dot
+    product.
+    """
     # Apple's ARM has no /proc/cpuinfo, but all of its processors since 2018 have the dot product.
     return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == (
         "Darwin",
@@ -120,10 +130,11 @@ def _cpuinfo(root: Path, key: str) -> str:
 
 
 def available_memory(root: Path = _ROOT) -> int | None:
-    """Bytes that the processes of this machine or container can still take; None if the system does not say.
+    """Bytes that the processes of this machine or container can still take; None if the system does
+    not say.
 
-    The minimum of what the kernel could give without swapping and of every memory limit above this process (cgroup v1
-    or v2). Cached files count as available.
+    The minimum of what the kernel could give without swapping and of every memory limit above this
+    process (cgroup v1 or v2). Cached files count as available.
     """
     available = re.search(r"^MemAvailable: +(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
     found = [int(available[1]) * 1024] if available else []
@@ -159,8 +170,8 @@ def _groups(root: Path, controller: str, mounts_v1: Sequence[str]) -> Iterator[P
         else:
             continue
         for mount in mounts:
-            # Limits of parent groups apply too. Inside a container the path is the host's, and only the mount itself
-            # exists.
+            # Limits of parent groups apply too. Inside a container the path is the host's, and only
+            # the mount itself exists.
             inside = Path(group.lstrip("/"))
             yield from (mount / inside, *(mount / parent for parent in inside.parents), mount)
 

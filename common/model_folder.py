@@ -1,7 +1,9 @@
-"""What a model on disk holds: a model folder, one .pt file, or an artefact folder with its manifest.
+"""What a model on disk holds: a model folder, one .pt file, or an artefact folder with its
+manifest.
 
-Training writes the first two. An export writes an artefact: the same model for one engine, in its own folder inside the
-model folder, with a manifest that says what it was made from and what was measured.
+Training writes the first two. An export writes an artefact: the same model for one engine, in its
+own folder inside the model folder, with a manifest that says what it was made from and what was
+measured.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ METRICS_KEYS = {
     *("distilled_from", "unlabelled_rows", "rows_left_out", "test", "test_precision"),
     *("validation", "baseline", "hints", "method", "fitted_head"),
 }
-# What a model folder has besides its weights; an artefact folder has a copy of each. Of the files of the tokenizer only
-# the first is always there.
+# What a model folder has besides its weights; an artefact folder has a copy of each. Of the files
+# of the tokenizer only the first is always there.
 DESCRIPTION_FILES = ("config.json", TOKENIZER_FILE, SETTINGS_FILE, *OPTIONAL_FILES)
 _NEEDED_FILES = ("config.json", TOKENIZER_FILE)
 CHECKPOINT_KEYS: dict[str, type] = {"model_state_dict": dict, "config": dict}
@@ -62,8 +64,8 @@ CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
     "encoder_config": dict,
     "tokenizer_json": str,
 }
-# With these keys a config.json makes transformers run code from elsewhere: modules next to the model or on the hub,
-# kernels from the hub, packages for quantised weights.
+# With these keys a config.json makes transformers run code from elsewhere: modules next to the
+# model or on the hub, kernels from the hub, packages for quantised weights.
 _CODE_KEYS = frozenset(
     (
         "auto_map",
@@ -79,7 +81,8 @@ _CODE_KEYS = frozenset(
         "use_kernels",
     )
 )
-# Classes of transformers with another head than a classifier of texts: of tokens, spans, pairs, images and so on.
+# Classes of transformers with another head than a classifier of texts: of tokens, spans, pairs,
+# images and so on.
 _OTHER_TASK = re.compile(r"For(?!.*SequenceClassification)[A-Z]")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 # The key of config.json in which training notes how texts were cleaned.
@@ -93,7 +96,8 @@ PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32
 EXPORT_AGAIN = "write it again with python -m inference.export"
 _SAVE_AGAIN = "AutoModelForSequenceClassification.from_pretrained({0}).save_pretrained({0})"
 _SAVE_TOKENIZER = "AutoTokenizer.from_pretrained({0}).save_pretrained({0})"
-# The files from which transformers makes a tokenizer.json, and those that say how weights are spread over several.
+# The files from which transformers makes a tokenizer.json, and those that say how weights are
+# spread over several.
 _VOCABULARY_FILES = (
     "vocab.txt",
     "vocab.json",
@@ -122,8 +126,11 @@ class SavedModel:
 
     @property
     def cleaning(self) -> str:
-        """How texts were cleaned in training, and have to be before every answer; one of `CLEANINGS`."""
-        # Older models do not say. Training cleaned all texts as news then; a model from elsewhere takes texts as is.
+        """How texts were cleaned in training, and have to be before every answer; one of
+        `CLEANINGS`.
+        """
+        # Older models do not say. Training cleaned all texts as news then; a model from elsewhere
+        # takes texts as is.
         written_here = (
             isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
         )
@@ -180,7 +187,9 @@ def is_artefact(path: Path) -> bool:
 
 
 def artefact_folder(model: Path, engine: str) -> Path:
-    """Return the folder of a model's artefact for an engine: ``MODEL/onnx``, and ``X.onnx`` for ``X.pt``."""
+    """Return the folder of a model's artefact for an engine: ``MODEL/onnx``, and ``X.onnx`` for
+    ``X.pt``.
+    """
     return model.with_suffix(f".{engine}") if model.is_file() else model / engine
 
 
@@ -194,9 +203,9 @@ def weights_file(model: Path) -> Path:
 def file_inside(folder: Path, name: str) -> Path:
     """A file of a model folder, which may be a link only to files of the same model.
 
-    A link may lead into the folder itself, as Kubernetes mounts them (``config.json -> ..data/config.json``), and from
-    a snapshot in the hub's cache into its ``blobs``. A link to anywhere else may have come with a downloaded model, and
-    would publish a file of this machine.
+    A link may lead into the folder itself, as Kubernetes mounts them (``config.json ->
+    ..data/config.json``), and from a snapshot in the hub's cache into its ``blobs``. A link to
+    anywhere else may have come with a downloaded model, and would publish a file of this machine.
 
     Raises:
         ModelLoadError: it leads elsewhere.
@@ -215,7 +224,8 @@ def read_saved_model(path: Path) -> SavedModel:
     """Read a model folder, a .pt file or an artefact folder.
 
     Raises:
-        ModelLoadError: It does not exist, something is missing or damaged, or its answers would mean nothing.
+        ModelLoadError: It does not exist, something is missing or damaged, or its answers would
+            mean nothing.
     """
     try:
         if path.is_dir():
@@ -316,7 +326,8 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
 def _made_by_transformers(
     folder: Path, text: str, settings: dict[str, Any], config: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """The tokenizer that transformers makes of a vocabulary, or of a tokenizer.json of which it takes only parts.
+    """The tokenizer that transformers makes of a vocabulary, or of a tokenizer.json of which it
+    takes only parts.
 
     Returns:
         A whole tokenizer.json, and the settings that it cannot contain.
@@ -361,7 +372,9 @@ def _refuse_another_kind(
 
 
 def without_code(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop from a configuration, at any depth, the keys that make transformers run code from elsewhere."""
+    """Drop from a configuration, at any depth, the keys that make transformers run code from
+    elsewhere.
+    """
     return {
         key: without_code(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -612,9 +625,9 @@ class Manifest:
     engine: str  # a key of PRECISIONS
     precision: str  # int8 or fp32
     created: str  # ISO 8601, UTC
-    # `name` and `weights_sha256` of the model it was made from; also `bytes` and `modified_ns` of the weights file, by
-    # which an unchanged file is recognised without hashing it, and of a model folder `described`: the SHA-256 of each
-    # description file.
+    # `name` and `weights_sha256` of the model it was made from; also `bytes` and `modified_ns` of
+    # the weights file, by which an unchanged file is recognised without hashing it, and of a model
+    # folder `described`: the SHA-256 of each description file.
     source: dict[str, Any]
     # `sha256` and `bytes` of every other file in the folder, by name.
     files: dict[str, dict[str, Any]]
@@ -624,9 +637,9 @@ class Manifest:
     accuracy: dict[str, Any]
     size: dict[str, int]  # `before_bytes` and `after_bytes` of the weights
     speed: dict[str, Any]  # texts per second of both, and the machine they were measured on
-    # Texts with the reference's `probabilities` or `value`, and how much the artefact's may differ when it is loaded
-    # (values in units of the accuracy's `spread`). Another processor may round differently, but a kernel that computes
-    # wrong answers must not serve.
+    # Texts with the reference's `probabilities` or `value`, and how much the artefact's may differ
+    # when it is loaded (values in units of the accuracy's `spread`). Another processor may round
+    # differently, but a kernel that computes wrong answers must not serve.
     probes: list[dict[str, Any]]
     probe_tolerance: float
 
@@ -654,7 +667,8 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(values[field.name], kind):
             raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", EXPORT_AGAIN)
     digest = values["source"].get("weights_sha256")
-    # It becomes a part of tags and Dockerfiles, and a model's author may have written anything here.
+    # It becomes a part of tags and Dockerfiles, and a model's author may have written anything
+    # here.
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ModelLoadError(
             path, f"source.weights_sha256 must be 64 hex digits, got {digest!r:.80}", EXPORT_AGAIN
@@ -717,8 +731,8 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
     """Read an artefact's manifest, and check its files and that it belongs to the model.
 
     Raises:
-        ModelLoadError: A file is missing or has changed, or the artefact was made from other weights or another
-            tokenizer than ``model`` has.
+        ModelLoadError: A file is missing or has changed, or the artefact was made from other
+            weights or another tokenizer than ``model`` has.
     """
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
@@ -731,7 +745,8 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
         )
     for name in DESCRIPTION_FILES:
         file = model / name  # not there if the model is a .pt file
-        # A fetched folder of artefacts has a copy of what the artefact has, not of what the model had.
+        # A fetched folder of artefacts has a copy of what the artefact has, not of what the model
+        # had.
         known = (
             manifest.source.get("described", {}).get(name),
             manifest.files.get(name, {}).get("sha256"),

@@ -17,8 +17,8 @@ def import_by_path(
     """The class or function that an import path names.
 
     Args:
-        path: ``module:name``; the module is looked for among the installed packages, in the working directory, and in
-            ``folders``.
+        path: ``module:name``; the module is looked for among the installed packages, in the working
+            directory, and in ``folders``.
         where: begins the error message.
         example: ends it, such as ``my_models:TextCNN``.
 

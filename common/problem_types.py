@@ -1,7 +1,8 @@
-"""What a model answers: one label, several labels, or a number. How rows say it, and how scores become it.
+"""What a model answers: one label, several labels, or a number. How rows say it, and how scores
+become it.
 
-Training and serving must agree on both, so both take them from here. The names are those of transformers
-(``problem_type`` in config.json).
+Training and serving must agree on both, so both take them from here. The names are those of
+transformers (``problem_type`` in config.json).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 # As a row gives it: one label, the labels that apply, or a number.
 Label = str | tuple[str, ...] | float
 
-# The key of config.json with the probability from which on each label applies, in the order of the labels.
+# The key of config.json with the probability from which on each label applies, in the order of the
+# labels.
 THRESHOLDS_KEY = "label_thresholds"
 DEFAULT_THRESHOLD = 0.5
 # Training computes in fp32, and squares of the largest numbers still have to fit.
@@ -47,7 +49,8 @@ class ProblemType:
     name: str
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> Label:
-        """The label of a row from its cell in the file; ``known``: the labels allowed, empty to allow any.
+        """The label of a row from its cell in the file; ``known``: the labels allowed, empty to
+        allow any.
 
         Raises:
             UnusableRow: it is no such label.
@@ -142,9 +145,10 @@ _IS_LIST = re.compile(r"""\s*(frozenset\(|set\()?(\[|[({]\s*['"\d)}-]|(?<=set\()
 def label_name(cell: Any) -> str:
     """The one rule for what a cell with a label means, in every format.
 
-    A name is what stands there without the space around it. Numbers without a fraction are written as whole numbers,
-    so 1 and 1.0 are one label, as are the spellings of true and false. A format that has numbers and booleans of its
-    own, such as JSON and Parquet, thus means the same as CSV, which only has text.
+    A name is what stands there without the space around it. Numbers without a fraction are written
+    as whole numbers, so 1 and 1.0 are one label, as are the spellings of true and false. A format
+    that has numbers and booleans of its own, such as JSON and Parquet, thus means the same as CSV,
+    which only has text.
 
     Raises:
         UnusableRow: it is no label.
@@ -205,7 +209,8 @@ def _python_list(text: str) -> list[Any] | tuple[Any, ...]:
     except json.JSONDecodeError:
         parts, last = [], tokenize.ENCODING
         for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline):
-            # NumPy puts no commas between the items, and Python would join two texts that follow each other.
+            # NumPy puts no commas between the items, and Python would join two texts that follow
+            # each other.
             if token.type == last == tokenize.STRING or token.type == last == tokenize.NUMBER:
                 parts.append(",")
             if token.string.strip():

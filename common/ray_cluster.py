@@ -9,7 +9,8 @@ from typing import Any
 
 from common.errors import UserError, first_line
 
-# Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it fits a container.
+# Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it
+# fits a container.
 _STORE_BYTES = 128 * 2**20
 # Ray gives its processes 30 s to come up, which a busy machine exceeds.
 _ATTEMPTS_TO_START = 3
@@ -22,11 +23,12 @@ def connect(
     environment: Mapping[str, str] | None = None,
     flag: str = "--address",
 ) -> bool:
-    """Connect to the cluster at an address (``auto``: this machine's), or at RAY_ADDRESS; without either, start one
-    here. ``flag``: what gave the address.
+    """Connect to the cluster at an address (``auto``: this machine's), or at RAY_ADDRESS; without
+    either, start one here. ``flag``: what gave the address.
 
-    Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise. A ``dashboard`` is for this machine
-    only; Ray Train asks it for the state of its workers. Returns whether the cluster was started here.
+    Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise. A ``dashboard``
+    is for this machine only; Ray Train asks it for the state of its workers. Returns whether the
+    cluster was started here.
 
     Raises:
         UserError: Ray is missing, or no cluster answers.
@@ -64,8 +66,8 @@ def _unreachable(where: str, error: Exception, *, is_local: bool) -> UserError:
 
 
 def check_room(what: str, wanted: Mapping[str, float], flag: str = "--address") -> None:
-    """Refuse what a one-machine cluster would wait for forever; larger clusters may grow. ``wanted``: counts by Ray's
-    names.
+    """Refuse what a one-machine cluster would wait for forever; larger clusters may grow.
+    ``wanted``: counts by Ray's names.
     """
     import ray
 

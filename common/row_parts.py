@@ -1,8 +1,9 @@
-"""Whole rows of a file, part by part: all columns, from any place on, in memory that does not grow with the file.
+"""Whole rows of a file, part by part: all columns, from any place on, in memory that does not grow
+with the file.
 
-Training wants every row's text and label at once, which `common.rows` reads. Scoring passes all columns on, and several
-processes take different parts of one file. So a part is a function of the file alone: whoever reads it, and from
-wherever it was resumed, it has the same rows.
+Training wants every row's text and label at once, which `common.rows` reads. Scoring passes all
+columns on, and several processes take different parts of one file. So a part is a function of the
+file alone: whoever reads it, and from wherever it was resumed, it has the same rows.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ AG_NEWS_COLUMNS = ("class", "title", "description")
 class Part:
     """Consecutive rows with all their columns.
 
-    ``texts``: of each row, a pair if there is a second column; None if it cannot be used, and ``problems`` then says
-    why, by the row's position in the part.
+    ``texts``: of each row, a pair if there is a second column; None if it cannot be used, and
+    ``problems`` then says why, by the row's position in the part.
     """
 
     rows: list[dict[str, Any]] | pyarrow.Table
@@ -288,7 +289,9 @@ class JsonLinesParts(_TextParts):
             yield number
 
     def _look_for_columns(self, names: list[str]) -> str:
-        """Find the keys of a row's texts; returns what is missing. Most rows have the names of the one before."""
+        """Find the keys of a row's texts; returns what is missing. Most rows have the names of the
+        one before.
+        """
         if names != self._names:
             try:
                 places = self._wanted.among(names)

@@ -1,8 +1,10 @@
-"""Rows of text and label from CSV, TSV, JSON lines and Parquet; an unusable row is reported with file and line.
+"""Rows of text and label from CSV, TSV, JSON lines and Parquet; an unusable row is reported with
+file and line.
 
-Training reads its data here, and serving reads the rows that an exported model is measured on. From top to bottom: the
-columns of text and label, what happens to unusable rows, the file formats, and labelled rows for an existing model.
-Files that are too large for memory are read part by part in :mod:`common.row_parts`, with the functions of this module.
+Training reads its data here, and serving reads the rows that an exported model is measured on. From
+top to bottom: the columns of text and label, what happens to unusable rows, the file formats, and
+labelled rows for an existing model. Files that are too large for memory are read part by part in
+:mod:`common.row_parts`, with the functions of this module.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ _LONGEST_NAME = 30
 # A long document is one field; csv's own limit is 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
-# A row before its label is known to be a class: its position, its text or pair of texts, its label as found.
+# A row before its label is known to be a class: its position, its text or pair of texts, its label
+# as found.
 FoundRow = tuple[str, Any, Any]
 # The positions of the columns of the text, of the label and, of pairs, of the second text.
 Places = tuple[tuple[int, ...], ...]
@@ -63,11 +66,12 @@ Places = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns that hold the text, the label and, of pairs of texts, the second text; of texts without
-    labels only the first.
+    """The names of the columns that hold the text, the label and, of pairs of texts, the second
+    text; of texts without labels only the first.
 
-    A text may be in several columns, whose names are separated by commas, such as ``title,body``: they are joined. So
-    may the labels of a text: then each column is named as a label, and says with 0 or 1 whether it applies.
+    A text may be in several columns, whose names are separated by commas, such as ``title,body``:
+    they are joined. So may the labels of a text: then each column is named as a label, and says
+    with 0 or 1 whether it applies.
     """
 
     text: str = "text"
@@ -79,7 +83,9 @@ class Columns:
         return tuple(filter(None, (self.text, self.label, self.pair)))
 
     def _parts(self, found: Sequence[str]) -> list[list[str]]:
-        """The columns that each of :attr:`names` stands for; a single column may have a comma in its name."""
+        """The columns that each of :attr:`names` stands for; a single column may have a comma in
+        its name.
+        """
         names = [name.strip().lower() for name in found]
         is_one = [name.strip().lower() in names for name in self.names]
         return [
@@ -99,7 +105,8 @@ class Columns:
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> Places:
-        """Their positions among the names found, ignoring case: text, label and, of pairs, the second text.
+        """Their positions among the names found, ignoring case: text, label and, of pairs, the
+        second text.
 
         Raises:
             ValueError: one is missing, or is there twice.
@@ -122,10 +129,10 @@ TEXT_AND_LABEL = Columns()
 class Layout:
     """How a delimited text file is laid out.
 
-    ``places``: the positions of text, label and second text in a row, or None for AG News' layout (class, title,
-    description), which has no header. ``first``: the line of the header, or of the first row if there is none.
-    ``surplus``: how many empty fields each row has behind those of the header, because its lines end with a separator.
-    ``spaced``: a space follows each separator.
+    ``places``: the positions of text, label and second text in a row, or None for AG News' layout
+    (class, title, description), which has no header. ``first``: the line of the header, or of the
+    first row if there is none. ``surplus``: how many empty fields each row has behind those of the
+    header, because its lines end with a separator. ``spaced``: a space follows each separator.
     """
 
     separator: str
@@ -156,7 +163,8 @@ class Layout:
         """What a row has under the header: all of it, or it cannot be used.
 
         Raises:
-            UnusableRow: a field too many or too few, text in a column without a name, or the header once more.
+            UnusableRow: a field too many or too few, text in a column without a name, or the header
+                once more.
         """
         width = len(self.header)
         if tuple(field.strip(' \ufeff"').lower() for field in fields[:width]) == tuple(
@@ -177,7 +185,9 @@ class Layout:
 
 
 def separators(suffix: str) -> str:
-    """What may stand between the fields of such a file; what is tried first also decides files of one column."""
+    """What may stand between the fields of such a file; what is tried first also decides files of
+    one column.
+    """
     return "\t,;" if suffix == ".tsv" else _SEPARATORS
 
 
@@ -269,8 +279,8 @@ def _is_no_name(field: str) -> bool:
 
 
 class Reading:
-    """Which columns are read, and what happens to unusable rows: the first one ends the reading, or all of them are
-    left out and counted.
+    """Which columns are read, and what happens to unusable rows: the first one ends the reading, or
+    all of them are left out and counted.
 
     Args:
         columns: of text and label.
@@ -278,7 +288,8 @@ class Reading:
         flag: the flag that names the file, for error messages.
         remedy: what to do if the columns are missing.
         problem_type: what labels are.
-        new_texts: an empty list for the texts of a split, or what takes its place if they do not fit into memory.
+        new_texts: an empty list for the texts of a split, or what takes its place if they do not
+            fit into memory.
         keeps_places: remember where each usable row of a split is.
     """
 
@@ -432,8 +443,8 @@ class Reading:
 
     @property
     def notes(self) -> list[str]:
-        """What was read without a header, and which columns were not read; the last note says how many rows were left
-        out, and names the first.
+        """What was read without a header, and which columns were not read; the last note says how
+        many rows were left out, and names the first.
         """
         names = [
             f"the file {files[0]} has no header line{' (like others)' * (len(files) > 1)}, so it was read as class, "
@@ -456,7 +467,8 @@ def read_file(
     Args:
         path: ends in one of :attr:`Reading.formats`.
         reading: which columns are read, and what happens to unusable rows.
-        label_names: what the class numbers of a file without a header mean; without them each is a name.
+        label_names: what the class numbers of a file without a header mean; without them each is a
+            name.
 
     Raises:
         UserError: the file cannot be read.
@@ -539,10 +551,12 @@ def _layout_for(path: Path, lines: Lines, reading: Reading) -> Layout | None:
 
 
 def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
-    """Whether the quotes in a TSV, whose first row or header is line ``first``, belong to its texts.
+    """Whether the quotes in a TSV, whose first row or header is line ``first``, belong to its
+    texts.
 
-    Some programs put quotes around fields, as in CSV, others write texts as they are, quotes included. The file does
-    not say which, so all of it is read both ways: the right one leaves fewer malformed records, or else joins no lines.
+    Some programs put quotes around fields, as in CSV, others write texts as they are, quotes
+    included. The file does not say which, so all of it is read both ways: the right one leaves
+    fewer malformed records, or else joins no lines.
     """
     num_fields = lines[first].count("\t") + 1
     with lines.from_start() as again:
@@ -569,10 +583,11 @@ def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
 def csv_records(
     name: Path | str, lines: Sequence[str], layout: Layout, reading: Reading, start: int = 0
 ) -> Iterator[tuple[int, list[str]]]:
-    """The line number at which each record ends, and its fields; blank lines and rejected ones have none.
+    """The line number at which each record ends, and its fields; blank lines and rejected ones have
+    none.
 
-    A record that cannot be parsed only costs its first line, because a stray quote would swallow the good rows after
-    it. ``start``: the line to begin at, if it is not the first row's.
+    A record that cannot be parsed only costs its first line, because a stray quote would swallow
+    the good rows after it. ``start``: the line to begin at, if it is not the first row's.
     """
     dialect: dict[str, Any] = {
         "delimiter": layout.separator,
@@ -602,8 +617,8 @@ def _lines_from(lines: Sequence[str], start: int) -> Iterator[str]:
 
 
 def ag_news_classes(path: Path) -> list[str] | None:
-    """AG News' classes if a file is one of AG News' own: no header, but class, title and description, and exactly the
-    classes 1 to 4. Anything else without a header is other data.
+    """AG News' classes if a file is one of AG News' own: no header, but class, title and
+    description, and exactly the classes 1 to 4. Anything else without a header is other data.
     """
     if path.suffix.lower() not in (".csv", ".tsv"):
         return None
@@ -631,7 +646,9 @@ def _may_be_ag_news(fields: list[str]) -> bool:
 
 
 def class_names_beside(file: Path) -> list[str] | None:
-    """The classes that the numbers in a file of AG News' layout mean, from a ``classes.txt`` in its folder."""
+    """The classes that the numbers in a file of AG News' layout mean, from a ``classes.txt`` in its
+    folder.
+    """
     path = file.with_name("classes.txt")
     if not path.is_file():
         return None
@@ -646,7 +663,9 @@ def class_names_beside(file: Path) -> list[str] | None:
 
 
 def _leading_label(fields: list[str], places: Places | None) -> str | None:
-    """The label of a row that may have too many fields, if it is in front of the text that was torn apart."""
+    """The label of a row that may have too many fields, if it is in front of the text that was torn
+    apart.
+    """
     if not places:
         return fields[0]
     if len(places) < 2 or len(places[1]) > 1:
@@ -680,7 +699,9 @@ def text_problem(texts: Sequence[Any]) -> str:
 
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
-    """What a row's cells make: those of the text, of the label (None without) and, of pairs, of the second text."""
+    """What a row's cells make: those of the text, of the label (None without) and, of pairs, of the
+    second text.
+    """
     text, *pair = [joined(columns) for columns in (*cells[:1], *cells[2:])]
     labels = cells[1] if len(cells) > 1 else [None]
     return ((text, *pair) if pair else text), labels[0] if len(labels) == 1 else tuple(labels)
@@ -697,7 +718,9 @@ def _applies(name: str, cell: Any) -> bool:
 
 
 class JoinedText(str):
-    """A text made of several cells, with a space between; it remembers where the first one ends, such as a title."""
+    """A text made of several cells, with a space between; it remembers where the first one ends,
+    such as a title.
+    """
 
     __slots__ = ("_length",)
     _length: int
@@ -722,7 +745,9 @@ class JoinedText(str):
 
 
 def joined(cells: Sequence[Any]) -> Any:
-    """What is not empty, with a space between, as in AG News; any cell that is not a text stands for the whole."""
+    """What is not empty, with a space between, as in AG News; any cell that is not a text stands
+    for the whole.
+    """
     if len(cells) == 1:
         return cells[0]
     present = [cell for cell in cells if cell is not None]
@@ -901,7 +926,9 @@ def _cells_of_group(
 def _declared_classes(
     metadata: dict[bytes, bytes] | None, columns: Sequence[str]
 ) -> list[str] | None:
-    """The names of a column of class numbers, or of lists of them, which `datasets` writes into its Parquet files."""
+    """The names of a column of class numbers, or of lists of them, which `datasets` writes into its
+    Parquet files.
+    """
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         feature = features[columns[0]] if len(columns) == 1 else {}
@@ -916,7 +943,9 @@ def _declared_classes(
 
 
 def named_class(label: Any, names: Sequence[str] | None) -> Any:
-    """The name of a class that is given as a number, or of each in a list; -1 is how `datasets` says none."""
+    """The name of a class that is given as a number, or of each in a list; -1 is how `datasets`
+    says none.
+    """
     if not names or isinstance(label, list):
         return [named_class(one, names) for one in label] if names else label
     if label == -1 and isinstance(label, int):
@@ -932,8 +961,9 @@ Target = int | tuple[int, ...] | float
 class LabelledRows:
     """Texts with what is right for each.
 
-    ``name``: the file they are from. ``texts``: as found, not cleaned; pairs if their columns have a second text.
-    ``calibration_texts``: texts that accuracy is not measured on, if any, such as a folder's training rows.
+    ``name``: the file they are from. ``texts``: as found, not cleaned; pairs if their columns have
+    a second text. ``calibration_texts``: texts that accuracy is not measured on, if any, such as a
+    folder's training rows.
     """
 
     name: str
@@ -943,8 +973,8 @@ class LabelledRows:
 
 
 def find_rows(model_dataset: str | None, problem_type: ProblemType = SINGLE_LABEL) -> Path:
-    """The rows to measure on if none are given: the model's own dataset if it is here, otherwise the sample news, which
-    have one label each.
+    """The rows to measure on if none are given: the model's own dataset if it is here, otherwise
+    the sample news, which have one label each.
 
     Raises:
         UserError: neither is available.
@@ -968,11 +998,12 @@ def read_labelled_rows(
 ) -> LabelledRows:
     """Read rows for a model that is there already. Blank texts are left out.
 
-    ``path`` is a file, or a folder with ``test.csv`` (else ``train.csv``), or the same of another format. ``limit``
-    takes so many rows, evenly spread.
+    ``path`` is a file, or a folder with ``test.csv`` (else ``train.csv``), or the same of another
+    format. ``limit`` takes so many rows, evenly spread.
 
     Raises:
-        UserError: nothing is there, a row cannot be used, or the model has no such label; with file and line.
+        UserError: nothing is there, a row cannot be used, or the model has no such label; with file
+            and line.
     """
     files, training_files = _files_to_measure(path)
     class_of = {label: class_id for class_id, label in enumerate(labels)}
@@ -1030,8 +1061,9 @@ def evenly_spread(count: int, limit: int | None) -> list[int]:
 
 
 def split_files(folder: Path, formats: Sequence[str] = FORMATS) -> dict[str, list[Path]]:
-    """A folder's files of rows by the names of their splits, which are those of the files without suffix. Several
-    files make up a split if they are its shards, such as ``train-00000-of-00002.csv``.
+    """A folder's files of rows by the names of their splits, which are those of the files without
+    suffix. Several files make up a split if they are its shards, such as
+    ``train-00000-of-00002.csv``.
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*")):

@@ -1,4 +1,6 @@
-"""Text in, token ids out: the ways of cleaning and the one tokenizer that training and serving share."""
+"""Text in, token ids out: the ways of cleaning and the one tokenizer that training and serving
+share.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ from common.windows import Windows
 if TYPE_CHECKING:
     import torch
 
-# Raise it whenever a text may come to other tokens than before: cached tokens are then made again, and a run that began
-# with the old ones is not resumed with the new.
+# Raise it whenever a text may come to other tokens than before: cached tokens are then made again,
+# and a run that began with the old ones is not resumed with the new.
 VERSION = 3
 
-# AG News lost the ampersand of its references: one space stands in its place ("Israel #39;s", "AT amp;T",
-# "about  #36;5"). Only references that are no English word are taken for one without their ampersand.
+# AG News lost the ampersand of its references: one space stands in its place ("Israel #39;s", "AT
+# amp;T", "about  #36;5"). Only references that are no English word are taken for one without their
+# ampersand.
 _BARE = (
     r"#(?:3[46-9]|6[02]|0?\d{3,4}|64\d{3}|x[0-9a-fA-F]{2,4})"
     r"|quot|amp|lt|gt|nbsp|apos|hellip|[lr][sd]quo|[mn]dash|[A-Za-z](?:acute|grave|uml|tilde|cedil|circ|ring)"
@@ -33,7 +36,8 @@ _REFERENCE = re.compile(
     r"(?:(?:amp|#0?38);)*+"  # escaped twice or more: "amp;amp;quot;"
     r"(?:(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});)?"
 )
-# Two spaces before a possessive ("Sudan  #39;s") are a slip of the feed, not an opening quote ("  #39;big").
+# Two spaces before a possessive ("Sudan  #39;s") are a slip of the feed, not an opening quote ("
+# #39;big").
 _LOOSE_POSSESSIVE = re.compile(r"(?<=\w)\s\s(?=#39;s\b)")
 
 _TAG = re.compile(
@@ -42,12 +46,14 @@ _TAG = re.compile(
     r"|th|title|tr|tt|u|ul|wbr)(?=[\s/>])([^<>]*+)>",
     re.IGNORECASE,
 )
-# Control characters, lone surrogates, marks without width or for direction, code points with no character.
+# Control characters, lone surrogates, marks without width or for direction, code points with no
+# character.
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069"
     r"\ud800-\udfff\ufdd0-\ufdef\ufeff\ufffe\uffff]"
 )
-# White space, and all that is drawn without a mark of its own: joiners, fillers, selectors, marks for direction.
+# White space, and all that is drawn without a mark of its own: joiners, fillers, selectors, marks
+# for direction.
 _INVISIBLE = re.compile(
     r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
     r"\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]*+"
@@ -62,7 +68,8 @@ Text = str | tuple[str, str]
 # The key of config.json of a model that reads pairs: the id of the token between their texts.
 PAIR_KEY = "text_pair_separator"
 
-# What a model's texts go through before they are tokenised: chosen in training, kept in the model folder.
+# What a model's texts go through before they are tokenised: chosen in training, kept in the model
+# folder.
 CLEANINGS = ("news", "none")
 MOST_SPARE_ROWS = 256  # of small embeddings; of large ones up to half may be spare
 
@@ -70,11 +77,13 @@ MOST_SPARE_ROWS = 256  # of small embeddings; of large ones up to half may be sp
 def clean_text(text: str) -> str:
     r"""Turn raw news text into plain prose on one line.
 
-    Backslashes (AG News' line breaks) become spaces, character references are restored and decoded even where
-    their ampersand is lost or they are escaped twice, HTML tags are dropped, control characters and lone
-    surrogates too, white space is collapsed. Prose such as ``3 < 5`` or ``<MSFT.O>`` stays.
+    Backslashes (AG News' line breaks) become spaces, character references are restored and decoded
+    even where their ampersand is lost or they are escaped twice, HTML tags are dropped, control
+    characters and lone surrogates too, white space is collapsed. Prose such as ``3 < 5`` or
+    ``<MSFT.O>`` stays.
 
-    Any string is accepted, the time is linear in its length, and cleaning a cleaned text changes nothing.
+    Any string is accepted, the time is linear in its length, and cleaning a cleaned text changes
+    nothing.
 
     Returns:
         The cleaned text; empty if nothing readable is left.
@@ -84,7 +93,8 @@ def clean_text(text: str) -> str:
         if cleaned == text:
             return cleaned
         text = cleaned
-    # Escaped deeper than any feed does it: without these two signs another round finds nothing to decode.
+    # Escaped deeper than any feed does it: without these two signs another round finds nothing to
+    # decode.
     return _clean_once(text.replace(";", " ").replace("<", " "))
 
 
@@ -101,7 +111,9 @@ def _clean_once(text: str) -> str:
 
 
 def _clean_traced(text: str) -> tuple[str, list[int]]:
-    """`clean_text`, and of each character that is left where it began in the text; several times slower."""
+    """`clean_text`, and of each character that is left where it began in the text; several times
+    slower.
+    """
     places = list(range(len(text)))
     for _ in range(_MAX_ROUNDS):
         cleaned, places = _clean_once_traced(text, places)
@@ -175,14 +187,17 @@ def num_chars(text: Text) -> int:
 
 
 def type_separator(config: Mapping[str, Any]) -> int | None:
-    """The id behind which a pair's tokens have type 1; None if the model reads single texts or knows no types."""
+    """The id behind which a pair's tokens have type 1; None if the model reads single texts or
+    knows no types.
+    """
     return config.get(PAIR_KEY) if config.get("type_vocab_size", 1) > 1 else None
 
 
 def segments_of(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
     """Which text of a pair each token belongs to, 0 or 1, int64 (texts, tokens).
 
-    The ids tell: the second text begins behind the first separator. What they say of padding does not matter.
+    The ids tell: the second text begins behind the first separator. What they say of padding does
+    not matter.
     """
     is_separator = (input_ids == separator).long()
     return (is_separator.cumsum(dim=1) - is_separator).clamp(max=1)
@@ -196,7 +211,8 @@ def counted(number: int, noun: str) -> str:
 def vocabulary_misfit(highest_id: int, num_embeddings: int) -> str:
     """Why a tokenizer with ids up to ``highest_id`` is not that of a model; empty if it may be.
 
-    Embeddings may have rows to spare: they are padded to a multiple of 64 or 128, or kept for tokens to come.
+    Embeddings may have rows to spare: they are padded to a multiple of 64 or 128, or kept for
+    tokens to come.
     """
     num_ids = highest_id + 1
     if num_ids > num_embeddings:
@@ -207,7 +223,9 @@ def vocabulary_misfit(highest_id: int, num_embeddings: int) -> str:
 
 
 def cleaner(cleaning: str) -> Callable[[str], str]:
-    """Return what texts go through for one of `CLEANINGS`; it gives an empty text where there is nothing to read."""
+    """Return what texts go through for one of `CLEANINGS`; it gives an empty text where there is
+    nothing to read.
+    """
     return clean_text if cleaning == "news" else _as_it_is
 
 
@@ -216,13 +234,14 @@ class Encoded:
     """One text as token ids.
 
     Attributes:
-        ids: Token ids with special tokens, at most ``max_length`` of them, never padded; of a text in windows those of
-            all windows, one after the other.
+        ids: Token ids with special tokens, at most ``max_length`` of them, never padded; of a text
+            in windows those of all windows, one after the other.
         num_tokens: How many ids the whole text has before cutting, special tokens included.
         truncated: Whether the text was cut.
-        passages: Where each window begins and ends in the cleaned text, in characters; empty if there is only one.
-        blank: Which text has nothing to classify, because the tokenizer leaves no token of it or only special ones: 0,
-            of a pair 0, 1 or both.
+        passages: Where each window begins and ends in the cleaned text, in characters; empty if
+            there is only one.
+        blank: Which text has nothing to classify, because the tokenizer leaves no token of it or
+            only special ones: 0, of a pair 0, 1 or both.
     """
 
     ids: list[int]
@@ -235,8 +254,8 @@ class Encoded:
 class TextTokenizer:
     """Cleans and tokenises texts; may be shared by threads.
 
-    Without ``windows``, long texts are cut, and of a pair always the longer one. ``reads_pairs`` only tells users of
-    the tokenizer whether its model expects pairs.
+    Without ``windows``, long texts are cut, and of a pair always the longer one. ``reads_pairs``
+    only tells users of the tokenizer whether its model expects pairs.
     """
 
     def __init__(
@@ -257,7 +276,8 @@ class TextTokenizer:
         self.reads_pairs = reads_pairs
         self.clean = cleaner(cleaning)
         self._tokenizer = tokenizer
-        # A saved tokenizer.json may contain settings for truncation and padding. Only the side is the model's.
+        # A saved tokenizer.json may contain settings for truncation and padding. Only the side is
+        # the model's.
         side = (tokenizer.truncation or {}).get("direction", "right")
         self._tokenizer.enable_truncation(
             max_length, stride=windows.overlap if windows else 0, direction=side
@@ -373,7 +393,9 @@ class TextTokenizer:
         ]
 
     def is_blank(self, ids: Iterable[int]) -> bool:
-        """Whether these ids of a text have nothing to classify: there are none, or only special ones."""
+        """Whether these ids of a text have nothing to classify: there are none, or only special
+        ones.
+        """
         return self._special.issuperset(ids)
 
     def _blank_texts(self, encoding: Encoding, text: Text) -> tuple[int, ...]:
@@ -427,11 +449,12 @@ def _passage(part: Encoding) -> tuple[int, int]:
 
 
 class ManyTexts:
-    """Token ids of a long series of cleaned texts, as `TextTokenizer.encode_cleaned` gives them, but faster.
+    """Token ids of a long series of cleaned texts, as `TextTokenizer.encode_cleaned` gives them,
+    but faster.
 
-    BERT's tokenizers treat what stands between two spaces apart from the rest, and most words of a series have come
-    before. So each is tokenised once and remembered. Other tokenizers look across spaces, and of pairs it depends on
-    both texts what is cut: theirs is the usual way.
+    BERT's tokenizers treat what stands between two spaces apart from the rest, and most words of a
+    series have come before. So each is tokenised once and remembered. Other tokenizers look across
+    spaces, and of pairs it depends on both texts what is cut: theirs is the usual way.
     """
 
     def __init__(self, texts: TextTokenizer, tokenizer: Tokenizer) -> None:
@@ -469,7 +492,9 @@ class ManyTexts:
         self._num_chars += sum(map(len, new))
 
     def _framed(self, words: list[str]) -> list[int]:
-        """A text's ids, cut if they are too many, between the special tokens; of windows, each of them."""
+        """A text's ids, cut if they are too many, between the special tokens; of windows, each of
+        them.
+        """
         assert self._frame is not None
         begin, end = self._frame
         ids: list[int] = []

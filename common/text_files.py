@@ -1,7 +1,7 @@
 """Files of text by their lines: which encoding they have, and where in the file each line begins.
 
-Training and scoring read CSV, TSV and JSON lines through :class:`Lines`, so a file that one of them can read is read by
-the other. What a line means is decided in :mod:`common.rows`.
+Training and scoring read CSV, TSV and JSON lines through :class:`Lines`, so a file that one of them
+can read is read by the other. What a line means is decided in :mod:`common.rows`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def utf8_bytes(data: bytes, *, is_whole: bool = True) -> bytes:
             data = codecs.getincrementaldecoder("utf-16")().decode(data, is_whole).encode()
         except UnicodeDecodeError as error:
             raise _damaged_at(error.start) from error
-    # A NUL here and there is a character like others, but of most letters UTF-16 makes a byte and a NUL.
+    # A NUL here and there is a character like others, but of most letters UTF-16 makes a byte and a
+    # NUL.
     head = data[:1000]
     if max(head[::2].count(0), head[1::2].count(0)) > len(head) // 4:
         kind = "UTF-32" if head.count(0) > len(head) * 5 // 8 else "UTF-16"
@@ -101,7 +102,9 @@ def text_lines(name: Path | str, data: bytes) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and rows before it."""
+    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and
+    rows before it.
+    """
 
     offset: int = 0
     lines: int = 0
@@ -167,7 +170,9 @@ class TextFile:
 
 
 class Lines(Sequence[str]):
-    """A file's lines by their number, read when they are asked for; only those of the current record are held."""
+    """A file's lines by their number, read when they are asked for; only those of the current
+    record are held.
+    """
 
     def __init__(self, source: TextFile, place: Place = Place()) -> None:
         self._source = source

@@ -1,7 +1,8 @@
-"""Combine the files of a tokenizer into one tokenizer.json, so that no engine needs transformers to read texts.
+"""Combine the files of a tokenizer into one tokenizer.json, so that no engine needs transformers to
+read texts.
 
-tokenizer.json is a whole tokenizer. But transformers lets tokenizer_config.json, added_tokens.json and
-special_tokens_map.json change it, and a model was trained with what they make together.
+tokenizer.json is a whole tokenizer. But transformers lets tokenizer_config.json, added_tokens.json
+and special_tokens_map.json change it, and a model was trained with what they make together.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE = "added_tokens.json", "special_tokens_ma
 # Not every model has these. An artefact has a copy of those that there are.
 OPTIONAL_FILES = (ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE)
 
-# Classes of transformers, or types of models, that build their tokenizer around the vocabulary of tokenizer.json, with
-# these settings, here with their defaults.
+# Classes of transformers, or types of models, that build their tokenizer around the vocabulary of
+# tokenizer.json, with these settings, here with their defaults.
 _BERT_LIKE = (
     "bert",
     "distilbert",
@@ -50,7 +51,8 @@ _NORMALIZER_FLAGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-# Classes that take tokenizer.json as it is, and types of models that never do, whatever class is named.
+# Classes that take tokenizer.json as it is, and types of models that never do, whatever class is
+# named.
 _GENERIC = ("pretrained", "tokenizersbackend", "pythonbackend")
 _OWN_CLASS_ALWAYS = (
     "hyperclovax_vision_v2",
@@ -72,7 +74,8 @@ def combined(
 
     Args:
         files: the contents of `SETTINGS_FILE` and `OPTIONAL_FILES`, as far as they exist, by name.
-        config: the contents of config.json. Its type of model decides if the settings name no class.
+        config: the contents of config.json. Its type of model decides if the settings name no
+            class.
 
     Raises:
         ValueError: the files contradict each other; the message names both.
@@ -116,8 +119,9 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 def is_built_by_its_class(
     tokenizer_json: str, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> bool:
-    """Whether transformers takes little more than the vocabulary from tokenizer.json, in ways that `combined` does not
-    know: XLM-RoBERTa, DeBERTa-v2, ALBERT and many others have classes that normalize and split texts in their own way.
+    """Whether transformers takes little more than the vocabulary from tokenizer.json, in ways that
+    `combined` does not know: XLM-RoBERTa, DeBERTa-v2, ALBERT and many others have classes that
+    normalize and split texts in their own way.
     """
     model_type = str(config.get("model_type") or "")
     if not (name := class_of(settings, config)):
@@ -181,7 +185,9 @@ def _set_direction(content: dict[str, Any], settings: Mapping[str, Any]) -> None
 
 
 def _other_kind(content: Mapping[str, Any], kind: str) -> str:
-    """Some classes have one way to split a text, and do not read what tokenizer.json says of another."""
+    """Some classes have one way to split a text, and do not read what tokenizer.json says of
+    another.
+    """
     wanted = ("BertNormalizer", "BertPreTokenizer") if kind in _BERT_LIKE else (None, "ByteLevel")
     for part, name in zip(("normalizer", "pre_tokenizer"), wanted, strict=True):
         if (found := (content.get(part) or {}).get("type")) != name:
@@ -213,7 +219,9 @@ def _check_normalizer_value(name: str, value: Any) -> None:
 def _found_instead(
     nodes: list[dict[str, Any]], bert: list[dict[str, Any]], name: str, value: bool | None
 ) -> str:
-    """What the normalizers do if it is not what this setting says; empty if it is, or if nothing shows it."""
+    """What the normalizers do if it is not what this setting says; empty if it is, or if nothing
+    shows it.
+    """
     flag = _NORMALIZER_FLAGS[name]
     effects = [_in_effect(node, flag) for node in bert]
     if effects:
@@ -264,7 +272,9 @@ def _nodes(node: Any, parts: str) -> Iterator[dict[str, Any]]:
 def _add_tokens(
     content: dict[str, Any], files: Mapping[str, Mapping[str, Any]], num_weights: int
 ) -> None:
-    """Tokens that are matched in a text before it is split into pieces; the model has weights for so many."""
+    """Tokens that are matched in a text before it is split into pieces; the model has weights for
+    so many.
+    """
     known = {token["content"]: token for token in content.get("added_tokens") or []}
     vocabulary = _vocabulary(content["model"])
     found = _found_tokens(known, vocabulary, files, num_weights)
@@ -328,7 +338,9 @@ def _token(index: int, text: str, *, is_special: bool) -> dict[str, Any]:
 
 
 def _check_numbers(tokens: list[dict[str, Any]], vocabulary: Mapping[str, int]) -> None:
-    """The tokenizers library numbers them itself, behind the vocabulary, whatever id the file gives."""
+    """The tokenizers library numbers them itself, behind the vocabulary, whatever id the file
+    gives.
+    """
     highest = len(vocabulary) - 1
     for token in tokens:
         given = vocabulary.get(token["content"], highest + 1)

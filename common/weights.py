@@ -19,7 +19,8 @@ _CONSTANTS = ("position_ids", "token_type_ids")
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file, or an old pytorch_model.bin of plain tensors, into memory.
 
-    `load_file` only maps it. Overwriting the file would then change answers, and truncating it kill the process.
+    `load_file` only maps it. Overwriting the file would then change answers, and truncating it kill
+    the process.
     """
     import torch
     from safetensors.torch import load_file
@@ -40,11 +41,13 @@ def _current_name(name: str) -> str:
 
 
 def changes_nothing(name: str, model: torch.nn.Module) -> bool:
-    """Whether a weight that this classifier of transformers has no place for changes none of its answers.
+    """Whether a weight that this classifier of transformers has no place for changes none of its
+    answers.
 
-    Such are the heads of pretraining (``cls.*``, ``lm_head.*``), a pooler that the classifier does not read, and the
-    weights of a loss: whole modules next to the encoder or at its end. What belongs inside the modules that the
-    classifier has, such as a seventh block, or a bias where config.json says that there is none, would change them.
+    Such are the heads of pretraining (``cls.*``, ``lm_head.*``), a pooler that the classifier does
+    not read, and the weights of a loss: whole modules next to the encoder or at its end. What
+    belongs inside the modules that the classifier has, such as a seventh block, or a bias where
+    config.json says that there is none, would change them.
     """
     if name.rpartition(".")[2] in _CONSTANTS:
         return True

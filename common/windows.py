@@ -1,14 +1,17 @@
-"""Long texts as overlapping windows: how they are cut, and how what a model says of each becomes one answer.
+"""Long texts as overlapping windows: how they are cut, and how what a model says of each becomes
+one answer.
 
-A text that is longer than the model reads at once becomes several windows, each a whole input with its own special
-tokens. Its answer is a weighted mean over them: learned attention gives each window i the weight
-``a_i = softmax_i(v . h_i)``, with ``h_i`` the vector that enters the model's last layer. That layer is affine and the
-weights add up to 1, so the scores of the mean vector are the mean of the scores:
+A text that is longer than the model reads at once becomes several windows, each a whole input with
+its own special tokens. Its answer is a weighted mean over them: learned attention gives each window
+i the weight ``a_i = softmax_i(v . h_i)``, with ``h_i`` the vector that enters the model's last
+layer. That layer is affine and the weights add up to 1, so the scores of the mean vector are the
+mean of the scores:
 
     W (sum a_i h_i) + b  =  sum a_i (W h_i + b)
 
-So ``v`` is one more row of the last layer, every engine computes it as one more output, and what is left to do is
-:func:`pool`. With one window its weight is 1, and the answer is that of a model without windows.
+So ``v`` is one more row of the last layer, every engine computes it as one more output, and what is
+left to do is :func:`pool`. With one window its weight is 1, and the answer is that of a model
+without windows.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 
 # The key of config.json of a model that reads windows: the fields of `Windows`.
 WINDOWS_KEY = "long_texts"
-# The row v in the weights, (1, hidden). The last layer itself keeps one row per label, as every other program expects.
+# The row v in the weights, (1, hidden). The last layer itself keeps one row per label, as every
+# other program expects.
 ATTENTION_KEY = "window_attention.weight"
 # What is beyond is cut: memory and time of a text have to be bounded.
 MOST_WINDOWS = 16
@@ -33,7 +37,8 @@ MOST_WINDOWS = 16
 class Windows:
     """How a model's long texts are cut, all in tokens.
 
-    All windows of a text but the last have ``length`` ids, so a row of joined windows says where each begins.
+    All windows of a text but the last have ``length`` ids, so a row of joined windows says where
+    each begins.
 
     Attributes:
         length: ids of a window, special tokens included.
@@ -103,7 +108,8 @@ def pool(
     """One row of scores per text from the outputs for its windows.
 
     Args:
-        outputs: (windows, labels + 1), the attention's output last; the windows of a text are consecutive.
+        outputs: (windows, labels + 1), the attention's output last; the windows of a text are
+            consecutive.
         counts: the windows of each text, (texts,).
 
     Returns:
@@ -113,7 +119,8 @@ def pool(
 
     scores, attention = outputs[:, :-1], outputs[:, -1]
     starts = np.cumsum(counts) - counts
-    # Relative to the largest of a text, so that nothing overflows and a single window weighs exactly 1.
+    # Relative to the largest of a text, so that nothing overflows and a single window weighs
+    # exactly 1.
     shares = np.exp(attention - np.repeat(np.maximum.reduceat(attention, starts), counts))
     shares = shares / np.repeat(np.add.reduceat(shares, starts), counts)
     return np.add.reduceat(scores * shares[:, None], starts, axis=0), shares

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-# The last digits of a float64 say nothing about a model, and would differ between processors. Of a number, whose unit
-# may be anything, so many digits are kept from its first one on.
+# The last digits of a float64 say nothing about a model, and would differ between processors. Of a
+# number, whose unit may be anything, so many digits are kept from its first one on.
 DIGITS, NUMBER_DIGITS = 6, 7
 # The columns that each kind of model adds.
 _DECIDED = {
@@ -39,7 +39,9 @@ _GROUP_ROWS, _GROUP_BYTES = 65_536, 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of a part's rows: what the model answers, (rows, labels), NaN for rows without one, and why they have none."""
+    """Of a part's rows: what the model answers, (rows, labels), NaN for rows without one, and why
+    they have none.
+    """
 
     values: NDArray[np.float64]
     problems: dict[int, str]
@@ -47,8 +49,9 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The columns that are added to those of the input: what their names begin with, whether each label's probability
-    is one, and whether rows may lack an answer, which then has a column for the reason.
+    """The columns that are added to those of the input: what their names begin with, whether each
+    label's probability is one, and whether rows may lack an answer, which then has a column for the
+    reason.
     """
 
     prefix: str
@@ -124,7 +127,8 @@ class RowsOut:
         try:
             return self._text_part(part, answers)
         except (ValueError, OverflowError, RecursionError) as error:
-            # Parquet can hold what Python cannot: a year above 9999, nanoseconds, text in another encoding.
+            # Parquet can hold what Python cannot: a year above 9999, nanoseconds, text in another
+            # encoding.
             last = part.end.rows
             which = f"rows {last - len(answers.values) + 1:,} to {last:,}"
             what = f"cannot all be written as {self._suffix} ({first_line(error)})"
@@ -155,7 +159,8 @@ class RowsOut:
             for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
         )
         for row in rows:
-            # Readers take a carriage return for the end of a row, but the writer only quotes its own line end.
+            # Readers take a carriage return for the end of a row, but the writer only quotes its
+            # own line end.
             has_return = any(isinstance(cell, str) and "\r" in cell for cell in row)
             (quoted if has_return else minimal).writerow(row)
         return text.getvalue().encode()
@@ -229,7 +234,9 @@ class RowsOut:
         return data.getvalue()
 
     def assemble(self, parts: Iterable[bytes], file: BinaryIO) -> None:
-        """Write the parts, in their order, as one file; of all of them only a few are held at a time."""
+        """Write the parts, in their order, as one file; of all of them only a few are held at a
+        time.
+        """
         if self._suffix == ".parquet":
             _join_parquet(parts, file)
             return
