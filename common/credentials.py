@@ -16,7 +16,8 @@ def header_token(name: str, value: str | None) -> str | None:
     """
     token = (value or "").strip()
     if not (token.isascii() and token.isprintable()):
-        what = "has a line break, another control character or a letter beyond ASCII in it, which no token has"
+        what = "has a line break, another control character or a letter beyond ASCII in it, which "
+        what += "no token has"
         raise UserError(f"{name}: {what}; set it again", code="secret-unusable")
     return token or None
 

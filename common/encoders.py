@@ -1,6 +1,4 @@
-"""The one table of encoder families: how transformers names the parts of each and the sizes in its
-configuration.
-"""
+"""The one table of encoder families: their module names in transformers, and the keys of sizes."""
 
 from __future__ import annotations
 
@@ -289,9 +287,7 @@ _POSITIONS_AFTER_PADDING = (
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the position table of a ``config.json`` has room for, None if it has
-    no table.
-    """
+    """How many tokens the position table of a model has room for; None without a table."""
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
         positions -= config.get("pad_token_id", 1) + 1

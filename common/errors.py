@@ -1,6 +1,4 @@
-"""User-facing errors, each printed as one line that says what is wrong, where, and what to do; and
-the flag parser.
-"""
+"""User-facing errors, each one line that says what is wrong and what to do; the flag parser."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class UserError(ForeseenError):
 
 
 class HubUnavailable(ForeseenError):
-    """The hub did not respond to any attempt. It may next time, so a launcher's restarts continue."""
+    """The hub did not respond to any attempt. It may next time, so a launcher restarts the run."""
 
     code = "hub-unreachable"
 
@@ -143,9 +141,7 @@ def first_line(error: BaseException) -> str:
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """At most two known names that ``name`` abbreviates or misspells. Any that differ more would
-    mislead.
-    """
+    """At most two known names that ``name`` abbreviates or misspells; unlike names mislead."""
     name, known = name.lower(), list(known)
     longer = [one for one in known if re.match(rf"{re.escape(name)}[^a-z0-9]", one)]
     swapped = [
@@ -175,9 +171,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def reason_to_record(error: BaseException) -> str:
-    """An error as one line for a log; unforeseen ones with their type, without which they say
-    little.
-    """
+    """An error as one line for a log; unforeseen ones say little without their type."""
     if isinstance(error, ForeseenError):
         return printable(in_one_line(error) + f" [{error.code}]" * bool(error.code))
     if isinstance(error, StopAsked):
@@ -206,7 +200,7 @@ _INVALID = {
 
 
 def invalid_value(problem: Mapping[str, Any]) -> str:
-    """What is wrong with a value, as one of pydantic's ``ValidationError.errors()`` describes it."""
+    """What is wrong with a value, as one of pydantic's ``ValidationError.errors()`` says it."""
     limits = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in problem.get("ctx", {}).items()
@@ -215,9 +209,7 @@ def invalid_value(problem: Mapping[str, Any]) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports errors in one line like every other error, and accepts flags with ``_``
-    or ``-``.
-    """
+    """A parser that reports errors in one line, and accepts flags with ``_`` or ``-``."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**({"formatter_class": HelpFormatter, "allow_abbrev": False} | settings))
@@ -260,7 +252,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main function; foreseen errors become one line and an exit code."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # started with the stream closed, as by `>&-`
-            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
     try:
         code = main() or 0
     except ForeseenError as error:

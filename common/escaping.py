@@ -22,18 +22,14 @@ _MARKDOWN = re.compile(r"[\\`*_\[\]<>|!&~$]")
 
 
 def printable(text: object, keep: str = JOINERS) -> str:
-    """For one line in a terminal: line breaks and characters that cannot be seen, except ``keep``,
-    become escapes.
-    """
+    """For one line in a terminal: invisible characters, except ``keep``, become escapes."""
     return "".join(
         one if one.isprintable() or one in keep else repr(one)[1:-1] for one in str(text)
     )
 
 
 def in_markdown(text: object) -> str:
-    """For a paragraph or a table cell, which shows it as it is: no HTML, link, image, emphasis or
-    further cell.
-    """
+    """For a paragraph or a table cell: no HTML, link, image, emphasis or further cell."""
     return _MARKDOWN.sub(r"\\\g<0>", printable(text))
 
 
@@ -50,9 +46,7 @@ def without_user(address: str) -> str:
 
 
 def some_of(names: Sequence[str], shown: Callable[[str], str] = printable, width: int = 120) -> str:
-    """Names for one line: all that fit into ``width`` characters, at least one, and how many more
-    there are.
-    """
+    """Names for one line: all that fit into ``width`` characters, and how many more there are."""
     text = ""
     for place, name in enumerate(names):
         longer = f"{text}, {shown(name)}" if place else shown(name)

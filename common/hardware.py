@@ -1,6 +1,4 @@
-"""What this process may use of the machine: threads within the container's limits, and what its
-cores can do.
-"""
+"""What this process may use of the machine, within the limits of its container."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def _number_of_threads(value: str) -> int | None:
 
 
 def _environment_of_launcher(root: Path) -> dict[str, str]:
-    """What torchrun was started with: of this process's ancestors, the first that torchrun did not
-    start itself.
-    """
+    """The environment of the first ancestor of this process that torchrun did not start itself."""
     pid = os.getppid()
     while pid > 1:
         # The environment at a process's start: what it has set for its children since does not
@@ -107,9 +103,7 @@ def cpu_flags(root: Path = _ROOT) -> frozenset[str]:
 
 
 def has_fast_int8(root: Path = _ROOT) -> bool:
-    """Whether the cores have instructions that make int8 worthwhile: VNNI, AMX, or ARM's dot
-    product.
-    """
+    """Whether the cores have instructions for int8: VNNI, AMX, or ARM's dot product."""
     # Apple's ARM has no /proc/cpuinfo, but all of its processors since 2018 have the dot product.
     return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == (
         "Darwin",

@@ -126,9 +126,7 @@ class SavedModel:
 
     @property
     def cleaning(self) -> str:
-        """How texts were cleaned in training, and have to be before every answer; one of
-        `CLEANINGS`.
-        """
+        """How texts are cleaned, in training and before every answer; one of `CLEANINGS`."""
         # Older models do not say. Training cleaned all texts as news then; a model from elsewhere
         # takes texts as is.
         written_here = (
@@ -187,9 +185,7 @@ def is_artefact(path: Path) -> bool:
 
 
 def artefact_folder(model: Path, engine: str) -> Path:
-    """Return the folder of a model's artefact for an engine: ``MODEL/onnx``, and ``X.onnx`` for
-    ``X.pt``.
-    """
+    """The folder of a model's artefact for an engine: ``MODEL/onnx``, ``X.onnx`` for ``X.pt``."""
     return model.with_suffix(f".{engine}") if model.is_file() else model / engine
 
 
@@ -240,7 +236,8 @@ def read_saved_model(path: Path) -> SavedModel:
     raise ModelLoadError(
         path,
         "no such model",
-        "train one (python -m training.train_single) or set MODEL_CHECKPOINT to a model folder or .pt file",
+        "train one (python -m training.train_single) or set MODEL_CHECKPOINT to a model folder or "
+        ".pt file",
     )
 
 
@@ -319,8 +316,8 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
             if type(error) is ValueError
             else f"the files of the tokenizer are damaged ({error!r})"
         )
-        remedy = f"write them from the tokenizer that the model was trained with: {_SAVE_TOKENIZER.format('NAME')}"
-        raise ModelLoadError(folder, what, remedy) from error
+        remedy = "write them from the tokenizer that the model was trained with: "
+        raise ModelLoadError(folder, what, remedy + _SAVE_TOKENIZER.format("NAME")) from error
 
 
 def _made_by_transformers(
@@ -372,9 +369,7 @@ def _refuse_another_kind(
 
 
 def without_code(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop from a configuration, at any depth, the keys that make transformers run code from
-    elsewhere.
-    """
+    """Drop the keys, at any depth, that make transformers run code from elsewhere."""
     return {
         key: without_code(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -428,7 +423,7 @@ def _faults_of_kind(folder: Path, config: dict[str, Any]) -> Iterator[_Fault]:
 
 
 def _max_length(path: Path, config: dict[str, Any]) -> int:
-    """The tokens per text that the tokenizer cuts at, else those that the model has positions for."""
+    """Where the tokenizer cuts a text, else the number of positions that the model has."""
     named = _read_json(path).get("model_max_length") if path.is_file() else None
     try:
         number = float(named) if named is not None and not isinstance(named, bool) else float("inf")
@@ -443,7 +438,8 @@ def _max_length(path: Path, config: dict[str, Any]) -> int:
 def _within_positions(path: Path, max_length: float, config: dict[str, Any]) -> int:
     max_length = min(max_length, max_positions(config) or max_length)
     if max_length > _UNLIMITED:
-        what = f"model_max_length {max_length:g}: no limit, and config.json has no max_position_embeddings"
+        what = f"model_max_length {max_length:g}: no limit, and config.json has no "
+        what += "max_position_embeddings"
         raise ModelLoadError(
             path, what, f"set it in {SETTINGS_FILE} to the number of tokens that a text may have"
         )

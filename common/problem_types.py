@@ -86,7 +86,7 @@ class MultiLabel(ProblemType):
     name = "multi_label_classification"
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> tuple[str, ...]:
-        """A list of names, or text with the names separated by commas, semicolons or vertical bars."""
+        """A list of names, or text with the names separated by , ; or |."""
         if isinstance(cell, str):
             cell = _listed(cell) if _IS_LIST.match(cell) else _separated(cell)
         if not isinstance(cell, list | tuple):

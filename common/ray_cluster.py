@@ -1,4 +1,4 @@
-"""The Ray cluster that a command runs on: one that stands, or a local one for this command alone."""
+"""The Ray cluster that a command runs on: a running one, or a local one for this command."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_room(what: str, wanted: Mapping[str, float], flag: str = "--address") 
     for kind, count in wanted.items():
         if has.get(kind, 0) < count:
             raise UserError(
-                f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; ask for less, or name a "
-                f"larger cluster with {flag}",
+                f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; "
+                f"ask for less, or name a larger cluster with {flag}",
                 code="ray-too-small",
             )

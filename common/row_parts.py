@@ -121,7 +121,7 @@ def refuse_repeats(where: str, names: Sequence[str]) -> None:
 
 
 class _Collecting(Reading):
-    """Collects what cannot be used as rows of their own, in the order in which the lines are read."""
+    """Collects lines that are no rows as rows of their own, in the order in which they are read."""
 
     def __init__(self, columns: Columns, part: Part) -> None:
         super().__init__(columns, skip=True)
@@ -289,9 +289,7 @@ class JsonLinesParts(_TextParts):
             yield number
 
     def _look_for_columns(self, names: list[str]) -> str:
-        """Find the keys of a row's texts; returns what is missing. Most rows have the names of the
-        one before.
-        """
+        """Find the keys of a row's texts, mostly the last row's; returns what is missing."""
         if names != self._names:
             try:
                 places = self._wanted.among(names)

@@ -83,9 +83,7 @@ class Columns:
         return tuple(filter(None, (self.text, self.label, self.pair)))
 
     def _parts(self, found: Sequence[str]) -> list[list[str]]:
-        """The columns that each of :attr:`names` stands for; a single column may have a comma in
-        its name.
-        """
+        """The columns of each of :attr:`names`; a single column may have a comma in its name."""
         names = [name.strip().lower() for name in found]
         is_one = [name.strip().lower() in names for name in self.names]
         return [
@@ -185,9 +183,7 @@ class Layout:
 
 
 def separators(suffix: str) -> str:
-    """What may stand between the fields of such a file; what is tried first also decides files of
-    one column.
-    """
+    """The possible separators; what is tried first also decides files of one column."""
     return "\t,;" if suffix == ".tsv" else _SEPARATORS
 
 
@@ -260,7 +256,7 @@ def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
 
 
 def _ag_news_separator(rows: dict[str, list[str]]) -> str:
-    """The separator that makes a first line a row of AG News' layout: a class number, then texts."""
+    """The separator that makes a line a row of AG News' layout: a class number, then texts."""
     for separator, fields in rows.items():
         if len(fields) > 1 and fields[0].strip().isdecimal():
             # pandas writes such a header for a table whose columns have no names.
@@ -393,8 +389,9 @@ class Reading:
         for label, count in self.lost.items():
             if count > kept[label] and (label in labels or not labels):
                 raise UserError(
-                    f"{self.flag} {what}: {count:,} of the {count + kept[label]:,} rows with the label {label!r} "
-                    f"cannot be used, and leaving them out would take most of that class away; {self.named[0]}",
+                    f"{self.flag} {what}: {count:,} of the {count + kept[label]:,} rows with the "
+                    f"label {label!r} cannot be used, and leaving them out would take most of that "
+                    f"class away; {self.named[0]}",
                     code="rows-mostly-unusable",
                 )
 
@@ -414,7 +411,8 @@ class Reading:
             return found
         if self.problem_type is not MULTI_LABEL:
             raise UserError(
-                f"--label_column {self.columns.label}: only --task multi_label reads several columns of 0 and 1",
+                f"--label_column {self.columns.label}: only --task multi_label reads several "
+                "columns of 0 and 1",
                 code="flags-conflict",
             )
         names = [name.strip() for name in self.columns.label.split(",")]
@@ -447,15 +445,17 @@ class Reading:
         many rows were left out, and names the first.
         """
         names = [
-            f"the file {files[0]} has no header line{' (like others)' * (len(files) > 1)}, so it was read as class, "
-            f"title and description, and the classes are {named}; if that is wrong, give it a header such as "
+            f"the file {files[0]} has no header line{' (like others)' * (len(files) > 1)}, so it "
+            f"was read as class, title and description, and the classes are {named}; if that is "
+            "wrong, give it a header such as "
             "label,text, or a classes.txt next to it that names the classes"
             for named, files in self.without_header.items()
         ]
         unused = [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         more = "" if self.count <= len(self.named) else " ..."
         verb = "was" if self.count == 1 else "were"
-        left_out = f"{counted(self.count, 'row')} that cannot be used {verb} left out: {'; '.join(self.named)}{more}"
+        left_out = f"{counted(self.count, 'row')} that cannot be used {verb} left out: "
+        left_out += "; ".join(self.named) + more
         return [*names, *unused, *([left_out] if self.count else [])]
 
 
@@ -476,7 +476,8 @@ def read_file(
     suffix = path.suffix.lower()
     if suffix not in reading.formats:
         raise UserError(
-            f'{reading.flag} {path}: must end in {", ".join(reading.formats)}; save a spreadsheet as "CSV UTF-8"',
+            f"{reading.flag} {path}: must end in {', '.join(reading.formats)}; "
+            'save a spreadsheet as "CSV UTF-8"',
             code="data-format",
         )
     try:
@@ -646,9 +647,7 @@ def _may_be_ag_news(fields: list[str]) -> bool:
 
 
 def class_names_beside(file: Path) -> list[str] | None:
-    """The classes that the numbers in a file of AG News' layout mean, from a ``classes.txt`` in its
-    folder.
-    """
+    """What the class numbers of AG News' layout mean, from a ``classes.txt`` beside the file."""
     path = file.with_name("classes.txt")
     if not path.is_file():
         return None
@@ -663,9 +662,7 @@ def class_names_beside(file: Path) -> list[str] | None:
 
 
 def _leading_label(fields: list[str], places: Places | None) -> str | None:
-    """The label of a row that may have too many fields, if it is in front of the text that was torn
-    apart.
-    """
+    """The label of a row that may be torn apart, if it is in front of the text."""
     if not places:
         return fields[0]
     if len(places) < 2 or len(places[1]) > 1:
@@ -699,9 +696,7 @@ def text_problem(texts: Sequence[Any]) -> str:
 
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
-    """What a row's cells make: those of the text, of the label (None without) and, of pairs, of the
-    second text.
-    """
+    """Text or pair, and label, from the cells of text, label (None without) and second text."""
     text, *pair = [joined(columns) for columns in (*cells[:1], *cells[2:])]
     labels = cells[1] if len(cells) > 1 else [None]
     return ((text, *pair) if pair else text), labels[0] if len(labels) == 1 else tuple(labels)
@@ -718,9 +713,7 @@ def _applies(name: str, cell: Any) -> bool:
 
 
 class JoinedText(str):
-    """A text made of several cells, with a space between; it remembers where the first one ends,
-    such as a title.
-    """
+    """A text of several cells with a space between; it remembers where the first one ends."""
 
     __slots__ = ("_length",)
     _length: int
@@ -745,9 +738,7 @@ class JoinedText(str):
 
 
 def joined(cells: Sequence[Any]) -> Any:
-    """What is not empty, with a space between, as in AG News; any cell that is not a text stands
-    for the whole.
-    """
+    """The cells that are not empty as one text; a cell that is no text stands for the whole."""
     if len(cells) == 1:
         return cells[0]
     present = [cell for cell in cells if cell is not None]
@@ -756,7 +747,8 @@ def joined(cells: Sequence[Any]) -> Any:
 
 
 def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
-    expected = f'rows without a header must be "class{f" 1-{len(names)}" if names else ""}","title","description"'
+    numbers = f" 1-{len(names)}" if names else ""
+    expected = f'rows without a header must be "class{numbers}","title","description"'
     if len(fields) < 2:
         raise UnusableRow(f"one field; {expected}")
     label = fields[0].strip()
@@ -764,8 +756,8 @@ def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
         raise UnusableRow(f"label {label!r} is not a number; {expected}, so give the file a header")
     if names and not 1 <= int(label) <= len(names):
         raise UnusableRow(
-            f"label {label} is out of range 1 to {len(names)}; {expected}, so give the file a header such as "
-            "label,text, or a classes.txt next to it that names all classes"
+            f"label {label} is out of range 1 to {len(names)}; {expected}, so give the file a "
+            "header such as label,text, or a classes.txt next to it that names all classes"
         )
     return JoinedText.of(fields[1:]), names[int(label) - 1] if names else label
 
@@ -835,7 +827,8 @@ def _with_whole_characters(found: Any) -> Any:
 
 
 _ONE_OBJECT = (
-    "each line must hold one object (as pandas writes with to_json(FILE, orient='records', lines=True), or jq with "
+    "each line must hold one object (as pandas writes with "
+    "to_json(FILE, orient='records', lines=True), or jq with "
     "-c '.[]')"
 )
 
@@ -926,9 +919,7 @@ def _cells_of_group(
 def _declared_classes(
     metadata: dict[bytes, bytes] | None, columns: Sequence[str]
 ) -> list[str] | None:
-    """The names of a column of class numbers, or of lists of them, which `datasets` writes into its
-    Parquet files.
-    """
+    """The class names that `datasets` writes into Parquet for a column of numbers or lists."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         feature = features[columns[0]] if len(columns) == 1 else {}
@@ -943,9 +934,7 @@ def _declared_classes(
 
 
 def named_class(label: Any, names: Sequence[str] | None) -> Any:
-    """The name of a class that is given as a number, or of each in a list; -1 is how `datasets`
-    says none.
-    """
+    """The name of a class number, or of each in a list; -1 is how `datasets` says none."""
     if not names or isinstance(label, list):
         return [named_class(one, names) for one in label] if names else label
     if label == -1 and isinstance(label, int):

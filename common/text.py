@@ -1,6 +1,4 @@
-"""Text in, token ids out: the ways of cleaning and the one tokenizer that training and serving
-share.
-"""
+"""Text in, token ids out: how texts are cleaned, and the tokenizer of training and serving."""
 
 from __future__ import annotations
 
@@ -29,7 +27,8 @@ VERSION = 3
 # ampersand.
 _BARE = (
     r"#(?:3[46-9]|6[02]|0?\d{3,4}|64\d{3}|x[0-9a-fA-F]{2,4})"
-    r"|quot|amp|lt|gt|nbsp|apos|hellip|[lr][sd]quo|[mn]dash|[A-Za-z](?:acute|grave|uml|tilde|cedil|circ|ring)"
+    r"|quot|amp|lt|gt|nbsp|apos|hellip|[lr][sd]quo|[mn]dash"
+    r"|[A-Za-z](?:acute|grave|uml|tilde|cedil|circ|ring)"
 )
 _REFERENCE = re.compile(
     rf"(?:&|(?:^|\s)(?=(?:{_BARE});))"
@@ -41,9 +40,9 @@ _REFERENCE = re.compile(
 _LOOSE_POSSESSIVE = re.compile(r"(?<=\w)\s\s(?=#39;s\b)")
 
 _TAG = re.compile(
-    r"</?(?:a|abbr|b|big|blockquote|body|br|center|cite|code|del|div|em|font|h[1-6]|head|hr|html|i|iframe|img"
-    r"|input|ins|li|link|meta|nobr|ol|p|pre|q|s|script|small|span|strike|strong|style|sub|sup|table|tbody|td"
-    r"|th|title|tr|tt|u|ul|wbr)(?=[\s/>])([^<>]*+)>",
+    r"</?(?:a|abbr|b|big|blockquote|body|br|center|cite|code|del|div|em|font|h[1-6]|head|hr|html"
+    r"|i|iframe|img|input|ins|li|link|meta|nobr|ol|p|pre|q|s|script|small|span|strike|strong|style"
+    r"|sub|sup|table|tbody|td|th|title|tr|tt|u|ul|wbr)(?=[\s/>])([^<>]*+)>",
     re.IGNORECASE,
 )
 # Control characters, lone surrogates, marks without width or for direction, code points with no
@@ -55,7 +54,8 @@ _UNPRINTABLE = re.compile(
 # White space, and all that is drawn without a mark of its own: joiners, fillers, selectors, marks
 # for direction.
 _INVISIBLE = re.compile(
-    r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
+    r"\u200b-\u200f\u202a-\u202e"
     r"\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]*+"
 )
 _LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
@@ -111,9 +111,7 @@ def _clean_once(text: str) -> str:
 
 
 def _clean_traced(text: str) -> tuple[str, list[int]]:
-    """`clean_text`, and of each character that is left where it began in the text; several times
-    slower.
-    """
+    """`clean_text`, and where each character that is left came from; several times slower."""
     places = list(range(len(text)))
     for _ in range(_MAX_ROUNDS):
         cleaned, places = _clean_once_traced(text, places)
@@ -187,9 +185,7 @@ def num_chars(text: Text) -> int:
 
 
 def type_separator(config: Mapping[str, Any]) -> int | None:
-    """The id behind which a pair's tokens have type 1; None if the model reads single texts or
-    knows no types.
-    """
+    """The id behind which a pair's tokens have type 1; None for single texts or without types."""
     return config.get(PAIR_KEY) if config.get("type_vocab_size", 1) > 1 else None
 
 
@@ -223,9 +219,7 @@ def vocabulary_misfit(highest_id: int, num_embeddings: int) -> str:
 
 
 def cleaner(cleaning: str) -> Callable[[str], str]:
-    """Return what texts go through for one of `CLEANINGS`; it gives an empty text where there is
-    nothing to read.
-    """
+    """What texts go through for one of `CLEANINGS`; empty if there is nothing to read."""
     return clean_text if cleaning == "news" else _as_it_is
 
 
@@ -353,7 +347,7 @@ class TextTokenizer:
         )
 
     def examples(self, texts: Sequence[str]) -> list[Text]:
-        """These texts as the model reads them: one by one, or each together with the one after it."""
+        """The texts as the model reads them: one by one, or each with the one after it."""
         return (
             list(zip(texts, [*texts[1:], texts[0]], strict=True))
             if self.reads_pairs
@@ -393,9 +387,7 @@ class TextTokenizer:
         ]
 
     def is_blank(self, ids: Iterable[int]) -> bool:
-        """Whether these ids of a text have nothing to classify: there are none, or only special
-        ones.
-        """
+        """Whether ids have nothing to classify: there are none, or only special ones."""
         return self._special.issuperset(ids)
 
     def _blank_texts(self, encoding: Encoding, text: Text) -> tuple[int, ...]:
@@ -492,9 +484,7 @@ class ManyTexts:
         self._num_chars += sum(map(len, new))
 
     def _framed(self, words: list[str]) -> list[int]:
-        """A text's ids, cut if they are too many, between the special tokens; of windows, each of
-        them.
-        """
+        """A text's ids, cut at the limit, between the special tokens; of windows, all of them."""
         assert self._frame is not None
         begin, end = self._frame
         ids: list[int] = []

@@ -102,9 +102,7 @@ def text_lines(name: Path | str, data: bytes) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and
-    rows before it.
-    """
+    """Where a part begins: the bytes (of Parquet the rows), lines and rows before it."""
 
     offset: int = 0
     lines: int = 0
@@ -170,9 +168,7 @@ class TextFile:
 
 
 class Lines(Sequence[str]):
-    """A file's lines by their number, read when they are asked for; only those of the current
-    record are held.
-    """
+    """A file's lines by number, read when asked for; only those of the current record are held."""
 
     def __init__(self, source: TextFile, place: Place = Place()) -> None:
         self._source = source
@@ -201,7 +197,7 @@ class Lines(Sequence[str]):
         raise NotImplementedError("not known before the file is read to its end")
 
     def place_after(self, number: int) -> Place:
-        """Where the line after the first ``number`` lines begins; the lines before it are let go."""
+        """Where the line after the first ``number`` lines begins; those before it are dropped."""
         while self._first < number:
             self._begin = self._held.pop(self._first)[1]
             self._first += 1

@@ -185,9 +185,7 @@ def _set_direction(content: dict[str, Any], settings: Mapping[str, Any]) -> None
 
 
 def _other_kind(content: Mapping[str, Any], kind: str) -> str:
-    """Some classes have one way to split a text, and do not read what tokenizer.json says of
-    another.
-    """
+    """Some classes split texts in one way only, whatever tokenizer.json says."""
     wanted = ("BertNormalizer", "BertPreTokenizer") if kind in _BERT_LIKE else (None, "ByteLevel")
     for part, name in zip(("normalizer", "pre_tokenizer"), wanted, strict=True):
         if (found := (content.get(part) or {}).get("type")) != name:
@@ -219,9 +217,7 @@ def _check_normalizer_value(name: str, value: Any) -> None:
 def _found_instead(
     nodes: list[dict[str, Any]], bert: list[dict[str, Any]], name: str, value: bool | None
 ) -> str:
-    """What the normalizers do if it is not what this setting says; empty if it is, or if nothing
-    shows it.
-    """
+    """What the normalizers do against this setting; empty if nothing shows a difference."""
     flag = _NORMALIZER_FLAGS[name]
     effects = [_in_effect(node, flag) for node in bert]
     if effects:
@@ -272,9 +268,7 @@ def _nodes(node: Any, parts: str) -> Iterator[dict[str, Any]]:
 def _add_tokens(
     content: dict[str, Any], files: Mapping[str, Mapping[str, Any]], num_weights: int
 ) -> None:
-    """Tokens that are matched in a text before it is split into pieces; the model has weights for
-    so many.
-    """
+    """Tokens that are matched before a text is split; the model has weights for so many."""
     known = {token["content"]: token for token in content.get("added_tokens") or []}
     vocabulary = _vocabulary(content["model"])
     found = _found_tokens(known, vocabulary, files, num_weights)
@@ -338,9 +332,7 @@ def _token(index: int, text: str, *, is_special: bool) -> dict[str, Any]:
 
 
 def _check_numbers(tokens: list[dict[str, Any]], vocabulary: Mapping[str, int]) -> None:
-    """The tokenizers library numbers them itself, behind the vocabulary, whatever id the file
-    gives.
-    """
+    """Whatever id a file gives, the tokenizers library numbers tokens behind the vocabulary."""
     highest = len(vocabulary) - 1
     for token in tokens:
         given = vocabulary.get(token["content"], highest + 1)

@@ -34,7 +34,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _current_name(name: str) -> str:
-    """The first BERT, and models converted from it, named the weights of a layer norm differently."""
+    """The first BERT, and models converted from it, name a layer norm's weights differently."""
     if (old := _OLD_NORM.search(name)) is None:
         return name
     return name[: old.start(1)] + {"gamma": "weight", "beta": "bias"}[old[1].lower()]

@@ -74,7 +74,8 @@ class Windows:
             is_valid = False
         if not is_valid or windows.most < 1 or not 0 <= windows.overlap < windows.length // 2:
             raise ValueError(
-                f"{WINDOWS_KEY} {found!r}: must have length, overlap, most and head, as training wrote them"
+                f"{WINDOWS_KEY} {found!r}: must have length, overlap, most and head, as training "
+                "wrote them"
             )
         return windows
 
@@ -88,7 +89,7 @@ class Windows:
 
 
 def count_windows(num_ids: NDArray[np.integer], length: int) -> NDArray[np.integer]:
-    """The windows of each row of joined windows, from its number of ids; also for a plain number."""
+    """The windows of each row of joined windows, from its number of ids; or of one number."""
     return -(-num_ids // length)
 
 

@@ -39,9 +39,7 @@ _GROUP_ROWS, _GROUP_BYTES = 65_536, 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of a part's rows: what the model answers, (rows, labels), NaN for rows without one, and why
-    they have none.
-    """
+    """Answers, (rows, labels) with NaN for rows without one, and why these have none."""
 
     values: NDArray[np.float64]
     problems: dict[int, str]
@@ -234,9 +232,7 @@ class RowsOut:
         return data.getvalue()
 
     def assemble(self, parts: Iterable[bytes], file: BinaryIO) -> None:
-        """Write the parts, in their order, as one file; of all of them only a few are held at a
-        time.
-        """
+        """Write the parts, in order, as one file; only a few of them are held at a time."""
         if self._suffix == ".parquet":
             _join_parquet(parts, file)
             return
