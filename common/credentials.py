@@ -14,6 +14,7 @@ def header_token(name: str, value: str | None) -> str | None:
         UserError: a header cannot carry it; the message has the name of the variable, and nothing
             of the value.
     """
+    # The token goes into a header of HTTP, where a line break would begin another header.
     token = (value or "").strip()
     if not (token.isascii() and token.isprintable()):
         what = "has a line break, another control character or a letter beyond ASCII in it, which "

@@ -46,16 +46,14 @@ class EncoderFamily:
     attention_output: str
     attention_norm: str
     attention_dropout: tuple[str, ...] = ()  # of the attention weights
-    feed_forward: str | None = (
-        None  # of a gated family: gets the hidden states once, for gate and intermediate
-    )
+    # Of a gated family: gets the hidden states once, for gate and intermediate.
+    feed_forward: str | None = None
     gate: str | None = None  # its activation times the intermediate features goes to the output
     intermediate: str
     output: str
     output_norm: str
-    output_dropout: tuple[
-        str, ...
-    ] = ()  # of what attention and feed-forward add to the hidden states
+    # Of what attention and feed-forward add to the hidden states.
+    output_dropout: tuple[str, ...] = ()
 
     # Keys of config.json. All families have `vocab_size`, `max_position_embeddings` and `id2label`.
     num_layers_key: str = "num_hidden_layers"
@@ -66,9 +64,8 @@ class EncoderFamily:
     norm_epsilon: str | float = "layer_norm_eps"  # a key, or the value that the family fixes
 
     has_biases: bool = True  # False: some configurations have none
-    padding_id: str | int | None = (
-        None  # positions count from behind it: a key, or the id that the family fixes
-    )
+    # Positions count from behind it: a key, or the id that the family fixes.
+    padding_id: str | int | None = None
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -169,6 +166,7 @@ CAMEMBERT = replace(
     model_type="camembert",
     network_class="CamembertForSequenceClassification",
 )
+# Its small models have embeddings that are narrower than the hidden states, hence the projection.
 ELECTRA = replace(
     BERT,
     name="ELECTRA",
@@ -186,6 +184,7 @@ ELECTRA = replace(
     classifier="classifier.out_proj",
     head_dropout=("classifier.dropout",),
 )
+# Its positions begin behind id 1, whatever config.json says of padding.
 MPNET = EncoderFamily(
     name="MPNet",
     model_type="mpnet",
@@ -213,6 +212,8 @@ MPNET = EncoderFamily(
     output_dropout=("attention.dropout", "output.dropout"),
     padding_id=1,
 )
+# Positions are rotations of query and key, so it has no table of them. Query, key and value are
+# the rows of one matrix, and so are gate and intermediate.
 MODERNBERT = EncoderFamily(
     name="ModernBERT",
     model_type="modernbert",
@@ -241,6 +242,7 @@ MODERNBERT = EncoderFamily(
     norm_epsilon="norm_eps",
     has_biases=False,
 )
+# Its classifier reads the last token, so it has no pooler and no dropout in the head.
 LLAMA = EncoderFamily(
     name="Llama",
     model_type="llama",
@@ -271,18 +273,8 @@ FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, M
 # These number positions from behind the padding id (`create_position_ids_from_input_ids` in
 # transformers), so that many rows of their position table are never used.
 _POSITIONS_AFTER_PADDING = (
-    *(
-        "camembert",
-        "data2vec-text",
-        "esm",
-        "ibert",
-        "lilt",
-        "longformer",
-        "luke",
-        "mpnet",
-        "roberta",
-    ),
-    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 
 

@@ -144,9 +144,8 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     """At most two known names that ``name`` abbreviates or misspells; unlike names mislead."""
     name, known = name.lower(), list(known)
     longer = [one for one in known if re.match(rf"{re.escape(name)}[^a-z0-9]", one)]
-    swapped = [
-        one for one in known if sorted(one) == sorted(name)
-    ]  # two letters, which weighs much in a short name
+    # Two letters that are swapped weigh much in a short name.
+    swapped = [one for one in known if sorted(one) == sorted(name)]
     return (longer or swapped or difflib.get_close_matches(name, known, cutoff=0.81))[:2]
 
 
@@ -265,6 +264,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130
+    # Who reads the output has had enough, such as `| head`. Closing it here keeps Python from
+    # complaining when it flushes at its end.
     except BrokenPipeError:
         with contextlib.suppress(OSError):
             sys.stdout.close()

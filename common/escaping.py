@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 # themselves.
 JOINERS = "\u200c\u200d"
 _SECRET_NAME = re.compile("(TOKEN|KEY|SECRET|PASSWORD)S?$")
+# A variable such as KEY=1 would blank every 1 of a message.
 _SHORTEST_SECRET = 8
 # S3's secrets may have slashes in them; a number before a slash is a port.
 _PASSWORD = re.compile(r"(?<=://)[^\s/?#:@]*:(?!\d+/)[^\s'\"@]*@")

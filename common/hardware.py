@@ -46,6 +46,7 @@ def threads_asked_for(root: Path = _ROOT) -> int | None:
     counts only if torchrun itself was started with it, which Linux shows in /proc; elsewhere a rank
     takes it for torchrun's.
     """
+    # torchrun sets the variable only for several ranks, so a 1 of a single rank is a person's.
     value = _number_of_threads(os.environ.get("OMP_NUM_THREADS", ""))
     if (
         value == 1
@@ -105,10 +106,8 @@ def cpu_flags(root: Path = _ROOT) -> frozenset[str]:
 def has_fast_int8(root: Path = _ROOT) -> bool:
     """Whether the cores have instructions for int8: VNNI, AMX, or ARM's dot product."""
     # Apple's ARM has no /proc/cpuinfo, but all of its processors since 2018 have the dot product.
-    return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == (
-        "Darwin",
-        "arm64",
-    )
+    is_apple = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    return is_apple or bool(cpu_flags(root) & _FAST_INT8)
 
 
 def cpu_name(root: Path = _ROOT) -> str:
@@ -133,13 +132,9 @@ def available_memory(root: Path = _ROOT) -> int | None:
     available = re.search(r"^MemAvailable: +(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
     found = [int(available[1]) * 1024] if available else []
     for level in _groups(root, "memory", ["memory"]):
-        limit = (
-            _read(level / "memory.max").strip() or _read(level / "memory.limit_in_bytes").strip()
-        )
-        used = (
-            _read(level / "memory.current").strip()
-            or _read(level / "memory.usage_in_bytes").strip()
-        )
+        # The names of version 2 of control groups, then those of version 1.
+        limit = (_read(level / "memory.max") or _read(level / "memory.limit_in_bytes")).strip()
+        used = (_read(level / "memory.current") or _read(level / "memory.usage_in_bytes")).strip()
         if limit.isdecimal() and used.isdecimal():
             cached = re.search(
                 r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE

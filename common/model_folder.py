@@ -66,21 +66,11 @@ CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
 }
 # With these keys a config.json makes transformers run code from elsewhere: modules next to the
 # model or on the hub, kernels from the hub, packages for quantised weights.
-_CODE_KEYS = frozenset(
-    (
-        "auto_map",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "experts_implementation",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "custom_pipelines",
-        "quantization_config",
-        "trust_remote_code",
-        "use_kernels",
-    )
-)
+_CODE_KEYS = {
+    *("auto_map", "custom_pipelines", "quantization_config", "trust_remote_code", "use_kernels"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+}
 # Classes of transformers with another head than a classifier of texts: of tokens, spans, pairs,
 # images and so on.
 _OTHER_TASK = re.compile(r"For(?!.*SequenceClassification)[A-Z]")

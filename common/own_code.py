@@ -26,21 +26,19 @@ def import_by_path(
         UserError: it cannot be imported, or is not callable.
     """
     module, _, name = path.partition(":")
+    # A script that was started by its path finds only what lies beside it. At the end of the path,
+    # so that a file there cannot take the place of a package.
     for folder in (Path.cwd(), *folders):
         if str(folder) not in sys.path:
-            sys.path.append(
-                str(folder)
-            )  # a script that was started by its path finds only what lies beside it
+            sys.path.append(str(folder))
     try:
         found = import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except Exception as error:  # the module is the user's own code
-        raise UserError(
-            f"{where}: cannot be imported ({type(error).__name__}: {first_line(error)}); give module:name, "
-            f"such as {example}",
-            code="own-code",
-        ) from error
+        what = f"cannot be imported ({type(error).__name__}: {first_line(error)})"
+        remedy = f"give module:name, such as {example}"
+        raise UserError(f"{where}: {what}; {remedy}", code="own-code") from error
     if not callable(found):
         raise UserError(f"{where}: is not a class or a function", code="own-code")
     return found

@@ -127,6 +127,7 @@ class _Collecting(Reading):
         super().__init__(columns, skip=True)
         self._part = part
 
+    # An empty row takes the place of the line, so every later row keeps its number.
     def reject(self, where: str, why: str, rows: int = 1) -> None:
         assert isinstance(self._part.rows, list)
         self._part.problems[len(self._part.texts)] = f"{where}: {why}"
@@ -138,6 +139,8 @@ class _TextParts(PartReader):
     """What CSV and JSON lines share: lines, and parts that end after so many rows or bytes."""
 
     def __init__(self, name: str, file: BinaryIO, wanted: Columns, part_rows: int) -> None:
+        # The first part is read at once, so that a file that cannot be scored at all is refused
+        # before the model is asked.
         self._name, self._wanted, self._part_rows = name, wanted, part_rows
         self._file = TextFile(name, file)
         self._find_columns()
@@ -224,6 +227,8 @@ class CsvParts(_TextParts):
 
     def _row(self, fields: list[str]) -> tuple[dict[str, str], list[Any], str]:
         """A row by the names of its columns, its texts, and why it cannot be used."""
+        # An unusable row stays in the output with its columns, so that the output has as many rows
+        # as the input. If it is too short or too long, it is filled up or cut.
         problem, width, places = "", len(self.columns), self._layout.places
         try:
             check_utf8("".join(fields))
@@ -254,7 +259,7 @@ class TsvParts(CsvParts):
 
 
 class JsonLinesParts(_TextParts):
-    """One JSON object per line."""
+    """One JSON object per line; each may have other fields, so each has columns of its own."""
 
     def _find_columns(self) -> None:
         self.columns = []
@@ -342,6 +347,7 @@ class ParquetParts(PartReader):
             raise UserError(f"{name}: holds no rows", code="data-empty")
         groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
         self._group_rows = [group.num_rows for group in groups]
+        # These sizes are of uncompressed columns, so a part is about as large in memory.
         bytes_per_row = max(1, sum(group.total_byte_size for group in groups) // self.num_rows)
         self.rows_per_part = max(1, min(part_rows, BYTES_PER_PART // bytes_per_row))
         # The cursor of `_take`: the next row, and what was decoded of the rows from there on.
@@ -410,6 +416,7 @@ class ParquetParts(PartReader):
 
     def _take(self, num_rows: int) -> pyarrow.Table:
         """The next rows; the cursor moves behind them."""
+        # Slices share the memory of the decoded batch; only the concatenation at the end copies.
         taken = [self._left.slice(0, min(num_rows, self._left.num_rows))]
         missing = num_rows - taken[0].num_rows
         self._left = self._left.slice(taken[0].num_rows)

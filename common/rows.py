@@ -84,6 +84,8 @@ class Columns:
 
     def _parts(self, found: Sequence[str]) -> list[list[str]]:
         """The columns of each of :attr:`names`; a single column may have a comma in its name."""
+        # The data decides what a comma in a name means, so a column called "title,body" is found
+        # too.
         names = [name.strip().lower() for name in found]
         is_one = [name.strip().lower() in names for name in self.names]
         return [
@@ -165,17 +167,20 @@ class Layout:
                 once more.
         """
         width = len(self.header)
+        # Files that were appended to each other have the header again in the middle, with the byte
+        # order mark of the second file.
         if tuple(field.strip(' \ufeff"').lower() for field in fields[:width]) == tuple(
             map(str.lower, self.header)
         ):
             raise UnusableRow(REPEATED_HEADER)
         quote = f"a text with {self.separator!r} in it needs quotes"
+        # A row may be without the columns that have no name, unless the first row shows that each
+        # line ends in separators: then one that has fewer was torn apart.
         fewest = width + self.surplus if self.surplus else self.num_named
         if not fewest <= len(fields) <= width + self.surplus:
-            expected = (
-                f"the header has {width}"
-                + f" and the first row {width + self.surplus}" * bool(self.surplus)
-            )
+            expected = f"the header has {width}"
+            if self.surplus:
+                expected += f" and the first row {width + self.surplus}"
             raise UnusableRow(f"{len(fields)} fields, but {expected}; {quote}")
         if any(field.strip() for field in fields[self.num_named :]):
             raise UnusableRow(f"text in a column that has no name in the header; {quote}")
@@ -199,6 +204,8 @@ def find_layout(lines: Lines, columns: Columns, suffix: str) -> Layout | None:
         first, candidates = next(filled, None), hint[1]
     if first is None:
         return None
+    # From here on the order matters: what quotes mean depends on the separator, whether spaces
+    # belong to fields on the quotes, and how many fields a row has on all of them.
     layout = replace(_layout_of(lines[first], columns, candidates), first=first)
     quotes = layout.separator != "\t" or not quotes_are_text(
         lines, first, has_header=bool(layout.places)
@@ -241,18 +248,19 @@ def _layout_of(line: str, columns: Columns, candidates: str) -> Layout:
         )
         for separator in candidates
     }
+    # The columns are known by name, so the separator that shows all of them is the right one.
     for separator, fields in rows.items():
         if not columns.missing(fields):
-            return Layout(
-                separator, columns.among(fields), tuple(field.strip() for field in fields)
-            )
+            header = tuple(field.strip() for field in fields)
+            return Layout(separator, columns.among(fields), header)
     if columns in (Columns(), Columns(label="")) and (separator := _ag_news_separator(rows)):
         return Layout(separator, None)
     check_utf8(line)
     fields = max(rows.values(), key=len)
-    is_row = any(map(_is_no_name, fields))
-    header = " (the first line must be a header such as text,label)" if is_row else ""
-    raise ValueError(columns.missing(fields) + header)
+    hint = ""
+    if any(map(_is_no_name, fields)):
+        hint = " (the first line must be a header such as text,label)"
+    raise ValueError(columns.missing(fields) + hint)
 
 
 def _ag_news_separator(rows: dict[str, list[str]]) -> str:
@@ -312,9 +320,8 @@ class Reading:
         self.count = 0
         self.named: list[str] = []
         self.lost: Counter[Label] = Counter()  # how many rows of each label were left out
-        self.declared: list[str] | None = (
-            None  # the classes that the first file to declare any declares
-        )
+        # The classes that the first file to declare any declares.
+        self.declared: list[str] | None = None
         self.without_header: dict[str, list[str]] = {}  # how their classes are named, and files
         self.hint = ""  # what else to do if a file has no labels
 
@@ -323,11 +330,12 @@ class Reading:
         if not self.skip:
             raise UserError(f"{where}: {why}", code="row-unusable")
         self.count += rows
+        # A row with an unusable text still shows which class loses a row. Of numbers nothing is
+        # lost, because they are no classes.
         with contextlib.suppress(UnusableRow):
             found = self.problem_type.read_label(self.label_of(label))
-            self.lost.update(
-                [found] if isinstance(found, str) else found if isinstance(found, tuple) else []
-            )
+            if not isinstance(found, float):
+                self.lost.update([found] if isinstance(found, str) else found)
         if len(self.named) < MOST_NAMED:
             self.named.append(f"{where}: {why}")
 
@@ -363,7 +371,8 @@ class Reading:
             usable.append(text)
             if self.keeps_places:
                 self.places.append(where)
-            # One object for all rows that have the label.
+            # One object for all rows that have the label: millions of equal strings would take
+            # more memory than the labels are worth.
             found.append(read if isinstance(found, array) else names.setdefault(read, read))
         self._check_enough(what, self.count - before, len(usable))
         self._check_lost(what, found, labels)
@@ -386,6 +395,8 @@ class Reading:
         kept = Counter(
             itertools.chain.from_iterable([one] if isinstance(one, str) else one for one in found)
         )
+        # As many rows of a label may be lost as are kept: the limit that holds for all rows too.
+        # Labels that training does not have are no classes of this run.
         for label, count in self.lost.items():
             if count > kept[label] and (label in labels or not labels):
                 raise UserError(
@@ -491,21 +502,13 @@ def read_file(
             lines = Lines(TextFile(str(path), file))
             if suffix in (".csv", ".tsv"):
                 yield from _csv_rows(path, lines, reading, label_names)
-            elif suffix == PLAIN_TEXT_FORMAT:
-                yield from _plain_rows(path, lines, reading)
             else:
-                yield from _json_rows(path, lines, reading)
+                row_of = _plain_row if suffix == PLAIN_TEXT_FORMAT else _json_row
+                yield from _line_rows(path, lines, reading, row_of)
     except OSError as error:
         raise UserError(
             f"{reading.flag} {path}: {error.strerror or error}", code="data-unreadable"
         ) from error
-
-
-def _check_encoding(text: str) -> None:
-    try:
-        check_utf8(text)
-    except ValueError as error:
-        raise UnusableRow(str(error)) from error
 
 
 def _csv_rows(
@@ -530,7 +533,7 @@ def _csv_rows(
             )
             # The columns that are not read count too: scoring passes them on, and one rule says
             # for both which rows can be used.
-            _check_encoding("".join(fields))
+            check_utf8("".join(fields))
         except UnusableRow as error:
             reading.reject(where, str(error), label=label)
         else:
@@ -559,6 +562,7 @@ def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
     included. The file does not say which, so all of it is read both ways: the right one leaves
     fewer malformed records, or else joins no lines.
     """
+    # Most files have no field that begins with a quote, and then they are read only once here.
     num_fields = lines[first].count("\t") + 1
     with lines.from_start() as again:
         for number, line in enumerate(again, start=1):
@@ -568,6 +572,7 @@ def quotes_are_text(lines: Lines, first: int, *, has_header: bool) -> bool:
         else:
             return False
 
+    # Counted and not kept: of a large file, the records of either way may not fit into memory.
     def misfit(*, quotes: bool) -> tuple[int, int]:
         reading, malformed, records = Reading(TEXT_AND_LABEL, skip=True), 0, 0
         with lines.from_start() as again:
@@ -596,7 +601,11 @@ def csv_records(
         "strict": True,
         "quoting": csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE,
     }
+    # `strict`, because csv would otherwise accept text behind a closing quote and so join rows
+    # without a word.
     start = max(start, layout.start)
+    # After an error a new reader begins at the line behind the one where the broken record began:
+    # the reader itself has gone on to wherever it found the record's end.
     while True:
         reader, done = csv.reader(_lines_from(lines, start), **dialect), 0
         try:
@@ -630,9 +639,8 @@ def ag_news_classes(path: Path) -> list[str] | None:
             layout = find_layout(lines, TEXT_AND_LABEL, path.suffix.lower())
             if layout is None or layout.places:
                 return None
-            for line, fields in csv_records(
-                path, lines, layout, Reading(TEXT_AND_LABEL, skip=True)
-            ):
+            reading = Reading(TEXT_AND_LABEL, skip=True)
+            for line, fields in csv_records(path, lines, layout, reading):
                 lines.place_after(line)
                 if fields and not _may_be_ag_news(fields):
                     return None
@@ -702,6 +710,7 @@ def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
     return ((text, *pair) if pair else text), labels[0] if len(labels) == 1 else tuple(labels)
 
 
+# pandas makes floats of a column of 0 and 1 that once had gaps.
 _YES_AND_NO = {"1": True, "0": False, "true": True, "false": False, "1.0": True, "0.0": False}
 
 
@@ -741,6 +750,7 @@ def joined(cells: Sequence[Any]) -> Any:
     """The cells that are not empty as one text; a cell that is no text stands for the whole."""
     if len(cells) == 1:
         return cells[0]
+    # A cell that is a number makes the row unusable, as it does if it is the only cell.
     present = [cell for cell in cells if cell is not None]
     not_text = next((cell for cell in present if not isinstance(cell, str)), None)
     return JoinedText.of(present) if not_text is None else not_text
@@ -762,31 +772,28 @@ def _ag_row(fields: list[str], names: Sequence[str] | None) -> tuple[str, str]:
     return JoinedText.of(fields[1:]), names[int(label) - 1] if names else label
 
 
-def _plain_rows(path: Path, lines: Lines, reading: Reading) -> Iterator[FoundRow]:
-    for number, line in enumerate(lines, start=1):
-        lines.place_after(number)
-        if not line.strip():
-            continue
-        try:
-            _check_encoding(line)
-        except UnusableRow as error:
-            reading.reject(f"{path} line {number}", str(error))
-        else:
-            yield f"{path} line {number}", line.rstrip("\r\n"), None
-
-
-def _json_rows(path: Path, lines: Lines, reading: Reading) -> Iterator[FoundRow]:
+def _line_rows(
+    path: Path,
+    lines: Lines,
+    reading: Reading,
+    row_of: Callable[[str, Reading], tuple[Any, Any]],
+) -> Iterator[FoundRow]:
     for number, line in enumerate(lines, start=1):
         lines.place_after(number)
         if not line.strip():
             continue
         where = f"{path} line {number}"
         try:
-            text, label = _json_row(line, reading)
+            text, label = row_of(line, reading)
         except UnusableRow as error:
             reading.reject(where, str(error))
         else:
             yield where, text, label
+
+
+def _plain_row(line: str, reading: Reading) -> tuple[str, None]:
+    check_utf8(line)
+    return line.rstrip("\r\n"), None
 
 
 def parse_json(line: str) -> Any:
@@ -795,13 +802,13 @@ def parse_json(line: str) -> Any:
     Raises:
         UnusableRow: it is not JSON, or more than Python can hold.
     """
-    _check_encoding(line)
+    check_utf8(line)
     try:
         found = json.loads(line, object_pairs_hook=_without_repeats)
         if _is_header(found):
             raise UnusableRow(REPEATED_HEADER)
         return _with_whole_characters(found) if "\\ud" in line.lower() else found
-    except UnusableRow:
+    except UnusableRow:  # it is a ValueError too, and says more than the last of these
         raise
     except json.JSONDecodeError as error:
         if line.lstrip().startswith("["):
@@ -892,6 +899,8 @@ def _parquet_rows(path: Path, reading: Reading) -> Iterator[FoundRow]:
     if reading.columns.label:
         classes = _declared_classes(file.schema_arrow.metadata, columns[1])
     reading.declared = reading.declared or classes
+    # One row group at a time, because a file may be larger than memory. A damaged one costs its
+    # rows, but the others can still be read.
     first = 1
     for group in range(file.num_row_groups):
         end = first + file.metadata.row_group(group).num_rows

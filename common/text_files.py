@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import UserError
+from common.problem_types import UnusableRow
 
 # Otherwise a quote that is never closed would make one record of the rest of a file, and a file
 # without line ends would be one line.
@@ -79,12 +80,13 @@ def check_utf8(text: str) -> None:
     """Refuse text that was decoded with ``surrogateescape`` because its bytes are not UTF-8.
 
     Raises:
-        ValueError: it is such text.
+        UnusableRow: it is such text.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError('not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")') from error
+        remedy = 'save the file as UTF-8 (in Excel "CSV UTF-8")'
+        raise UnusableRow(f"not UTF-8 text; {remedy}") from error
 
 
 def text_lines(name: Path | str, data: bytes) -> list[str]:
@@ -143,6 +145,8 @@ class TextFile:
         if len(raw) >= LONGEST_RECORD and not raw.endswith(self._line_feed):
             what = f"longer than {LONGEST_RECORD // 2**20} MiB; is it text?"
             raise UserError(f"{self.name} line {number + 1}: {what}", code="data-unreadable")
+        # Bytes that are not UTF-8 make one row unusable, which can be left out. Damaged UTF-16
+        # makes the file unusable: after a lost byte, all that follows is read as other characters.
         if self._encoding == "utf-8":
             lines = raw.splitlines(keepends=True)
             return [(line.decode(errors="surrogateescape"), len(line)) for line in lines]
@@ -179,6 +183,8 @@ class Lines(Sequence[str]):
 
     def __getitem__(self, number: int) -> str:  # type: ignore[override]
         while number >= self._next:
+            # A csv.Error, so that it is handled like any malformed record: its first line is
+            # rejected, and reading continues with the next one.
             if self._offset - self._begin > LONGEST_RECORD:
                 raise csv.Error(
                     f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?"

@@ -20,24 +20,12 @@ OPTIONAL_FILES = (ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE)
 # Classes of transformers, or types of models, that build their tokenizer around the vocabulary of
 # tokenizer.json, with these settings, here with their defaults.
 _BERT_LIKE = (
-    "bert",
-    "distilbert",
-    "electra",
-    "layoutlm",
-    "lxmert",
-    "megatron-bert",
-    "mobilebert",
-    "squeezebert",
+    *("bert", "distilbert", "electra", "layoutlm"),
+    *("lxmert", "megatron-bert", "mobilebert", "squeezebert"),
 )
 _BYTE_LEVEL = (
-    "bart",
-    "deberta",
-    "gpt2",
-    "led",
-    "longformer",
-    "mvp",
-    "roberta",
-    "roberta-prelayernorm",
+    *("bart", "deberta", "gpt2", "led", "longformer"),
+    *("mvp", "roberta", "roberta-prelayernorm"),
 )
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **{
@@ -55,12 +43,8 @@ _NORMALIZER_FLAGS = {
 # named.
 _GENERIC = ("pretrained", "tokenizersbackend", "pythonbackend")
 _OWN_CLASS_ALWAYS = (
-    "hyperclovax_vision_v2",
-    "qwen2",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_text",
-    "siglip2",
+    *("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_text"),
+    *("hyperclovax_vision_v2", "siglip2"),
 )
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
@@ -98,7 +82,7 @@ def combined(
         what = "special tokens in a text are never split"
         raise _contradiction("split_special_tokens", True, what)
     _add_tokens(content, files, config.get("vocab_size") or 0)
-    # What nothing changes stays as it is, to the byte: its hash is how caches know a tokenizer.
+    # What nothing changes stays as it is, to the byte: cached tokens are found by a hash of it.
     if _without_model(content) == before:
         return tokenizer_json
     return json.dumps(content, ensure_ascii=False)
@@ -277,6 +261,8 @@ def _add_tokens(
     ids = {**vocabulary, **{text: token["id"] for text, token in known.items()}}
     taken = {index: text for text, index in vocabulary.items()}
     taken |= {token["id"]: token["content"] for token in known.values()}
+    # Ids are compared before anything is added: the tokenizers library would number a token itself
+    # and not say that the model was trained with another id for it.
     for file, token in found:
         text, index = token["content"], token["id"]
         other = taken.get(index, text)
@@ -337,7 +323,8 @@ def _check_numbers(tokens: list[dict[str, Any]], vocabulary: Mapping[str, int]) 
     for token in tokens:
         given = vocabulary.get(token["content"], highest + 1)
         if given != token["id"]:
-            what = f"the token {token['content']!r} has the id {token['id']}, and reading the vocabulary gives {given}"
+            what = f"the token {token['content']!r} has the id {token['id']}"
+            what += f", and reading the vocabulary gives {given}"
             raise ValueError(f"{SETTINGS_FILE} and {TOKENIZER_FILE} disagree: {what}")
         highest = max(highest, given)
 

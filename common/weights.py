@@ -25,6 +25,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     import torch
     from safetensors.torch import load_file
 
+    # Old files are pickles, which may hold code; weights_only reads no more than tensors.
     found = (
         torch.load(path, map_location="cpu", weights_only=True)
         if path.suffix == ".bin"
@@ -53,6 +54,7 @@ def changes_nothing(name: str, model: torch.nn.Module) -> bool:
         return True
     if name == ATTENTION_KEY:  # of a model whose config.json has lost its windows
         return False
+    # Follow the name from module to module as far as the model has them: `rest` is what it lacks.
     modules = {one for one, _ in model.named_modules()}
     parent, rest = "", name
     while (child := f"{parent}.{rest.partition('.')[0]}".lstrip(".")) in modules:

@@ -99,6 +99,7 @@ def window_lengths(num_ids: NDArray[np.integer], length: int) -> NDArray[np.int6
 
     counts = count_windows(num_ids, length)
     lengths = np.full(counts.sum(), length, dtype=np.int64)
+    # All are full but the last of each row, at the end of its run of windows.
     lengths[np.cumsum(counts) - 1] = num_ids - (counts - 1) * length
     return lengths
 
@@ -119,6 +120,7 @@ def pool(
     import numpy as np
 
     scores, attention = outputs[:, :-1], outputs[:, -1]
+    # Where each text's windows begin, which is how reduceat knows the texts apart: (texts,).
     starts = np.cumsum(counts) - counts
     # Relative to the largest of a text, so that nothing overflows and a single window weighs
     # exactly 1.
