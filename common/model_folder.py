@@ -218,6 +218,8 @@ def read_saved_model(path: Path) -> SavedModel:
             return _checked(_read_folder(path))
         if path.is_file():
             return _checked(_read_checkpoint(path))
+    # Many functions read config.json, and each relies on the types that transformers writes. One
+    # message for all of them is less exact, but no file can cause a traceback.
     except RecursionError as error:
         raise ModelLoadError(path, f"its {TOKENIZER_FILE} is nested too deeply") from error
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -234,6 +236,7 @@ def read_saved_model(path: Path) -> SavedModel:
 def _read_folder(folder: Path) -> SavedModel:
     weights = None if is_artefact(folder) else weights_file(folder)
     _refuse_incomplete(folder, weights)
+    # Before anything is read: in a downloaded folder, a link may lead to any file of this machine.
     for name in filter(None, (*DESCRIPTION_FILES, METRICS_FILE, weights and weights.name)):
         file_inside(folder, name)
     config = without_code(_read_json(folder / "config.json"))
@@ -301,11 +304,9 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> str:
             files = {SETTINGS_FILE: settings}
         return combined(text, files, config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = (
-            str(error)
-            if type(error) is ValueError
-            else f"the files of the tokenizer are damaged ({error!r})"
-        )
+        # A plain ValueError is our own and says what is wrong; its subclasses come from elsewhere.
+        what = f"the files of the tokenizer are damaged ({error!r})"
+        what = str(error) if type(error) is ValueError else what
         remedy = "write them from the tokenizer that the model was trained with: "
         raise ModelLoadError(folder, what, remedy + _SAVE_TOKENIZER.format("NAME")) from error
 
@@ -645,6 +646,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ModelLoadError(
             path, f"format {found!r:.80}, this version reads format {MANIFEST_FORMAT}", EXPORT_AGAIN
         )
+    # The types of the fields are strings here, because annotations are not evaluated.
     kinds = {"str": str, "float": float}
     values: dict[str, Any] = {}
     for field in fields(Manifest):
@@ -675,6 +677,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for path in folder.iterdir():  # a runtime may read more files than the manifest lists
         file_inside(folder, path.name)
     for name, wanted in manifest.files.items():
+        # A path would have files compared, and later read, that are not in the folder.
         path = folder / name
         if Path(name).name != name:
             raise ModelLoadError(

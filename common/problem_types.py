@@ -68,6 +68,7 @@ class SingleLabel(ProblemType):
     name = "single_label_classification"
 
     def read_label(self, cell: Any, known: Collection[str] = ()) -> str:
+        # Once per row, so the usual case comes first: a known label as it is written.
         if isinstance(cell, str) and cell.strip() in known:
             return cell.strip()
         return _one_of(known, label_name(cell))

@@ -312,6 +312,8 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
         return {}, str(error)
     if not isinstance(row, dict):
         return {}, "must be an object"
+    # Python reads NaN and Infinity, but most other readers of JSON do not, and writing null instead
+    # would change a column that is only passed on.
     if _has_non_finite_number(row):
         numbers = "NaN, Infinity or above 1.8e308"
         return {}, f"has a number that JSON cannot hold ({numbers}); write null, or quote it"

@@ -675,11 +675,14 @@ def _leading_label(fields: list[str], places: Places | None) -> str | None:
         return fields[0]
     if len(places) < 2 or len(places[1]) > 1:
         return None
+    # Behind the text, all fields have moved by as many places as it has separators in it.
     place = places[1][0]
     return fields[place] if place <= min(places[0]) and place < len(fields) else None
 
 
 def _headed_row(cells: list[str], places: Places) -> tuple[Any, Any]:
+    # csv takes a quote behind a space for a character of the field, so the label would be another
+    # than the same label without the space.
     for place in places[1] if len(places) > 1 else ():
         if cells[place].startswith(" ") and re.fullmatch(r'\s*".*"\s*', cells[place], re.DOTALL):
             raise UnusableRow(
@@ -929,6 +932,7 @@ def _declared_classes(
     metadata: dict[bytes, bytes] | None, columns: Sequence[str]
 ) -> list[str] | None:
     """The class names that `datasets` writes into Parquet for a column of numbers or lists."""
+    # Anyone may have written this metadata; if it is not as expected, no classes are declared.
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         feature = features[columns[0]] if len(columns) == 1 else {}
@@ -937,9 +941,8 @@ def _declared_classes(
         )
     except (KeyError, ValueError, TypeError, IndexError, AttributeError):
         return None
-    return (
-        names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
-    )
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names if are_names else None
 
 
 def named_class(label: Any, names: Sequence[str] | None) -> Any:

@@ -126,6 +126,7 @@ def without_unused_tokens(made: str, before: str, num_weights: int) -> str:
     """
     content = json.loads(made)
     kept = {token["content"] for token in json.loads(before).get("added_tokens") or []}
+    # The template of special tokens names those that every text gets, which are needed.
     used = json.dumps(content.get("post_processor"))
     tokens = content.get("added_tokens") or []
     content["added_tokens"] = [
@@ -135,11 +136,9 @@ def without_unused_tokens(made: str, before: str, num_weights: int) -> str:
         or token["content"] in kept
         or json.dumps(token["content"]) in used
     ]
-    return (
-        made
-        if len(content["added_tokens"]) == len(tokens)
-        else json.dumps(content, ensure_ascii=False)
-    )
+    if len(content["added_tokens"]) == len(tokens):
+        return made
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _kind(name: Any) -> str:

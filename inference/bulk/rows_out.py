@@ -139,6 +139,7 @@ class RowsOut:
         added = self._answer_columns(answers)
         columns = list(zip(*added.values(), strict=True))
         if self._suffix == ".jsonl":
+            # The first rows need not show all names: each row may have fields of its own.
             self._refuse_taken(itertools.chain(*rows))
             return "".join(
                 _json({**row, **self._answer(dict(zip(added, answer, strict=True)))}) + "\n"
