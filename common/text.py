@@ -493,8 +493,8 @@ class ManyTexts:
         if windows is None or len(ids) <= room:
             self.num_cut += len(ids) > room
             return [*begin, *ids[:room], *end]
-        # Each window begins so many tokens before the end of the one before it. The last one starts
-        # early enough to have more than this overlap.
+        # Each window repeats `overlap` tokens of the one before it. None begins within the last of
+        # these tokens, because it would repeat them and have nothing new.
         starts = range(0, len(ids) - windows.overlap, room - windows.overlap)
         self.num_cut += len(starts) > windows.most
         return [
