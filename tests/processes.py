@@ -12,7 +12,6 @@ import fcntl
 import io
 import multiprocessing
 import os
-import pickle
 import runpy
 import shutil
 import signal
@@ -24,7 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +33,8 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from training.parallelism.distributed import Ranks, use_loopback
+from learn.ranks import Ended, RankPool, send
+from training.parallelism.distributed import Ranks
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -142,25 +142,7 @@ class PythonProcess:
 
 def _run_program(arguments: list[str], env: dict[str, str], cwd: str, files: list[str | None]) -> None:
     """Be the program that ``python *arguments`` would be."""
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in signal.valid_signals():  # a program that is started keeps none of its parent's handlers
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, file in zip((1, 2, 0), files, strict=False):
-        if file is not None:
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing has closed the one there was
-    # The server's may be a file, which has positions, and ours a pipe, which has none.
-    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)  # noqa: SIM115
-    os.environ.clear()
-    os.environ |= env
-    os.chdir(cwd)
-    if "RANK" in env:  # for whoever looks for ranks: the environment in /proc is that of the fork server
-        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
-    if "OMP_NUM_THREADS" in env:  # read by OpenMP when it is loaded, which it is already
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    _start_afresh(env, cwd, files)
     # torchrun starts its ranks as programs: here they are forks of it. There is no public way (torch 2.13).
     SubprocessHandler._popen = lambda self, args, env: PythonProcess(
         args[1:], env, Path.cwd(), [self._stdout and self._stdout.name, self._stderr and self._stderr.name], "fork"
@@ -181,6 +163,29 @@ def _run_program(arguments: list[str], env: dict[str, str], cwd: str, files: lis
         case [script, *rest]:
             sys.argv, sys.path[0] = [script, *rest], str(Path(script).parent)
             runpy.run_path(script, run_name="__main__")
+
+
+def _start_afresh(env: dict[str, str], cwd: str, files: list[str | None]) -> None:
+    """Give this fork what a program that is started has: signals, streams, variables and a folder of its own."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in signal.valid_signals():  # a program that is started keeps none of its parent's handlers
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, file in zip((1, 2, 0), files, strict=False):
+        if file is not None:
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing has closed the one there was
+    # The server's may be a file, which has positions, and ours a pipe, which has none.
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ |= env
+    os.chdir(cwd)
+    if "RANK" in env:  # for whoever looks for ranks: the environment in /proc is that of the fork server
+        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
+    if "OMP_NUM_THREADS" in env:  # read by OpenMP when it is loaded, which it is already
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
 
 
 def run_python(
@@ -245,60 +250,30 @@ def run_on_ranks(world_size: int, function: Callable[..., T], *arguments: Any, s
         RankFailure: a rank raised (the first to do so is quoted), ended without a word, or is late.
     """
     start_fork_server()
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks, pipes = [], {}
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            place = (rank, world_size, str(Path(folder) / "rendezvous"), seconds)
-            ranks.append(context.Process(target=_rank, args=(sender, place, function, arguments), daemon=True))
-            ranks[-1].start()
-            sender.close()
-            pipes[receiver] = rank
-        try:
-            return _results(pipes, time.monotonic() + seconds)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+    with RankPool(world_size, _rank, function, arguments, seconds) as ranks:
+        return _results(ranks, world_size, time.monotonic() + seconds)
 
 
-def _rank(
-    sender: Connection, place: tuple[int, int, str, float], function: Callable[..., Any], arguments: tuple
-) -> None:
-    rank, world_size, rendezvous, seconds = place
-    torch.set_num_threads(1)
+def _rank(pipe: Connection, function: Callable[..., Any], arguments: tuple, seconds: float) -> None:
     Figure.savefig = save_blank
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     try:
-        use_loopback()
-        store = f"file://{rendezvous}"
-        dist.init_process_group("gloo", store, timedelta(seconds), world_size=world_size, rank=rank)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
         answer = (True, function(*arguments))
     except BaseException:
         answer = (False, traceback.format_exc())
-    # By value: a tensor sent as shared memory is gone once its process is.
-    sender.send_bytes(pickle.dumps(answer))
-    sender.close()
-    # The others may still be in a collective: stay until all have answered and the caller ends this process.
-    time.sleep(seconds)
+    send(pipe, answer)
 
 
-def _results(pipes: dict[Connection, int], end: float) -> list[Any]:
+def _results(ranks: RankPool, world_size: int, end: float) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for pipe, rank in pipes.items() if rank not in results]
-        ready = wait(waiting, max(0.0, end - time.monotonic()))
-        if not ready:
-            raise RankFailure(f"ranks {sorted(pipes[pipe] for pipe in waiting)} are still at work at the deadline")
-        for pipe in ready:
-            rank = pipes[pipe]
-            try:
-                succeeded, answer = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                raise RankFailure(f"rank {rank} ended without a word") from None
+    while waiting := sorted(set(range(world_size)) - results.keys()):
+        found = ranks.messages(waiting, max(0.0, end - time.monotonic()))
+        if not found:
+            raise RankFailure(f"ranks {waiting} are still at work at the deadline")
+        for rank, message in found.items():
+            if isinstance(message, Ended):
+                raise RankFailure(f"rank {rank} ended without a word")
+            succeeded, results[rank] = message
             if not succeeded:
-                raise RankFailure(f"rank {rank}:\n{answer}")
-            results[rank] = answer
-    return [results[rank] for rank in sorted(results)]
+                raise RankFailure(f"rank {rank}:\n{results[rank]}")
+    return [results[rank] for rank in range(world_size)]

@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context, parent_process, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +25,8 @@ from common.ray_cluster import check_room, connect
 from learn.cards.model import record_held
 from learn.cards.registry import named_card
 from learn.cards.storage import Storage
-from training.parallelism.distributed import (
-    interface_to,
-    is_lost_rank,
-    loopback_store,
-    use_loopback,
-)
+from learn.ranks import Ended, RankPool, receive, send
+from training.parallelism.distributed import interface_to, is_lost_rank, use_loopback
 
 # When a rank reports that it lost another, the other one's own error, which is the cause, may take
 # this long to come.
@@ -109,7 +103,8 @@ class Workers(ABC):
             found = self._answered(waiting, left)
             answers |= found
             kinds = {answer.kind for answer in answers.values()}
-            if kinds & {"user error", "failed"} or (deadline and not found):
+            # Waiting without a deadline always finds an answer: nothing found means that it is over.
+            if kinds & {"user error", "failed"} or not found:
                 break
             if "lost a rank" in kinds and deadline is None:
                 deadline = time.monotonic() + CAUSE_TIMEOUT
@@ -117,54 +112,30 @@ class Workers(ABC):
 
 
 class LocalWorkers(Workers):
-    """Processes of this machine, which find each other by a store in their parent."""
+    """Processes of this machine."""
 
     def __init__(self, count: int, folder: Path) -> None:
         super().__init__(count)
-        # A fork of a server that has imported torch starts fast, and does not inherit this
-        # program's open files.
-        context = get_context("forkserver")
-        # Which every optimizer would import.
-        context.set_forkserver_preload([__name__, "torch._dynamo"])
-        _start_fork_server()
-        self._store = loopback_store()
-        self._processes, self._pipes = [], []
-        for rank in range(count):
-            own_end, child_end = context.Pipe()
-            place = (child_end, folder, rank, count, self._store.port)
-            name = f"rank {rank}"
-            process = context.Process(target=_run_rank, args=place, name=name, daemon=True)
-            process.start()
-            # Only the rank may hold its end: otherwise its death would not close the pipe.
-            child_end.close()
-            self._processes.append(process)
-            self._pipes.append(own_end)
+        self._ranks = RankPool(count, _run_jobs, folder)
 
     def _send(self, jobs: Sequence[Job]) -> None:
-        for pipe, job in zip(self._pipes, jobs, strict=True):
-            with suppress(ConnectionError):  # its answer says how it ended
-                pipe.send(job)
+        for rank, job in enumerate(jobs):
+            self._ranks.send(rank, job)
 
     def _answered(self, waiting: Sequence[int], seconds: float | None) -> dict[int, Answer]:
-        ranks = {self._pipes[rank]: rank for rank in waiting}
-        return {ranks[pipe]: self._answer(pipe, ranks[pipe]) for pipe in wait(list(ranks), seconds)}
-
-    def _answer(self, pipe: Connection, rank: int) -> Answer:
-        try:
-            return pipe.recv()
-        except (EOFError, ConnectionError):
-            # Its end of the pipe is closed: it has ended, and its exit code tells how.
-            process = self._processes[rank]
-            process.join()
-            code = process.exitcode or 0
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return Answer("failed", {}, f"the process ended ({how})")
+        messages = self._ranks.messages(waiting, seconds)
+        return {
+            rank: _ended(message.exit_code or 0) if isinstance(message, Ended) else message
+            for rank, message in messages.items()
+        }
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        self._ranks.close()
+
+
+def _ended(code: int) -> Answer:
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return Answer("failed", {}, f"the process ended ({how})")
 
 
 class RayWorkers(Workers):
@@ -268,42 +239,14 @@ class _RankOnRay:
         return _answer_of(job, Storage(*place, live=self._live, recording=job.recording))
 
 
-def _start_fork_server() -> None:
-    """Start the server so that it ignores Ctrl-C, which reaches the whole terminal: the parent ends
-    its ranks itself.
-
-    A process inherits its parent's blocked signals, so the server and its forks never see SIGINT.
-    """
-    # Otherwise the server's start does it, and unblocks the signal.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) -> None:
-    """Run jobs until the parent ends this process, or has ended itself."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # The parent holds the store, as torchrun's agent does, so no rank has to guess a free port.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    use_loopback()
-    live: dict[str, Any] = {}
+def _run_jobs(pipe: Connection, folder: Path) -> None:
+    """Run one job after the other, with what the cards before have left in memory."""
+    rank, live = int(os.environ["RANK"]), dict[str, Any]()
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
-            job = pipe.recv()
+            job = receive(pipe)
             storage = Storage(folder, job.node, rank, live=live, recording=job.recording)
-            pipe.send(_answer_of(job, storage))
+            send(pipe, _answer_of(job, storage))
 
 
 def _answer_of(job: Job, storage: Storage) -> Answer:
@@ -333,11 +276,3 @@ def keep_traceback(storage: Storage) -> str:
     except OSError:  # for example a full disk, which may be the error itself
         return ""
     return f"; traceback in {path}"
-
-
-def _end_with_parent() -> None:
-    """End this rank when the parent is killed, even if it is waiting in a collective."""
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

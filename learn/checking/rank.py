@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import resource
 import sys
 import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from multiprocessing.connection import Connection
@@ -21,9 +19,10 @@ from typing import Any, Literal
 from common.errors import ForeseenError, first_line
 from learn.checking.exercises import EXERCISES
 from learn.checking.solution import WrongSignature, load_function
-from training.parallelism.distributed import join_ranks, use_loopback
+from learn.ranks import receive, send
+from training.parallelism.distributed import join_ranks
 
-READY = b"ready"
+READY = "ready"
 LATE_SECONDS = 0.1  # a rank that does not wait for rank 0 has returned by then
 MAX_PRINTED, MAX_ERROR = 2000, 240  # characters
 
@@ -63,16 +62,16 @@ class Rank:
                 # Only when all are here does the time of the call begin: starting a process takes
                 # seconds, and the call itself milliseconds.
                 ranks.barrier()
-                self.pipe.send_bytes(READY)
+                send(self.pipe, READY)
                 # Rank 0 is late on purpose: otherwise a collective that the solution does not wait
                 # for would often finish in time, by luck.
                 time.sleep(LATE_SECONDS if ranks.is_first else 0)
                 self._send(self._call(name))
-                # Until the parent kills this process. If it ended now, the ranks that are still
-                # at work would lose a neighbour, and report that instead of their own mistake.
+                # Until the parent kills this process, and within the group: if this rank left it,
+                # those that are still at work would report that instead of their own mistake.
                 threading.Event().wait()
         except ForeseenError as error:
-            self.pipe.send_bytes(first_line(error.__cause__ or error).encode())
+            send(self.pipe, first_line(error.__cause__ or error))
 
     def _call(self, name: str) -> Report:
         try:
@@ -88,17 +87,13 @@ class Rank:
             return Report("raised", error=line, place=place)
 
     def _answer_parent(self) -> None:
-        """Report where this rank is if the parent asks; end with the parent, even a killed one."""
-        try:
-            # The parent writes only if it has waited long enough. In a collective the main thread
-            # cannot answer, so this one looks at where it is.
-            self.pipe.recv_bytes()
+        """Report where this rank is if the parent asks."""
+        # The parent writes only if it has waited long enough. In a collective the main thread
+        # cannot answer, so this one looks at where it is.
+        with suppress(EOFError, OSError):
+            receive(self.pipe)
             frame = sys._current_frames()[threading.main_thread().ident]
             self._send(Report("waits", place=self._place(traceback.extract_stack(frame))))
-            self.pipe.recv_bytes()  # nothing more comes: it raises when the parent is gone
-        except (EOFError, OSError):
-            pass
-        os._exit(0)
 
     def _place(self, frames: traceback.StackSummary) -> str:
         # The innermost line of the learner's own file, not the one in PyTorch that it called.
@@ -107,20 +102,14 @@ class Rank:
 
     def _send(self, report: Report) -> None:
         if self.report_lock.acquire(blocking=False):
-            whole = replace(report, printed=self.printed.getvalue()[:MAX_PRINTED])
-            # Pickled here: multiprocessing would send a tensor as shared memory, which ends with
-            # this process.
-            self.pipe.send_bytes(pickle.dumps(whole))
+            send(self.pipe, replace(report, printed=self.printed.getvalue()[:MAX_PRINTED]))
 
 
-def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name: str) -> None:
-    os.setsid()  # Ctrl-C is for the parent, which ends the ranks
+def run_rank(pipe: Connection, path: Path, name: str) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         # Drops what C++ writes about connections; Python's prints are captured.
         os.dup2(nothing, stream)
     # No core dumps: gloo aborts on a message of unexpected size.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ |= environment
-    use_loopback()
     Rank(pipe, path).run(name)

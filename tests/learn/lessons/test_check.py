@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import TrainingFailure, run_command
-from learn import check
+from learn import check, ranks
 from learn.by_hand import data_parallel, ring_all_reduce, zero1
 from learn.check import describe
-from learn.checking import supervision
 from learn.checking.exercises import EXERCISES, functions_of
 from learn.checking.verdict import SECONDS, check_function
 from learn.lessons import LESSONS
@@ -129,7 +128,7 @@ def test_a_mistake_gives_one_line_and_exit_code_2(
 
 @pytest.mark.slow
 def test_ranks_that_do_not_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "_environment", _on_no_network(supervision._environment))
+    monkeypatch.setattr(ranks, "environment", _on_no_network(ranks.environment))
 
     with pytest.raises(TrainingFailure, match=r"^rank \d of 2 did not start; .*none0"):
         check_function(TRUTH, "global_accuracy", (2,))
@@ -176,14 +175,14 @@ def test_no_rank_outlives_the_command(
     )
     run = start([sys.executable, "-m", "learn.check", "data_parallel", solution], wait=False)
     run.wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
-    ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
+    pids = [int(path.stem) for path in tmp_path.glob("*.rank")]
 
     os.kill(run.process.pid, ending)
 
     assert run.wait() == code
     assert run.err == ("interrupted\n" if ending == signal.SIGINT else "")
-    for rank in ranks:
-        _wait_until_gone(rank)
+    for pid in pids:
+        _wait_until_gone(pid)
 
 
 def _check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
