@@ -40,21 +40,27 @@ def observe(function: Callable[[int, int], float]) -> Seen:
 def judge(seen: Sequence[Seen]) -> Finding | None:
     counts_by_rank = [counts(rank) for rank in range(len(seen))]
     correct, total = (sum(column) for column in zip(*counts_by_rank, strict=True))
+    values = [one.value for one in seen]
+    detail = _detail(seen, counts_by_rank, correct, total)
+    if None in values:
+        hint = "Does every path end in a return?"
+        return Finding(f"returns {seen[values.index(None)].type_name}, not a number", hint, detail)
+    if not _equal(values, [correct / total] * len(seen)):
+        return Finding(*_suspect(values, counts_by_rank, correct, total), detail)
+    # The value is right. But a tensor, printed or compared later, is a surprise.
+    if others := [one.type_name for one in seen if one.type_name not in ("float", "float64")]:
+        hint = "The caller needs a plain number: a tensor of one element has a method for that."
+        return Finding(f"returns {others[0]}, not float", hint, detail)
+    return None
+
+
+def _detail(
+    seen: Sequence[Seen], counts_by_rank: Sequence[tuple[int, int]], correct: int, total: int
+) -> str:
     terms = ", ".join(f"{right} of {rows}" for right, rows in counts_by_rank)
     answers = [one.type_name if one.value is None else f"{one.value:.4g}" for one in seen]
     terms = f"{terms}: {correct} of {total} = {correct / total:.4g}"
-    detail = f"the ranks count {terms}; they return {', '.join(answers)}"
-    if missing := [one for one in seen if one.value is None]:
-        hint = "Does every path end in a return?"
-        return Finding(f"returns {missing[0].type_name}, not a number", hint, detail)
-    values = [one.value for one in seen]
-    if _equal(values, [correct / total] * len(seen)):
-        # The value is right. But a tensor, printed or compared later, is a surprise.
-        others = [one.type_name for one in seen if one.type_name not in ("float", "float64")]
-        hint = "The caller needs a plain number: a tensor of one element has a method for that."
-        return Finding(f"returns {others[0]}, not float", hint, detail) if others else None
-    problem, hint = _suspect(values, counts_by_rank, correct, total)
-    return Finding(problem, hint, detail)
+    return f"the ranks count {terms}; they return {', '.join(answers)}"
 
 
 def _suspect(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.finding import WAIT, Exercise, Finding, explain, names_are_not
 from learn.checking.probe import Probe, first_wrong, same_on_all
 
 PROMISE = "every rank starts with rank 0's weights and buffers"
@@ -50,21 +51,23 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     wrong = [name for name, kind in kinds.items() if kind != "right"]
     if wrong:
         return _wrong_values(kinds, wrong, seen, own)
-    if replaced := [name for one in seen for name in one.replaced]:
-        return Finding(
-            f"{replaced[0]} is a new object",
+    mistakes = [
+        (
+            list(chain.from_iterable(one.replaced for one in seen)),
+            "{} is a new object",
             "The values are right, but an optimizer, or DDP, that was given the parameters before "
             "still holds the old ones and would step those: what you broadcast after wrapping is "
             "lost. Can you write into the existing tensor?",
-        )
-    if switched := [name for one in seen for name in one.switched]:
-        return Finding(
-            f"requires_grad of {switched[0]} has changed",
+        ),
+        (
+            list(chain.from_iterable(one.switched for one in seen)),
+            "requires_grad of {} has changed",
             "The values are right, but autograd treats the weight differently now: what was "
             "trained must still be trained, and what was frozen must stay frozen. Change only the "
             "values.",
-        )
-    return None
+        ),
+    ]
+    return explain(mistakes)
 
 
 def _kind(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
@@ -88,33 +91,51 @@ def _wrong_values(
 ) -> Finding:
     parameters = {name for name, _ in Probe(0).named_parameters()}
     found = {kinds[name] for name in wrong}
-    detail = _example(wrong[0], seen, own)
-    if sources := sorted(kind for kind in found if kind.startswith("rank")):
-        problem = f"broadcasts from {sources[0]}, not from rank 0"
-        return Finding(problem, "Which argument names the source?", detail)
-    if "mean" in found:
-        hint = "A mean also gives all ranks one model, but not rank 0's, which all of them must start with."
-        return Finding("averages the ranks' weights", hint, detail)
-    if found == {"own"} and len(wrong) == len(kinds):
-        hint = f"Nothing has been written into the model. Does the call work in place, on its own tensors? {WAIT}"
-        return Finding("each rank keeps its own weights", hint, detail)
-    # From here on some tensors are right, and the ones that are not show which loop was written:
-    # over the state_dict, over parameters only, or over what has a gradient.
-    if wrong == ["norm.table"]:
-        hint = "A buffer registered with persistent=False is not in state_dict(), but the model computes with it."
-        return Finding("norm.table is not broadcast", hint, detail)
-    if found == {"own"} and not parameters & set(wrong):
-        hint = (
+    mistakes = [
+        (
+            sorted(kind for kind in found if kind.startswith("rank")),
+            "broadcasts from {}, not from rank 0",
+            "Which argument names the source?",
+        ),
+        (
+            "mean" in found,
+            "averages the ranks' weights",
+            "A mean also gives all ranks one model, but not rank 0's, which all of them must "
+            "start with.",
+        ),
+        (
+            found == {"own"} and len(wrong) == len(kinds),
+            "each rank keeps its own weights",
+            "Nothing has been written into the model. Does the call work in place, on its own "
+            f"tensors? {WAIT}",
+        ),
+        # From here on some tensors are right, and the ones that are not show which loop was
+        # written: over the state_dict, over parameters only, or over what has a gradient.
+        (
+            wrong == ["norm.table"],
+            "norm.table is not broadcast",
+            "A buffer registered with persistent=False is not in state_dict(), but the model "
+            "computes with it.",
+        ),
+        (
+            found == {"own"} and not parameters & set(wrong),
+            "forgot the buffers",
             "BatchNorm's running mean is not a parameter, but the model uses it to answer. Where "
-            "does a module keep such state?"
-        )
-        return Finding("forgot the buffers", hint, detail)
-    if found == {"own"}:
-        hint = "Which parameters does your loop visit? A frozen one, or one without gradient, is part of the model."
-        names = f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not"
-        return Finding(f"only part of the model is broadcast, {names}", hint, detail)
-    hint = "Every rank makes the same calls, in the same order."
-    return Finding("not all ranks hold rank 0's values", hint, detail)
+            "does a module keep such state?",
+        ),
+        (
+            found == {"own"},
+            f"only part of the model is broadcast, {names_are_not(wrong)}",
+            "Which parameters does your loop visit? A frozen one, or one without gradient, is "
+            "part of the model.",
+        ),
+        (
+            True,
+            "not all ranks hold rank 0's values",
+            "Every rank makes the same calls, in the same order.",
+        ),
+    ]
+    return explain(mistakes, _example(wrong[0], seen, own))
 
 
 def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:

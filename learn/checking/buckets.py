@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from learn.checking.calls import Call, RecordedCalls
-from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.finding import WAIT, Exercise, Finding, Mistake, explain
 from learn.checking.probe import first_wrong, numbers_of, same, same_on_all
 
 PROMISE = "all gradients are averaged in buckets, launched before the backward pass has ended"
@@ -63,7 +64,6 @@ def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -
     seen = Seen([], [])
     for step in range(STEPS):
         # The backward pass goes through this sum from its end, so the first parameters must come
-        # last in it.
         # last in it. d(parameter * gradient)/d(parameter) is that gradient.
         loss = torch.zeros(())
         pairs = list(zip(parameters, own_gradients(rank, step), strict=True))
@@ -96,6 +96,14 @@ def _record(recorder: RecordedCalls, parameter: torch.Tensor) -> None:
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
     # The values before the order of the calls: a wrong result is the more important news.
+    if finding := _wrong_means(seen):
+        return finding
+    cases = [(step, rank) for step in range(STEPS) for rank in range(len(seen))]
+    found = (_wrong_launches(seen[rank].recorded[step], step, rank) for step, rank in cases)
+    return next(filter(None, found), None)
+
+
+def _wrong_means(seen: Sequence[Seen]) -> Finding | None:
     for step in range(STEPS):
         own = [own_gradients(rank, step) for rank in range(len(seen))]
         held = [one.gradients[step] for one in seen]
@@ -106,11 +114,6 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
             return Finding(problem, hint, _example(wrong[0], held, own))
         if wrong:
             return _wrong_values(wrong, held, own)
-    for step in range(STEPS):
-        for rank, one in enumerate(seen):
-            if finding := _wrong_launches(one.recorded[step]):
-                problem, hint, detail = finding
-                return Finding(problem, hint, f"step {step + 1}, rank {rank}: {detail}")
     return None
 
 
@@ -129,30 +132,45 @@ def _wrong_values(
     held: Sequence[Gradients],
     own: Sequence[Gradients],
 ) -> Finding:
-    num_ranks, detail = len(own), _example(wrong[0], held, own)
+    num_ranks = len(own)
     total = [torch.stack(parts).sum(0) for parts in zip(*own, strict=True)]
-    left = [place for place in wrong if same_on_all(_at(place, held), _at(place, own))]
-    if len(left) == len(SHAPES):
-        hint = f"Does what the all-reduce computes get into each .grad? {WAIT}"
-        return Finding("each rank still has its own gradients", hint, detail)
-    if left:
-        hint = f"When do you launch a bucket that never becomes full, and one whose last gradient comes last? {WAIT}"
-        names = f"those of parameters {', '.join(map(str, left))} are not"
-        return Finding(f"only some gradients are averaged, {names}", hint, detail)
-    if all(same(gradients[place], total[place]) for gradients in held for place in wrong):
-        hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
-        return Finding("forgot to divide", hint, detail)
-    # Rank 0 is the first to call finish(), so if nobody waits, it has its own gradients, and others
-    # may be lucky.
-    if all(same(held[0][place], own[0][place] / num_ranks) for place in wrong):
-        problem = "the sums of the all-reduces are not in .grad when finish returns"
-        hint = f"Each gradient is divided, but not summed over the ranks. {WAIT}"
-        return Finding(problem, hint, detail)
-    hint = f"Is each gradient computed when its bucket is launched, and written back to where it came from? {WAIT}"
-    return Finding("the gradients are not the mean over the ranks", hint, detail)
+    left = [str(place) for place in wrong if same_on_all(_at(place, held), _at(place, own))]
+    mistakes = [
+        (
+            len(left) == len(SHAPES),
+            "each rank still has its own gradients",
+            f"Does what the all-reduce computes get into each .grad? {WAIT}",
+        ),
+        (
+            left,
+            f"only some gradients are averaged, those of parameters {', '.join(left)} are not",
+            "When do you launch a bucket that never becomes full, and one whose last gradient "
+            f"comes last? {WAIT}",
+        ),
+        (
+            all(same(gradients[place], total[place]) for gradients in held for place in wrong),
+            "forgot to divide",
+            f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes "
+            "it a mean?",
+        ),
+        # Rank 0 is the first to call finish(), so if nobody waits, it has its own gradients, and
+        # others may be lucky.
+        (
+            all(same(held[0][place], own[0][place] / num_ranks) for place in wrong),
+            "the sums of the all-reduces are not in .grad when finish returns",
+            f"Each gradient is divided, but not summed over the ranks. {WAIT}",
+        ),
+        (
+            True,
+            "the gradients are not the mean over the ranks",
+            "Is each gradient computed when its bucket is launched, and written back to where it "
+            f"came from? {WAIT}",
+        ),
+    ]
+    return explain(mistakes, _example(wrong[0], held, own))
 
 
-def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
+def _wrong_launches(recorded: Sequence[Call], step: int, rank: int) -> Finding | None:
     """Compare one step's all-reduces, each with the gradients so far, with what was asked for."""
     # Of each all-reduce: how many gradients were computed when it was launched, and its bytes.
     launches, num_computed = [], 0
@@ -161,38 +179,56 @@ def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
         if call.name == "allreduce":
             launches.append((num_computed, call.num_bytes))
     # What was asked for: the number of the gradient that completes each bucket, and its bytes.
-    ends = [sum(BUCKETS[: place + 1]) for place in range(len(BUCKETS))]
+    ends = list(accumulate(BUCKETS))
     num_bytes = [8 * shape.numel() for shape in SHAPES]
-    lengths = zip(ends, BUCKETS, strict=True)
-    sizes = [sum(num_bytes[end - length : end]) for end, length in lengths]
-    counts = [sent for _, sent in launches]
-    detail = f"{len(SHAPES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
-    if len(launches) == len(SHAPES):
-        hint = "Each call has a fixed cost. What can be sent together?"
-        return "makes one all-reduce per gradient", hint, detail
-    if len(launches) == 1:
-        hint = "It cannot begin before the last gradient is computed."
-        return "makes one all-reduce for all gradients", hint, detail
-    if sorted(counts) != sorted(sizes):
-        hint = "When does the next gradient still fit, and when does a new bucket begin?"
-        large = [count for count in counts if count > BUCKET_BYTES and count not in sizes]
-        problem = "a bucket is too large" if large else "the buckets are not those asked for"
-        return problem, hint, detail
-    when = [computed for computed, _ in launches]
+    sizes = [sum(num_bytes[start:end]) for start, end in pairwise([0, *ends])]
+    when, counts = [computed for computed, _ in launches], [sent for _, sent in launches]
+    where = f"step {step + 1}, rank {rank}"
+    sent = f"{len(SHAPES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
     complete = f"complete after {ends} of {len(SHAPES)} gradients, and launched after {when}"
-    detail = f"the buckets are {complete}"
-    if min(when) == len(SHAPES):
-        hint = (
+    return explain(_cut_wrongly(counts, sizes), f"{where}: {sent}") or explain(
+        _launched_late(when, ends, in_order=counts == sizes),
+        f"{where}: the buckets are {complete}",
+    )
+
+
+def _cut_wrongly(counts: Sequence[int], sizes: Sequence[int]) -> list[Mistake]:
+    is_large = any(count > BUCKET_BYTES and count not in sizes for count in counts)
+    return [
+        (
+            len(counts) == len(SHAPES),
+            "makes one all-reduce per gradient",
+            "Each call has a fixed cost. What can be sent together?",
+        ),
+        (
+            len(counts) == 1,
+            "makes one all-reduce for all gradients",
+            "It cannot begin before the last gradient is computed.",
+        ),
+        (
+            sorted(counts) != sorted(sizes),
+            "a bucket is too large" if is_large else "the buckets are not those asked for",
+            "When does the next gradient still fit, and when does a new bucket begin?",
+        ),
+    ]
+
+
+def _launched_late(when: Sequence[int], ends: Sequence[int], *, in_order: bool) -> list[Mistake]:
+    order = "not filled in the order of the parameters"
+    return [
+        (
+            min(when) == len(SHAPES),
+            "no all-reduce is launched before the backward pass has ended",
             "While a bucket is being sent, the backward pass could compute the next gradients. "
-            "Who knows that one is ready?"
-        )
-        return "no all-reduce is launched before the backward pass has ended", hint, detail
-    if launches != list(zip(ends, sizes, strict=True)):
-        hint = "At which gradient do you know that a bucket is complete: its last one, or the next bucket's first one?"
-        order = "not filled in the order of the parameters"
-        problem = f"a bucket is {'launched too late' if counts == sizes else order}"
-        return problem, hint, detail
-    return None
+            "Who knows that one is ready?",
+        ),
+        (
+            not in_order or when != ends,
+            f"a bucket is {'launched too late' if in_order else order}",
+            "At which gradient do you know that a bucket is complete: its last one, or the next "
+            "bucket's first one?",
+        ),
+    ]
 
 
 def _example(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> str:

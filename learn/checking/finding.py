@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,25 @@ class Finding:
     problem: str
     hint: str
     detail: str = ""
+
+
+# Whether it was made, the problem and a hint. In place of a bool, a list of what is wrong: ``{}`` in
+# the problem becomes the first one of it.
+Mistake = tuple[object, str, str]
+
+
+def explain(mistakes: Iterable[Mistake], detail: str = "") -> Finding | None:
+    """The first mistake that was made, with this detail; None if it is none of them."""
+    # The order of a table matters: a cause comes before what follows from it.
+    for made, problem, hint in mistakes:
+        if made:
+            first = str(made[0]) if isinstance(made, list) else ""
+            return Finding(problem.replace("{}", first), hint, detail)
+    return None
+
+
+def names_are_not(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not"
 
 
 HANG_HINT = "Every rank must make each call, or some wait forever. Which ranks reach that line, and how often?"

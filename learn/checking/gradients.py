@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.finding import WAIT, Exercise, Finding, names_are_not
 from learn.checking.probe import Probe, same, same_on_all
 
 PROMISE = "every gradient is the mean over the ranks"
@@ -51,18 +51,17 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     own = [Probe(0).gradients(rank) for rank in range(len(seen))]
     # Each parameter is judged on its own: which are wrong, and whether all in the same way, shows
     # whether the loop or what is done in it is wrong.
-    kinds = {}
-    for name in own[0]:
-        held = [one.gradients.get(name) for one in seen]
-        kinds[name] = _kind(held, [gradients[name] for gradients in own])
-    if set(kinds.values()) == {"right"}:
-        return _invented(seen, own)
-    worst = next(name for name, kind in kinds.items() if kind != "right")
-    return _wrong(kinds, len(seen), _example(worst, seen, own))
+    kinds = {name: _kind(name, seen, own) for name in own[0]}
+    wrong = [name for name, kind in kinds.items() if kind != "right"]
+    if wrong:
+        return _wrong(kinds, len(seen), _example(wrong[0], seen, own))
+    return _invented(seen, own)
 
 
-def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> str:
+def _kind(name: str, seen: Sequence[Seen], all_own: Sequence[dict[str, torch.Tensor]]) -> str:
     """How the ranks' gradients were made; ``sum / K``: K is not the number of ranks."""
+    held = [one.gradients.get(name) for one in seen]
+    own = [gradients[name] for gradients in all_own]
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
     right = [total / num_ranks] * num_ranks
     divided = [gradient / num_ranks for gradient in own]
@@ -77,20 +76,26 @@ def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> s
             return kind
     if any(gradient is None for gradient in held):
         return "gone"
-    # Is it the sum, times any factor? By least squares: the factor that fits best, and if it fits
-    # everywhere, that was the mistake.
-    factor = (held[0] * total).sum() / total.square().sum()
-    if factor > 0 and all(same(gradient, factor * total) for gradient in held):
-        return f"sum / {1 / factor.item():.4g}"
+    factor = _factor(held, total)
+    if factor > 0:
+        return f"sum / {1 / factor:.4g}"
     return "right on rank 0" if same(held[0], right[0]) else "other"
+
+
+def _factor(held: Sequence[torch.Tensor], total: torch.Tensor) -> float:
+    """What the sum was multiplied by on all ranks; 0 if the gradients are no such thing."""
+    # By least squares: the factor that fits best, and if it fits everywhere, that was the mistake.
+    factor = (held[0] * total).sum() / total.square().sum()
+    fits = all(same(gradient, factor * total) for gradient in held)
+    return factor.item() if fits else 0.0
 
 
 def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
     left = [name for name, kind in kinds.items() if kind == "own"]
     if left and len(left) < len(kinds):
         hint = "Which parameters does your loop visit? Each that has a gradient needs its mean."
-        names = f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not"
-        return Finding(f"only some gradients are averaged, {names}", hint, detail)
+        problem = f"only some gradients are averaged, {names_are_not(left)}"
+        return Finding(problem, hint, detail)
     mistakes = set(kinds.values()) - {"right"}
     kind = mistakes.pop() if len(mistakes) == 1 else "other"
     if kind.startswith("sum / "):

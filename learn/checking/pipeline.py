@@ -70,32 +70,36 @@ def _malformed(orders: Sequence[Any], number: int) -> Finding | None:
     """What keeps the orders of all stages from being played through."""
     if others := [order for order in orders if isinstance(order, str)]:
         return Finding(f"returns {others[0]}, not a list", "Does every path end in a return?")
-    expected = [(kind, index) for kind in "FB" for index in range(number)]
-    for stage, order in enumerate(orders):
-        place = f"stage {stage} of {len(orders)} with {number} micro-batch{'es' * (number > 1)}"
-        if strange := [action for action in order if action not in expected]:
-            hint = f'("F", i) and ("B", i) are the actions, with i from 0 to {number - 1}.'
-            return Finding(f"{strange[0]} is not an action of {place}", hint)
-        detail = f"stage {stage}: {words(order)}"
-        if missing := [action for action in expected if action not in order]:
-            hint = "Every micro-batch passes each stage forward and backward. Which of its phases ends too early?"
-            return Finding(f"{words(missing[:1])} is missing on {place}", hint, detail)
-        if len(order) > len(expected):
-            twice = next(action for action in expected if order.count(action) > 1)
-            hint = "How many forward passes are left when forward and backward begin to alternate?"
-            return Finding(f"{words([twice])} comes twice on {place}", hint, detail)
+    actions = [(kind, index) for kind in "FB" for index in range(number)]
+    micro_batches = f"{number} micro-batch{'es' * (number > 1)}"
+    found = (
+        _wrong_actions(
+            order, actions, stage, f"stage {stage} of {len(orders)} with {micro_batches}"
+        )
+        for stage, order in enumerate(orders)
+    )
+    return next(filter(None, found), None)
+
+
+def _wrong_actions(order: Sequence[Any], actions: Order, stage: int, where: str) -> Finding | None:
+    """Each action must be in the order of this stage, once, and nothing else."""
+    if strange := [action for action in order if action not in actions]:
+        hint = f'("F", i) and ("B", i) are the actions, with i from 0 to {len(actions) // 2 - 1}.'
+        return Finding(f"{strange[0]} is not an action of {where}", hint)
+    detail = f"stage {stage}: {words(order)}"
+    if missing := [action for action in actions if action not in order]:
+        hint = "Every micro-batch passes each stage forward and backward. Which of its phases ends too early?"
+        return Finding(f"{words(missing[:1])} is missing on {where}", hint, detail)
+    if twice := [action for action in actions if order.count(action) > 1]:
+        hint = "How many forward passes are left when forward and backward begin to alternate?"
+        return Finding(f"{words(twice[:1])} comes twice on {where}", hint, detail)
     return None
 
 
 def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
-    num_stages = len(orders)
     detail = "\n".join(f"stage {stage}: {words(order)}" for stage, order in enumerate(orders))
-    for stage, order in enumerate(orders):
-        places = {action: place for place, action in enumerate(order)}
-        early = [index for index in range(number) if places["B", index] < places["F", index]]
-        if early:
-            hint = "A backward pass needs the activations of its own forward pass."
-            return Finding(f"B{early[0]} comes before F{early[0]} on stage {stage}", hint, detail)
+    if finding := _backward_first(orders, number, detail):
+        return finding
     if any(_of_kind(order, kind) != _of_kind(orders[0], kind) for order in orders for kind in "FB"):
         hint = (
             "Messages arrive in the order in which they were sent: two neighbours must agree on it."
@@ -109,25 +113,44 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
             "it need from its neighbours?"
         )
         return Finding("the stages wait for each other forever", hint, "\n".join([detail, *waits]))
+    return _keeps_too_much(orders, number, detail) or _waits_too_long(ends, number, detail)
+
+
+def _backward_first(orders: Sequence[Order], number: int, detail: str) -> Finding | None:
     for stage, order in enumerate(orders):
-        most, limit = most_kept(order), min(num_stages - stage, number)
-        if most > limit:
-            micro_batches = f"{most} micro-batches, not of at most {limit}"
-            problem = f"stage {stage} keeps the activations of {micro_batches}"
-            if all(other[:number] == _of_kind(other, "F") for other in orders):
-                hint = "This is the order of GPipe. When does the first gradient arrive that a stage could work on?"
-                return Finding(f"all forward passes come first: {problem}", hint, detail)
-            hint = "How many forward passes does a stage make before its first backward pass? Later stages need fewer."
-            return Finding(problem, hint, detail)
-    # A stage works for M forwards and backwards, and waits while the pipeline fills and drains: the
-    # time of N - 1 more of both. What is beyond that comes from a stage that keeps too little.
-    least = (num_stages - 1) / (number + num_stages - 1)
-    bubble = 1 - number * (1 + BACKWARD_TIME) / max(ends)
-    if bubble > least + 1e-9:
-        problem = f"the stages wait {bubble:.1%} of the time, not {least:.1%}"
-        hint = "A stage that waits could start another forward pass. How many may it have under way at once?"
+        places = {action: place for place, action in enumerate(order)}
+        early = [index for index in range(number) if places["B", index] < places["F", index]]
+        if early:
+            hint = "A backward pass needs the activations of its own forward pass."
+            return Finding(f"B{early[0]} comes before F{early[0]} on stage {stage}", hint, detail)
+    return None
+
+
+def _keeps_too_much(orders: Sequence[Order], number: int, detail: str) -> Finding | None:
+    for stage, order in enumerate(orders):
+        most, limit = most_kept(order), min(len(orders) - stage, number)
+        if most <= limit:
+            continue
+        micro_batches = f"{most} micro-batches, not of at most {limit}"
+        problem = f"stage {stage} keeps the activations of {micro_batches}"
+        if all(other[:number] == _of_kind(other, "F") for other in orders):
+            hint = "This is the order of GPipe. When does the first gradient arrive that a stage could work on?"
+            return Finding(f"all forward passes come first: {problem}", hint, detail)
+        hint = "How many forward passes does a stage make before its first backward pass? Later stages need fewer."
         return Finding(problem, hint, detail)
     return None
+
+
+def _waits_too_long(ends: Sequence[float], number: int, detail: str) -> Finding | None:
+    # A stage works for M forwards and backwards, and waits while the pipeline fills and drains: the
+    # time of N - 1 more of both. What is beyond that comes from a stage that keeps too little.
+    least = (len(ends) - 1) / (number + len(ends) - 1)
+    bubble = 1 - number * (1 + BACKWARD_TIME) / max(ends)
+    if bubble <= least + 1e-9:
+        return None
+    problem = f"the stages wait {bubble:.1%} of the time, not {least:.1%}"
+    hint = "A stage that waits could start another forward pass. How many may it have under way at once?"
+    return Finding(problem, hint, detail)
 
 
 def _of_kind(order: Sequence[tuple[str, int]], kind: str) -> Order:
@@ -144,33 +167,31 @@ def most_kept(order: Sequence[tuple[str, int]]) -> int:
 
 def play(orders: Sequence[Order]) -> tuple[list[float], list[str]]:
     """When each stage has finished; and, if that never happens, what each stage waits for."""
-    done: dict[tuple[int, str, int], float] = {}  # when each stage's action was done
-    position, free = [0] * len(orders), [0.0] * len(orders)
+    # When each stage's action was done; None stands for what needs nothing from a neighbour.
+    done: dict[tuple[int, str, int] | None, float] = {None: 0.0}
+    rest, free = [list(order) for order in orders], [0.0] * len(orders)
 
     # What a stage's next action takes from a neighbour: activations from the stage before it, or a
     # gradient from the one after it. None at the two ends of the pipeline.
     def need(stage: int) -> tuple[int, str, int] | None:
-        kind, index = orders[stage][position[stage]]
+        kind, index = rest[stage][0]
         neighbour = stage - 1 if kind == "F" else stage + 1
         return (neighbour, kind, index) if 0 <= neighbour < len(orders) else None
 
-    while True:
-        unfinished = [stage for stage, order in enumerate(orders) if position[stage] < len(order)]
-        able = [stage for stage in unfinished if need(stage) is None or need(stage) in done]
+    while able := [stage for stage, left in enumerate(rest) if left and need(stage) in done]:
         for stage in able:
-            kind, index = orders[stage][position[stage]]
             # It begins when the stage is free and what it needs is there.
-            begins = max(free[stage], done.get(need(stage), 0.0))
+            begins = max(free[stage], done[need(stage)])
+            kind, index = rest[stage].pop(0)
             free[stage] = begins + (1 if kind == "F" else BACKWARD_TIME)
             done[stage, kind, index] = free[stage]
-            position[stage] += 1
-        # No rank can continue: all have finished, or the others wait for each other.
-        if not able:
-            waits = []
-            for stage in unfinished:
-                name, of = words([orders[stage][position[stage]]]), need(stage)[0]
-                waits.append(f"stage {stage} cannot begin {name}: stage {of} has not done it")
-            return free, waits
+    # No rank can continue: all have finished, or those that have not wait for each other.
+    waits = [
+        f"stage {stage} cannot begin {words(left[:1])}: stage {need(stage)[0]} has not done it"
+        for stage, left in enumerate(rest)
+        if left
+    ]
+    return free, waits
 
 
 @dataclass(frozen=True)
@@ -227,32 +248,38 @@ def observe_run(
 
     module.register_forward_hook(record)
     function(module, inputs, targets, one_forward_one_backward(rank, size, len(inputs)))
-    gradients = [parameter.grad for parameter in module.parameters()]
-    return Ran(gradients, actions, alive[-1] if alive else 0)
+    return Ran(_gradients_of(module), actions, alive[-1] if alive else 0)
 
 
 def judge_run(seen: Sequence[Ran]) -> Finding | None:
-    num_stages = len(seen)
-    inputs, targets = create_batch(num_stages)
-    number = len(inputs)
     for stage, one in enumerate(seen):
-        if any(gradient is None for gradient in one.gradients):
+        if None in one.gradients:
             hint = (
                 "A backward pass leaves its gradients in the parameters. Who calls it, and on what?"
             )
             return Finding(f"stage {stage} has no gradients", hint)
-    per_micro_batch = _gradients_by_stage(num_stages, inputs, targets)
+    return _wrong_gradients([one.gradients for one in seen]) or _wrong_run(seen)
+
+
+def _wrong_gradients(held: Sequence[Sequence[torch.Tensor]]) -> Finding | None:
+    inputs, targets = create_batch(len(held))
+    per_micro_batch = _gradients_by_stage(len(held), inputs, targets)
     # By stage: the gradients of the batch's mean loss, which is the mean of the micro-batches'.
     by_parameter = [zip(*of_stage, strict=True) for of_stage in per_micro_batch]
-    right = [[sum(parts) / number for parts in of_stage] for of_stage in by_parameter]
-    wrong = [stage for stage, one in enumerate(seen) if not _close(one.gradients, right[stage])]
-    if wrong:
-        problem, hint = _suspect_gradients([one.gradients for one in seen], right, per_micro_batch)
-        held, expected = seen[wrong[0]].gradients[0][0, 0], right[wrong[0]][0][0, 0]
-        numbers = f"its gradient must be {expected:.4g} and is {held:.4g}"
-        return Finding(problem, hint, f"stage {wrong[0]}, first weight: {numbers}")
+    right = [[sum(parts) / len(inputs) for parts in of_stage] for of_stage in by_parameter]
+    wrong = [stage for stage, one in enumerate(held) if not _close(one, right[stage])]
+    if not wrong:
+        return None
+    problem, hint = _suspect_gradients(held, right, per_micro_batch)
+    found, expected = held[wrong[0]][0][0, 0], right[wrong[0]][0][0, 0]
+    numbers = f"its gradient must be {expected:.4g} and is {found:.4g}"
+    return Finding(problem, hint, f"stage {wrong[0]}, first weight: {numbers}")
+
+
+def _wrong_run(seen: Sequence[Ran]) -> Finding | None:
+    number = numbers_of_micro_batches(len(seen))[-1]
     for stage, one in enumerate(seen):
-        order = one_forward_one_backward(stage, num_stages, number)
+        order = one_forward_one_backward(stage, len(seen), number)
         if one.actions and one.actions != order:
             given, ran = words(order), words(one.actions)
             detail = f"stage {stage} was given: {given}\nstage {stage} ran:       {ran}"
@@ -282,7 +309,7 @@ def _gradients_by_stage(
         stages = create_stages(num_stages)
         F.mse_loss(stages(x), target).backward()
         for of_stage, stage in zip(found, stages, strict=True):
-            of_stage.append([parameter.grad for parameter in stage.parameters()])
+            of_stage.append(_gradients_of(stage))
     return found
 
 
@@ -315,29 +342,38 @@ def _suspect_gradients(
         mistakes += [(_scaled(only, factor), problem, overwritten) for factor in (1, 1 / number)]
     if found := explanation(held, mistakes, None, _all_close):
         return found
-    inputs, targets = create_batch(num_stages)
-    whole_inputs, whole_targets = torch.cat(inputs), torch.cat(targets)
+    inputs, targets = map(torch.cat, create_batch(num_stages))
     module = create_stages(num_stages)[-1]
-    F.mse_loss(module(whole_inputs), whole_targets).backward()
-    if _close(held[-1], [parameter.grad for parameter in module.parameters()]):
+    F.mse_loss(module(inputs), targets).backward()
+    if _close(held[-1], _gradients_of(module)):
         hint = "Its input is what the stage before it has sent."
         return "the last stage computes with the batch's inputs", hint
-    # A stage that calls backward() on its output without the next stage's gradient: as if the loss
-    # were the sum, or the mean, of its outputs.
-    stages, x = create_stages(num_stages), whole_inputs
-    for stage, module in enumerate(stages[:-1]):
-        x = module(x.detach())
-        x.sum().backward()
-        of_sum = [parameter.grad for parameter in module.parameters()]
-        factors = (1, 1 / number, 1 / x.numel())
-        if any(_close(held[stage], [factor * one for one in of_sum]) for factor in factors):
-            hint = "The loss depends on its output through the later stages: y.backward() takes the gradient of y."
-            return f"stage {stage} does not use the gradient that the next stage sends", hint
+    if (stage := _backward_without_gradient(held, inputs)) is not None:
+        hint = "The loss depends on its output through the later stages: y.backward() takes the gradient of y."
+        return f"stage {stage} does not use the gradient that the next stage sends", hint
     if _close(held[-1], right[-1]):
         hint = "The last stage is right. Does each gradient belong to the micro-batch whose backward pass it starts?"
         return "a stage before the last has wrong gradients", hint
     hint = "Try it with one micro-batch. Does every received micro-batch have a tensor of its own?"
     return "the gradients are not those of one process", hint
+
+
+def _backward_without_gradient(held: OfStages, inputs: torch.Tensor) -> int | None:
+    """The first stage that called backward() on its output without the next stage's gradient."""
+    # That is as if the loss were the sum, or the mean, of its outputs.
+    number, x = numbers_of_micro_batches(len(held))[-1], inputs
+    for stage, module in enumerate(create_stages(len(held))[:-1]):
+        x = module(x.detach())
+        x.sum().backward()
+        of_sum = _gradients_of(module)
+        factors = (1, 1 / number, 1 / x.numel())
+        if any(_close(held[stage], [factor * one for one in of_sum]) for factor in factors):
+            return stage
+    return None
+
+
+def _gradients_of(module: nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
 
 
 def _scaled(by_stage: OfStages, factor: float) -> OfStages:

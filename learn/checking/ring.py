@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from learn.checking.calls import RecordedCalls
-from learn.checking.finding import Exercise, Finding
+from learn.checking.finding import Exercise, Finding, explain
 
 PROMISE = "every rank holds the sum, and none has sent more than a ring needs to"
 HANG_HINT = (
@@ -63,18 +64,22 @@ def observe(function: Callable[[torch.Tensor], None]) -> list[Seen]:
 
 def judge(seen: Sequence[Sequence[Seen]]) -> Finding | None:
     num_ranks = len(seen)
-    if used := [name for one in seen for call in one for name in call.collectives]:
+    if used := [name for call in chain(*seen) for name in call.collectives]:
         hint = "This lesson is about what happens inside a collective: only sends and receives are allowed."
         return Finding(f"calls a collective, {used[0]}", hint)
     # By case, then by rank: what the ranks had, and what they hold now.
     own = list(zip(*(tensors(rank, num_ranks) for rank in range(num_ranks)), strict=True))
     held = list(zip(*([call.tensor for call in one] for one in seen), strict=True))
-    for case in range(len(own)):
-        total = torch.stack(own[case]).sum(0)
-        if not all(_close(tensor, total) for tensor in held[case]):
-            return _wrong_sum(own, held, case)
-    first, *others = held[-1]
-    for rank, other in enumerate(others, start=1):
+    return (
+        _wrong_sum(own, held)
+        or _different_bits(held[-1])
+        or _wrong_sends([one[-1] for one in seen], own[-1][0])
+    )
+
+
+def _different_bits(held: Sequence[torch.Tensor]) -> Finding | None:
+    first = held[0]
+    for rank, other in enumerate(held):
         if torch.equal(first, other):
             continue
         hint = (
@@ -85,7 +90,7 @@ def judge(seen: Sequence[Sequence[Seen]]) -> Finding | None:
         values = f"{first[place].item():.9g} on rank 0 and {other[place].item():.9g} on rank {rank}"
         detail = f"element {place} of {len(first)} is {values}"
         return Finding("the ranks hold different bits", hint, detail)
-    return _wrong_sends([one[-1] for one in seen], own[-1][0])
+    return None
 
 
 def _right(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -119,44 +124,65 @@ def _wrong_sends(seen: Sequence[Seen], tensor: torch.Tensor) -> Finding | None:
 def _wrong_sum(
     own: Sequence[Sequence[torch.Tensor]],
     held: Sequence[Sequence[torch.Tensor]],
-    case: int,
-) -> Finding:
+) -> Finding | None:
     """The mistake that explains the first case that is wrong."""
-    num_ranks, total = len(own[case]), torch.stack(own[case]).sum(0)
-    detail = _example(own[case], held[case])
-    # The first case is the easiest, a vector that N divides. If it is right, the cutting is wrong.
-    if case > 0:
+    for case, (before, after) in enumerate(zip(own, held, strict=True)):
+        total = torch.stack(before).sum(0)
+        if all(_close(tensor, total) for tensor in after):
+            continue
+        detail = _example(before, after)
+        # The first case is the easiest, a vector that N divides. If it is right, the cutting is
+        # wrong.
+        if case == 0:
+            return _wrong_numbers(before, after, total, detail)
         shapes = (str(tuple(own[place][0].shape)).replace(",)", ")") for place in (0, case))
         problem = "right for a tensor of shape {}, wrong for {}".format(*shapes)
         hint = f"Print the chunks: does each element belong to one, on all ranks? {WAIT}"
         return Finding(problem, hint, detail)
-    if all(map(_close, held[case], own[case])):
-        hint = f"Nothing has been written into the tensor. Are your chunks views of it, or copies? {WAIT}"
-        return Finding("each rank still has its own numbers", hint, detail)
-    if all(_close(tensor, total / num_ranks) for tensor in held[case]):
-        hint = "An all-reduce sums; it is DDP that divides."
-        return Finding("divides by the number of ranks", hint, detail)
-    right = torch.stack([_right(tensor, total) for tensor in held[case]])  # (ranks, elements)
-    if complete := [str(rank) for rank, row in enumerate(right) if row.all()]:
-        problem = f"only rank {', '.join(complete)} has the sum"
-        return Finding(problem, f"Every rank needs it. {WAIT}", detail)
+    return None
+
+
+def _wrong_numbers(
+    own: Sequence[torch.Tensor], held: Sequence[torch.Tensor], total: torch.Tensor, detail: str
+) -> Finding:
+    num_ranks = len(own)
+    right = torch.stack([_right(tensor, total) for tensor in held])  # (ranks, elements)
+    complete = [str(rank) for rank, row in enumerate(right) if row.all()]
+    mistakes = [
+        (
+            all(map(_close, held, own)),
+            "each rank still has its own numbers",
+            "Nothing has been written into the tensor. Are your chunks views of it, or copies? "
+            f"{WAIT}",
+        ),
+        (
+            all(_close(tensor, total / num_ranks) for tensor in held),
+            "divides by the number of ranks",
+            "An all-reduce sums; it is DDP that divides.",
+        ),
+        (complete, f"only rank {', '.join(complete)} has the sum", f"Every rank needs it. {WAIT}"),
+    ]
+    return explain(mistakes, detail) or Finding(*_wrong_terms(held, right), detail)
+
+
+def _wrong_terms(held: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[str, str]:
     # Of each element on each rank, how often each rank's number is in it.
-    values = [pair for tensor in held[case] for pair in enumerate(tensor.tolist())]
-    times = [_times(value, place, num_ranks) for place, value in values]
+    values = [pair for tensor in held for pair in enumerate(tensor.tolist())]
+    times = [_times(value, place, len(held)) for place, value in values]
     if None in times:
         hint = f"Which chunk does a rank receive in a step? {WAIT}"
-        return Finding("the numbers are not the sum", hint, detail)
+        return "the numbers are not the sum", hint
     if any(max(counts) > 1 for counts in times):
         hint = (
             f"When is a received chunk added to the rank's own, and when does it replace it? {WAIT}"
         )
-        return Finding("a rank's numbers are added more than once", hint, detail)
+        return "a rank's numbers are added more than once", hint
     # Each element is right on exactly one rank.
     if (right.sum(0) == 1).all():
         hint = "Each chunk's sum is on one rank now. How do the other ranks get it?"
-        return Finding("stops after the reduce-scatter", hint, detail)
+        return "stops after the reduce-scatter", hint
     hint = f"How many steps does a chunk need to visit all ranks, and which chunk does a rank send in each? {WAIT}"
-    return Finding("some ranks' numbers are missing from the sum", hint, detail)
+    return "some ranks' numbers are missing from the sum", hint
 
 
 def _times(value: float, place: int, num_ranks: int) -> list[int] | None:

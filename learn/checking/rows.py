@@ -101,18 +101,29 @@ def _whole(row: Any) -> int:
 
 
 def judge_training(asked: Sequence[Asked]) -> Finding | None:
-    if any(steps is None for one in asked for steps in one.answers.values()):
+    if any(None in one.answers.values() for one in asked):
         hint = "One list per step: [[4, 1], [0, 5], ...]."
         return Finding("does not return a list of lists of rows", hint)
-    if finding := _not_a_function(asked):
-        return finding
+    return (
+        _not_a_function(asked)
+        or _wrong_rows_trained(asked)
+        or _wrong_order(asked[0])
+        or _side_effect(asked)
+    )
+
+
+def _wrong_rows_trained(asked: Sequence[Asked]) -> Finding | None:
     others = [(num_rows, f" of {num_rows}") for num_rows in OTHER_NUMS_OF_ROWS]
     for num_rows, which in ((NUM_ROWS, ""), *others):
         own = [one.answers[f"own{which}"] for one in asked]
         single = asked[0].answers[f"one rank{which}"]
-        if finding := _wrong_epoch(num_rows, own) or _wrong_steps(num_rows, own, single):
+        if finding := (
+            _wrong_epoch(num_rows, own)
+            or _wrong_sizes(num_rows, own, single)
+            or _wrong_batches(own, single)
+        ):
             return finding
-    return _wrong_order(asked[0]) or _side_effect(asked)
+    return None
 
 
 def _not_a_function(asked: Sequence[Asked]) -> Finding | None:
@@ -139,40 +150,43 @@ def _wrong_epoch(num_rows: int, own: Sequence[list[list[int]]]) -> Finding | Non
     """The rows of all ranks and steps must be all rows, once."""
     rows = [list(chain.from_iterable(steps)) for steps in own]
     counts = Counter(chain.from_iterable(rows))
-    strange = sorted(row for row in counts if not 0 <= row < num_rows)
     missing = [row for row in range(num_rows) if row not in counts]
     repeated = sorted(row for row, times in counts.items() if times > 1)
     found = f"{len(missing)} are missing, {len(repeated)} are there more than once"
     detail = f"{num_rows} rows on {len(own)} ranks: {found}"
-    if strange:
+    if strange := sorted(row for row in counts if not 0 <= row < num_rows):
         hint = f"The rows are 0 to {num_rows - 1}."
         return Finding(f"there is no row {strange[0]}", hint, detail)
     if all(len(set(one)) == num_rows for one in rows):
         hint = "All ranks compute the same gradients, and more of them are no faster. What does each rank leave out?"
         return Finding("every rank sees all rows", hint, detail)
-    # As DistributedSampler does by default: it fills up the epoch with rows from its start.
-    if repeated and not missing:
-        ranks = [rank for rank, one in enumerate(rows) if repeated[0] in one]
-        places = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        detail += f", for example row {repeated[0]} on {places}"
-        hint = "The last batch may be smaller than the others."
-        return Finding("rows are trained on more than once", hint, detail)
-    # As with drop_last=True.
-    if missing and not repeated:
-        hint = "The last batch may be smaller than the others, and the ranks need not have the same number of its rows."
-        return Finding("rows are left out", hint, f"{detail}, for example row {missing[0]}")
-    if missing:
+    return _not_once(rows, missing, repeated, detail)
+
+
+def _not_once(
+    rows: Sequence[list[int]], missing: Sequence[int], repeated: Sequence[int], detail: str
+) -> Finding | None:
+    if missing and repeated:
         twice = f"row {repeated[0]} on several, or more than once on one"
         detail += f", for example row {missing[0]} on no rank, and {twice}"
         hint = f"Do all ranks shuffle in the same way? {ENOUGH}"
         return Finding("the ranks' shares overlap", hint, detail)
+    # As DistributedSampler does by default: it fills up the epoch with rows from its start.
+    if repeated:
+        ranks = [str(rank) for rank, one in enumerate(rows) if repeated[0] in one]
+        places = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        detail += f", for example row {repeated[0]} on {places}"
+        hint = "The last batch may be smaller than the others."
+        return Finding("rows are trained on more than once", hint, detail)
+    # As with drop_last=True.
+    if missing:
+        hint = "The last batch may be smaller than the others, and the ranks need not have the same number of its rows."
+        return Finding("rows are left out", hint, f"{detail}, for example row {missing[0]}")
     return None
 
 
-def _wrong_steps(
-    num_rows: int,
-    own: Sequence[list[list[int]]],
-    single: list[list[int]],
+def _wrong_sizes(
+    num_rows: int, own: Sequence[list[list[int]]], single: list[list[int]]
 ) -> Finding | None:
     # The number of steps first: with different ones, training would not even end.
     lengths = [len(steps) for steps in own]
@@ -181,18 +195,25 @@ def _wrong_steps(
         detail = f"{num_rows} rows, batch_size {BATCH}: the ranks have {lengths} steps"
         return Finding("the ranks have different numbers of steps", hint, detail)
     sizes = [len(step) for step in single]
-    expected = [min(BATCH, num_rows - start) for start in range(0, num_rows, BATCH)]
-    # (steps, ranks): how many rows each rank has in each step.
-    together = [list(map(len, step)) for step in zip(*own, strict=True)]
-    if sizes == expected and [sum(step) for step in together] != expected:
-        ranks = f"on {len(own)} ranks together"
-        detail = f"batch_size {BATCH}: step 0 has {sum(together[0])} rows {ranks}"
-        hint = "Is batch_size the rows of one rank, or of all?"
-        return Finding("a global batch has another size", hint, detail)
-    if sizes != expected:
+    if sizes != [min(BATCH, num_rows - start) for start in range(0, num_rows, BATCH)]:
         detail = f"{num_rows} rows, batch_size {BATCH}: on one rank the steps have {sizes} rows"
         hint = "Only the last batch may be smaller, and none is empty."
         return Finding("the steps have the wrong numbers of rows", hint, detail)
+    together = [sum(counts) for counts in _rows_by_step(own)]
+    if together != sizes:
+        ranks = f"on {len(own)} ranks together"
+        detail = f"batch_size {BATCH}: step 0 has {together[0]} rows {ranks}"
+        hint = "Is batch_size the rows of one rank, or of all?"
+        return Finding("a global batch has another size", hint, detail)
+    return None
+
+
+def _rows_by_step(own: Sequence[list[list[int]]]) -> list[list[int]]:
+    """(steps, ranks): how many rows each rank has in each step."""
+    return [list(map(len, step)) for step in zip(*own, strict=True)]
+
+
+def _wrong_batches(own: Sequence[list[list[int]]], single: list[list[int]]) -> Finding | None:
     # In any order within the batch: the mean of its gradients is the same.
     for number, step in enumerate(zip(*own, strict=True)):
         batch, alone = sorted(chain.from_iterable(step)), sorted(single[number])
@@ -204,7 +225,7 @@ def _wrong_steps(
             )
             problem = "a different number of ranks sees different global batches"
             return Finding(problem, hint, detail)
-    for number, counts in enumerate(together):
+    for number, counts in enumerate(_rows_by_step(own)):
         if max(counts) - min(counts) > 1:
             detail = f"step {number}: {counts} rows, by rank"
             hint = "The slowest rank sets the pace of all."
@@ -299,7 +320,7 @@ def _wrong_evaluation(num_rows: int, answers: Answers) -> Finding | None:
 
 def _wrong_rows(num_rows: int, answers: Answers) -> tuple[str, str] | None:
     rows = [{row for row, _ in one} for one in answers]
-    strange = [row for one in answers for row, _ in one if not 0 <= row < num_rows]
+    strange = [row for row, _ in chain(*answers) if not 0 <= row < num_rows]
     missing = set(range(num_rows)).difference(*rows)
     if strange:
         hint = "Fill up with rows that exist: the model must read them."

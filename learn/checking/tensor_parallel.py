@@ -386,12 +386,13 @@ def _suspect_gradients(
 ) -> tuple[str, str]:
     """The mistake that explains the ``wrong`` ones of these gradients, and a hint."""
     num_ranks = len(held["x"])
-    if missing := [name for name in wrong if any(one is None for one in held[name])]:
+    if missing := [name for name in wrong if None in held[name]]:
         hint = "The output is right, but autograd found no path back to it. Was it detached, or copied by hand?"
         return f"{missing[0]} gets no gradient", hint
-    cut = [name for name in wrong if name in _CUT_ALONG]
     # The gradient is that of the whole tensor, where a rank may use only its part of it.
-    if uncut := [name for name in cut if _all_close(held[name], all_of_it[name])]:
+    if uncut := [
+        name for name in _CUT_ALONG if name in wrong and _all_close(held[name], all_of_it[name])
+    ]:
         hint = "The output is right, but each rank must use only its 1/N of this tensor, or it saves no memory."
         name = "both layers" if {"first.weight", "second.weight"} <= set(uncut) else uncut[0]
         return f"every rank computes with all of {name}", hint
@@ -400,18 +401,22 @@ def _suspect_gradients(
         hint = "Each rank finds only what its own hidden features contribute. Who adds that up?"
         return "the gradient of x is incomplete", hint
     sums = "Which collectives run in the backward pass, and is what they sum the same on all ranks?"
-    factors = (
-        (num_ranks, f"the gradient of {wrong[0]} is {num_ranks} times too large", sums),
-        (1 / num_ranks, f"the gradient of {wrong[0]} is 1/{num_ranks} of what it must be", sums),
-    )
-
-    def are_scaled(names: Sequence[str], factor: float) -> bool:
-        scaled = {name: [factor * tensor for tensor in right[name]] for name in names}
-        return all(_all_close(held[name], scaled[name]) for name in names)
-
+    large, small = (_scaled(right, wrong, factor) for factor in (num_ranks, 1 / num_ranks))
+    mistakes = [
+        (large, f"the gradient of {wrong[0]} is {num_ranks} times too large", sums),
+        (small, f"the gradient of {wrong[0]} is 1/{num_ranks} of what it must be", sums),
+    ]
     hint = "The output is right, and the backward pass is not: what must f and g do there, and where do they belong?"
     otherwise = f"the gradient of {' and '.join(wrong[:2])} is wrong", hint
-    return explanation(wrong, factors, otherwise, are_scaled)
+    return explanation(held, mistakes, otherwise, _all_close_by_name)
+
+
+def _scaled(gradients: dict[str, ByRank], names: Sequence[str], factor: float) -> dict[str, ByRank]:
+    return {name: [factor * one for one in gradients[name]] for name in names}
+
+
+def _all_close_by_name(held: dict[str, ByRank], expected: dict[str, ByRank]) -> bool:
+    return all(_all_close(held[name], tensors) for name, tensors in expected.items())
 
 
 def _own_parts(name: str, whole: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:

@@ -97,6 +97,14 @@ def observe_created(
 def judge_created(seen: Sequence[Created]) -> Finding | None:
     if others := [one.type_name for one in seen if one.type_name != "Adam"]:
         return Finding(f"returns {others[0]}, not a torch.optim.Adam", NO_RETURN)
+    return (
+        _more_than_a_share(seen)
+        or _wrong_share([one.held[0] for one in seen])
+        or _wrong_settings(seen)
+    )
+
+
+def _more_than_a_share(seen: Sequence[Created]) -> Finding | None:
     # The result is right in both of these, and stays so in training. What is missed is the point:
     # less memory on each rank.
     if all(sum(tensor.numel() for tensor in one.held) >= NUM_WEIGHTS for one in seen):
@@ -107,7 +115,7 @@ def judge_created(seen: Sequence[Created]) -> Finding | None:
             "Whole parameters make uneven shares. Think of them as one flat vector, and cut that."
         )
         return Finding(f"the optimizer holds {several[0]} tensors, not one share", hint)
-    return _wrong_share([one.held[0] for one in seen]) or _wrong_settings(seen)
+    return None
 
 
 def _wrong_share(held: Sequence[torch.Tensor]) -> Finding | None:
@@ -293,16 +301,35 @@ def observe_stepped(
 
 
 def judge_stepped(seen: Sequence[Stepped]) -> Finding | None:
+    own = [[gradients(rank, step) for rank in range(len(seen))] for step in range(NUM_STEPS)]
+    means = [mean_of(of_step) for of_step in own]
     # In the order of a step: was it stepped, with a gradient, with the right one, and is the
     # result where the next forward pass reads it? What comes first explains what comes later.
+    if finding := _not_stepped(seen) or _wrong_gradient(seen, own, means):
+        return finding
+    size = len(shares_of(weights(), len(seen))[0])
+    if too_many := [one.num_moments for one in seen if one.num_moments > size]:
+        hint = "Something added more than the share to the optimizer: the memory that ZeRO-1 saves is gone."
+        problem = f"the optimizer keeps moments of {too_many[0]} weights, not of {size}"
+        return Finding(problem, hint)
+    return _wrong_weights(seen, means)
+
+
+def _not_stepped(seen: Sequence[Stepped]) -> Finding | None:
     if wrong := [calls for one in seen for calls in one.num_calls if calls != 1]:
         hint = "Plain Adam steps once, with the share's gradient in share.grad: optimizer.step() does it."
         return Finding(f"the given optimizer stepped {wrong[0]} times, not once", hint)
     if any(gradient is None for one in seen for gradient in one.used):
         hint = "optimizer.step() skips a tensor whose .grad is None."
         return Finding("the share has no gradient", hint)
-    own = [[gradients(rank, step) for rank in range(len(seen))] for step in range(NUM_STEPS)]
-    means = [mean_of(of_step) for of_step in own]
+    return None
+
+
+def _wrong_gradient(
+    seen: Sequence[Stepped],
+    own: Sequence[Sequence[torch.Tensor]],
+    means: Sequence[torch.Tensor],
+) -> Finding | None:
     for step in range(NUM_STEPS):
         held = [one.used[step] for one in seen]
         if same_on_all(held, shares_of(means[step], len(seen))):
@@ -314,12 +341,7 @@ def judge_stepped(seen: Sequence[Stepped]) -> Finding | None:
         problem, hint = suspect_gradient(held, own[step])
         example = _example_of_gradient(held, own[step])
         return Finding(f"the share's gradient is wrong: {problem}", hint, example)
-    size = len(shares_of(weights(), len(seen))[0])
-    if too_many := [one.num_moments for one in seen if one.num_moments > size]:
-        hint = "Something added more than the share to the optimizer: the memory that ZeRO-1 saves is gone."
-        problem = f"the optimizer keeps moments of {too_many[0]} weights, not of {size}"
-        return Finding(problem, hint)
-    return _wrong_weights(seen, means)
+    return None
 
 
 def _wrong_weights(seen: Sequence[Stepped], means: Sequence[torch.Tensor]) -> Finding | None:
