@@ -133,6 +133,28 @@ class Rank:
 
     def compare(self) -> None:
         """Report what differs between the ranks, and end the run if it is over or stuck."""
+        wheres, counts, stills, repeated = self._hear()
+        self._compare_steps()
+        for line in filter(None, repeated):
+            self.report("repeated", line)
+        # A rank that has ended waits for nobody. Stuck are the others, if all of them stand still.
+        running = [still for where, still in zip(wheres, stills, strict=True) if where != ENDED]
+        failed = any(where.startswith(RAISED) for where in wheres)
+        if failed or min(running, default=0) > self.seconds:
+            why = "a rank failed" if failed else f"no rank has moved for {self.seconds:g} s"
+            lines = [
+                f"  rank {rank} {wheres[rank]}  ({counts[rank]})" for rank in range(self.world_size)
+            ]
+            self.report("stuck", "\n".join([why, *lines]))
+        elif running:
+            return
+        if not self.reported:
+            checked = f"{self.world_size} ranks in {self.num_compared} optimizer steps"
+            self.report("none", f"nothing found on {checked}")
+        self.store.set("over", "")
+
+    def _hear(self) -> tuple[Any, ...]:
+        """By rank: where each is, its counts, how long it has not moved, and what it repeated."""
         ranks, now = range(self.world_size), time.monotonic()
         for rank in ranks:
             written = self.store.get(f"rank {rank}")
@@ -142,6 +164,9 @@ class Rank:
         wheres, counts, stills, repeated = zip(*latest, strict=True)
         # A rank whose second thread writes nothing any more does not move either.
         stills = [max(still, now - self.heard[rank][1]) for rank, still in enumerate(stills)]
+        return wheres, counts, stills, repeated
+
+    def _compare_steps(self) -> None:
         # Steps that all ranks have done by now. Compared once, then deleted: a long run would fill
         # the store.
         while self.store.check(keys := self._step_keys(self.num_compared + 1)):
@@ -149,21 +174,6 @@ class Rank:
             self._compare_step([json.loads(self.store.get(key)) for key in keys])
             for key in keys:
                 self.store.delete_key(key)
-        for line in filter(None, repeated):
-            self.report("repeated", line)
-        # A rank that has ended waits for nobody. Stuck are the others, if all of them stand still.
-        running = [still for where, still in zip(wheres, stills, strict=True) if where != ENDED]
-        failed = any(where.startswith(RAISED) for where in wheres)
-        if failed or min(running, default=0) > self.seconds:
-            why = "a rank failed" if failed else f"no rank has moved for {self.seconds:g} s"
-            lines = [f"  rank {rank} {wheres[rank]}  ({counts[rank]})" for rank in ranks]
-            self.report("stuck", "\n".join([why, *lines]))
-        elif running:
-            return
-        if not self.reported:
-            checked = f"{self.world_size} ranks in {self.num_compared} optimizer steps"
-            self.report("none", f"nothing found on {checked}")
-        self.store.set("over", "")
 
     def _compare_step(self, by_rank: list[tuple[int, dict[str, int]]]) -> None:
         after, (num_forwards, sums) = f"after optimizer step {self.num_compared}", by_rank[0]

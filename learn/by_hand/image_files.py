@@ -31,23 +31,28 @@ def read_files(path: Path, wanted: Callable[[Name], bool]) -> Iterator[tuple[Nam
         UserError: something cannot be read, or a file is larger than ``MAX_BYTES``.
     """
     try:
-        if path.is_dir():
-            files = chain.from_iterable(sorted(path.glob(level)) for level in IN_A_FOLDER)
-            # By their names below the folder, so a folder and an archive of it give the same.
-            for name, file in ((Name(file.relative_to(path)), file) for file in files):
-                if wanted(name) and file.is_file():
-                    _check_size(name, file.stat().st_size)
-                    yield name, file.read_bytes()
-        else:
-            with tarfile.open(path) as archive:
-                # In its own order: to go back would unpack it from the start.
-                for name, member in ((Name(member.name), member) for member in archive):
-                    if wanted(name) and member.isfile():
-                        _check_size(name, member.size)
-                        yield name, archive.extractfile(member).read()
+        yield from _in_folder(path, wanted) if path.is_dir() else _in_archive(path, wanted)
     except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         problem = f"cannot be read ({first_line(error)})"
         raise UserError(problem, code="images-unreadable") from error
+
+
+def _in_folder(path: Path, wanted: Callable[[Name], bool]) -> Iterator[tuple[Name, bytes]]:
+    files = chain.from_iterable(sorted(path.glob(level)) for level in IN_A_FOLDER)
+    # By their names below the folder, so a folder and an archive of it give the same.
+    for name, file in ((Name(file.relative_to(path)), file) for file in files):
+        if wanted(name) and file.is_file():
+            _check_size(name, file.stat().st_size)
+            yield name, file.read_bytes()
+
+
+def _in_archive(path: Path, wanted: Callable[[Name], bool]) -> Iterator[tuple[Name, bytes]]:
+    with tarfile.open(path) as archive:
+        # In its own order: to go back would unpack it from the start.
+        for name, member in ((Name(member.name), member) for member in archive):
+            if wanted(name) and member.isfile():
+                _check_size(name, member.size)
+                yield name, archive.extractfile(member).read()
 
 
 def _check_size(name: Name, num_bytes: int) -> None:

@@ -141,19 +141,26 @@ def _held(kind: str, titles: dict[str, str], storage: Storage, group: Storage) -
     # Before the broadcast no rank has sharded anything yet, so rank 0 knows all whole shapes.
     before = group.of_ranks("before")[0]
     whole = {name.partition("/")[2]: facts["shape"] for name, facts in before.items()}
+    # A card of the user's own may free gradients, or run before there are any.
+    moments = [
+        moment
+        for moment in _moments(kind, titles, storage)
+        if all(held.keys() == whole.keys() for held in moment["ranks"])
+    ]
+    for moment in moments:
+        for name, shape in whole.items():
+            _place([held[name] for held in moment["ranks"]], shape)
+    return {"kind": kind, "whole": whole, "moments": moments}
+
+
+def _moments(kind: str, titles: dict[str, str], storage: Storage) -> list[dict[str, Any]]:
     moments: list[dict[str, Any]] = []
     for moment, title in titles.items():
         ranks = [_held_by(rank, moment, kind, storage) for rank in storage.ranks()]
         # If every rank keeps all of the model, there is nothing to lay out after the broadcast.
         if title != LAID_OUT or ranks != moments[-1]["ranks"]:
             moments.append({"title": title, "ranks": ranks})
-    # A card of the user's own may free gradients, or run before there are any.
-    equal = [all(held.keys() == whole.keys() for held in moment["ranks"]) for moment in moments]
-    moments = [moment for moment, is_equal in zip(moments, equal, strict=True) if is_equal]
-    for moment in moments:
-        for name, shape in whole.items():
-            _place([held[name] for held in moment["ranks"]], shape)
-    return {"kind": kind, "whole": whole, "moments": moments}
+    return moments
 
 
 def _held_by(rank: int, moment: str, kind: str, storage: Storage) -> dict[str, dict[str, Any]]:

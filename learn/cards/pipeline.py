@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -193,15 +193,7 @@ def check_document(
     if is_wrong or not isinstance(document["nodes"], list):
         detail = "must hold one list, nodes, of cards with an id, a card, a config and inputs"
         return None, [WiringError(path, detail)]
-    nodes: dict[str, Node] = {}
-    mistakes: list[WiringError] = []
-    for number, entry in enumerate(document["nodes"], start=1):
-        node, wrong = _read_node(entry, number, path, cards)
-        mistakes += wrong
-        if node and node.id in nodes:
-            mistakes.append(WiringError(path, f"two nodes have the id {node.id!r}"))
-        if node:
-            nodes[node.id] = node
+    nodes, mistakes = _read_nodes(document["nodes"], path, cards)
     if not document["nodes"]:
         mistakes.append(WiringError(path, "nodes is empty; connect at least one card"))
     # Connections only if every node could be read: otherwise a node that is merely misspelled
@@ -214,37 +206,60 @@ def check_document(
     return (None, mistakes) if mistakes else (Pipeline(path, tuple(order), cards), [])
 
 
-def _read_node(
+def _read_nodes(
+    entries: Sequence[Any], path: Path, cards: Mapping[str, BaseCard]
+) -> tuple[dict[str, Node], list[WiringError]]:
+    nodes: dict[str, Node] = {}
+    mistakes: list[WiringError] = []
+    for number, entry in enumerate(entries, start=1):
+        if mistake := _unreadable(entry, number, path, cards):
+            mistakes.append(mistake)
+            continue
+        node, wrong = _read_node(entry, path, cards)
+        mistakes += wrong
+        if node.id in nodes:
+            mistakes.append(WiringError(path, f"two nodes have the id {node.id!r}"))
+        nodes[node.id] = node
+    return nodes, mistakes
+
+
+def _unreadable(
     entry: Any, number: int, path: Path, cards: Mapping[str, BaseCard]
-) -> tuple[Node | None, list[WiringError]]:
-    """A node, and what is wrong with it; no node if nothing can be connected to it."""
+) -> WiringError | None:
+    """The mistake because of which nothing can be connected to a node."""
     if not isinstance(entry, dict) or not {"id", "card"} <= set(entry):
-        return None, [WiringError(path, "must have an id and a card", str(number))]
+        return WiringError(path, "must have an id and a card", str(number))
     node_id = entry["id"]
     if not isinstance(node_id, str) or not _ID.fullmatch(node_id):
         detail = f"id {node_id!r} must be a word of letters, digits, - and _"
-        return None, [WiringError(path, detail, str(number), "id")]
+        return WiringError(path, detail, str(number), "id")
     if unknown := set(entry) - set(_NODE_FIELDS):
         detail = f"unknown field {min(map(str, unknown))!r}; a node has {', '.join(_NODE_FIELDS)}"
-        return None, [WiringError(path, detail, node_id)]
-    card = cards.get(entry["card"]) if isinstance(entry["card"], str) else None
-    if card is None:
+        return WiringError(path, detail, node_id)
+    if not isinstance(entry["card"], str) or entry["card"] not in cards:
         detail = f"unknown card {entry['card']!r}; the cards are {', '.join(cards)}"
-        return None, [WiringError(path, detail, node_id, "card")]
-    values = {field: entry.get(field) or {} for field in ("config", "inputs")}
-    for field, value in values.items():
-        if not isinstance(value, dict):
+        return WiringError(path, detail, node_id, "card")
+    for field in ("config", "inputs"):
+        if not isinstance(entry.get(field) or {}, dict):
             detail = f"{field} must be names with values, such as {{name: value}}"
-            return None, [WiringError(path, detail, node_id)]
+            return WiringError(path, detail, node_id)
+    return None
+
+
+def _read_node(
+    entry: dict[str, Any], path: Path, cards: Mapping[str, BaseCard]
+) -> tuple[Node, list[WiringError]]:
+    """A node, and what is wrong with its config and its inputs."""
+    node_id, card = entry["id"], cards[entry["card"]]
     mistakes, sources = [], {}
     try:
-        config = card.config_schema.model_validate(values["config"])
+        config = card.config_schema.model_validate(entry.get("config") or {})
     except ValidationError as error:
         # So that the node's connections are checked all the same.
         config = card.config_schema.model_construct()
         wrong = _config_mistakes(card, error)
         mistakes += [WiringError(path, detail, node_id, f"config.{name}") for name, detail in wrong]
-    for name, text in values["inputs"].items():
+    for name, text in (entry.get("inputs") or {}).items():
         source, dot, output = text.partition(".") if isinstance(text, str) else ("", "", "")
         if source and dot and output:
             sources[name] = Source(source, output)
@@ -311,22 +326,22 @@ def _order(nodes: Mapping[str, Node], path: Path) -> tuple[list[Node], list[Wiri
     Returns the mistakes that leave no such order, too.
     """
     feeders = {node.id: [source.node for source in node.inputs.values()] for node in nodes.values()}
-    sorter = TopologicalSorter(feeders)
     try:
-        order = [nodes[node_id] for node_id in sorter.static_order()]
+        order = list(TopologicalSorter(feeders).static_order())
     except CycleError as error:
         circle = " -> ".join(error.args[1])
         return [], [WiringError(path, f"nodes feed each other in a circle: {circle}")]
     part: dict[str, int] = {}  # 0 before the training loop, 1 in it, 2 after it
     mistakes = []
-    for node in order:
-        after = [source.node for source in node.inputs.values() if part[source.node] == 2]
-        fed_by_loop = any(part[source.node] == 1 for source in node.inputs.values())
-        part[node.id] = 1 if node.in_loop else 2 if after or fed_by_loop else 0
-        if node.in_loop and after:
+    for node_id in order:
+        after = [feeder for feeder in feeders[node_id] if part[feeder] == 2]
+        # What takes anything from the loop, be it through other nodes, comes after the loop.
+        needs_loop = max(map(part.get, feeders[node_id]), default=0) > 0
+        part[node_id] = 1 if nodes[node_id].in_loop else 2 * needs_loop
+        if nodes[node_id].in_loop and after:
             detail = (
                 f"runs in the training loop, but takes what {after[0]} makes after the loop; "
                 f"the class of {after[0]} must set in_training_loop = True"
             )
-            mistakes.append(WiringError(path, detail, node.id))
-    return sorted(order, key=lambda node: part[node.id]), mistakes
+            mistakes.append(WiringError(path, detail, node_id))
+    return [nodes[node_id] for node_id in sorted(order, key=part.get)], mistakes
