@@ -44,6 +44,8 @@ class RankPool:
         # program's open files. Every optimizer would import torch._dynamo.
         context.set_forkserver_preload([work.__module__, "torch._dynamo"])
         _start_fork_server()
+        # Kept: the store goes with the last reference to it, and the ranks meet in it whenever they
+        # form a group.
         self._store = loopback_store()
         self._processes, self._pipes = [], []
         for rank in range(count):
@@ -127,6 +129,7 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Ranks share the cores of one machine: with a thread per core each, they would fight for them.
     torch.set_num_threads(1)
     os.environ |= variables
     use_loopback()

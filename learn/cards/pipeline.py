@@ -165,6 +165,7 @@ def _own_cards(document: Any, path: Path) -> dict[str, BaseCard]:
     # Not checked yet: whatever has the wrong form here is reported by check_document.
     listed = nodes if isinstance(nodes, list) else []
     found = [entry.get("card") for entry in listed if isinstance(entry, dict)]
+    # A card of the project is named by a plain word, one's own as module:Class.
     names = [name for name in found if isinstance(name, str) and ":" in name]
     return {name: load_card(name, f"{path}: card {name}", path.parent.absolute()) for name in names}
 
@@ -212,6 +213,7 @@ def _read_nodes(
     nodes: dict[str, Node] = {}
     mistakes: list[WiringError] = []
     for number, entry in enumerate(entries, start=1):
+        # One mistake for such a node: what else is wrong with it would only be a guess.
         if mistake := _unreadable(entry, number, path, cards):
             mistakes.append(mistake)
             continue
@@ -331,6 +333,8 @@ def _order(nodes: Mapping[str, Node], path: Path) -> tuple[list[Node], list[Wiri
     except CycleError as error:
         circle = " -> ".join(error.args[1])
         return [], [WiringError(path, f"nodes feed each other in a circle: {circle}")]
+    # In this order the feeders of a node have their part already. The loop's nodes must stand
+    # together, because the runner repeats from the first to the last of them.
     part: dict[str, int] = {}  # 0 before the training loop, 1 in it, 2 after it
     mistakes = []
     for node_id in order:

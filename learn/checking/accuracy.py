@@ -45,6 +45,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     if None in values:
         hint = "Does every path end in a return?"
         return Finding(f"returns {seen[values.index(None)].type_name}, not a number", hint, detail)
+    # With a tolerance: the division may have been one of float32 tensors.
     if not _equal(values, [correct / total] * len(seen)):
         return Finding(*_suspect(values, counts_by_rank, correct, total), detail)
     # The value is right. But a tensor, printed or compared later, is a surprise.

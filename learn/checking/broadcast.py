@@ -90,6 +90,8 @@ def _wrong_values(
     own: Sequence[dict[str, torch.Tensor]],
 ) -> Finding:
     parameters = {name for name, _ in Probe(0).named_parameters()}
+    # Of all wrong tensors together, because a collective in a loop goes wrong in one way: which
+    # tensors have whose values tells more than any one of them.
     found = {kinds[name] for name in wrong}
     mistakes = [
         (

@@ -98,6 +98,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     # The values before the order of the calls: a wrong result is the more important news.
     if finding := _wrong_means(seen):
         return finding
+    # The first launch that is wrong, of the earlier step: later ones may only follow from it.
     cases = [(step, rank) for step in range(STEPS) for rank in range(len(seen))]
     found = (_wrong_launches(seen[rank].recorded[step], step, rank) for step, rank in cases)
     return next(filter(None, found), None)
@@ -108,6 +109,8 @@ def _wrong_means(seen: Sequence[Seen]) -> Finding | None:
         own = [own_gradients(rank, step) for rank in range(len(seen))]
         held = [one.gradients[step] for one in seen]
         wrong = [place for place in range(len(SHAPES)) if not _is_mean(place, held, own)]
+        # The second step catches a solution that is right by its initial state: counters that are
+        # not set back, or a list of launched buckets that is never emptied.
         if wrong and step > 0:
             hint = f"What have the hooks counted or collected in the first step, and what resets it? {WAIT}"
             problem = f"right in step 1, wrong in step {step + 1}"
@@ -186,6 +189,7 @@ def _wrong_launches(recorded: Sequence[Call], step: int, rank: int) -> Finding |
     where = f"step {step + 1}, rank {rank}"
     sent = f"{len(SHAPES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
     complete = f"complete after {ends} of {len(SHAPES)} gradients, and launched after {when}"
+    # Sizes first: with other buckets than those asked for, their moments mean nothing.
     return explain(_cut_wrongly(counts, sizes), f"{where}: {sent}") or explain(
         _launched_late(when, ends, in_order=counts == sizes),
         f"{where}: the buckets are {complete}",
@@ -215,6 +219,7 @@ def _cut_wrongly(counts: Sequence[int], sizes: Sequence[int]) -> list[Mistake]:
 
 def _launched_late(when: Sequence[int], ends: Sequence[int], *, in_order: bool) -> list[Mistake]:
     order = "not filled in the order of the parameters"
+    # In DDP's order: as soon as the gradient that completes a bucket is there, and not one later.
     return [
         (
             min(when) == len(SHAPES),

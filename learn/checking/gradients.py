@@ -64,6 +64,7 @@ def _kind(name: str, seen: Sequence[Seen], all_own: Sequence[dict[str, torch.Ten
     own = [gradients[name] for gradients in all_own]
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
     right = [total / num_ranks] * num_ranks
+    # As by a solution that divides first, and whose collective did not write into .grad.
     divided = [gradient / num_ranks for gradient in own]
     suspects = {
         "right": right,

@@ -128,6 +128,8 @@ def _backward_first(orders: Sequence[Order], number: int, detail: str) -> Findin
 
 def _keeps_too_much(orders: Sequence[Order], number: int, detail: str) -> Finding | None:
     for stage, order in enumerate(orders):
+        # Until the first gradient has come back from the last stage, this one can do N - stage
+        # forward passes; to start any more buys no time and costs the memory of their activations.
         most, limit = most_kept(order), min(len(orders) - stage, number)
         if most <= limit:
             continue
@@ -169,6 +171,7 @@ def play(orders: Sequence[Order]) -> tuple[list[float], list[str]]:
     """When each stage has finished; and, if that never happens, what each stage waits for."""
     # When each stage's action was done; None stands for what needs nothing from a neighbour.
     done: dict[tuple[int, str, int] | None, float] = {None: 0.0}
+    # By stage: the actions that are left, and the time at which it has ended its last one.
     rest, free = [list(order) for order in orders], [0.0] * len(orders)
 
     # What a stage's next action takes from a neighbour: activations from the stage before it, or a
@@ -278,6 +281,7 @@ def _wrong_gradients(held: Sequence[Sequence[torch.Tensor]]) -> Finding | None:
 
 def _wrong_run(seen: Sequence[Ran]) -> Finding | None:
     number = numbers_of_micro_batches(len(seen))[-1]
+    # Only once the gradients are right: an order means nothing if something else was computed.
     for stage, one in enumerate(seen):
         order = one_forward_one_backward(stage, len(seen), number)
         if one.actions and one.actions != order:

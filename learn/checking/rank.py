@@ -92,6 +92,7 @@ class Rank:
         # cannot answer, so this one looks at where it is.
         with suppress(EOFError, OSError):
             receive(self.pipe)
+            # Documented in spite of its underscore: the only way to another thread's frame.
             frame = sys._current_frames()[threading.main_thread().ident]
             self._send(Report("waits", place=self._place(traceback.extract_stack(frame))))
 

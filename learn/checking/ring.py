@@ -146,6 +146,7 @@ def _wrong_numbers(
     own: Sequence[torch.Tensor], held: Sequence[torch.Tensor], total: torch.Tensor, detail: str
 ) -> Finding:
     num_ranks = len(own)
+    # By element, because a rank may have the right sum in some chunks and not in others.
     right = torch.stack([_right(tensor, total) for tensor in held])  # (ranks, elements)
     complete = [str(rank) for rank, row in enumerate(right) if row.all()]
     mistakes = [

@@ -166,6 +166,8 @@ def _wrong_epoch(num_rows: int, own: Sequence[list[list[int]]]) -> Finding | Non
 def _not_once(
     rows: Sequence[list[int]], missing: Sequence[int], repeated: Sequence[int], detail: str
 ) -> Finding | None:
+    # Both at once is what ranks do that shuffle differently; one of them alone is a decision about
+    # the last batch.
     if missing and repeated:
         twice = f"row {repeated[0]} on several, or more than once on one"
         detail += f", for example row {missing[0]} on no rank, and {twice}"
@@ -194,6 +196,7 @@ def _wrong_sizes(
         hint = "A rank that is still training waits for the others' gradients forever. What can a step's list also be?"
         detail = f"{num_rows} rows, batch_size {BATCH}: the ranks have {lengths} steps"
         return Finding("the ranks have different numbers of steps", hint, detail)
+    # On one rank a step is a whole global batch: what the ranks have together is compared with it.
     sizes = [len(step) for step in single]
     if sizes != [min(BATCH, num_rows - start) for start in range(0, num_rows, BATCH)]:
         detail = f"{num_rows} rows, batch_size {BATCH}: on one rank the steps have {sizes} rows"
@@ -225,6 +228,7 @@ def _wrong_batches(own: Sequence[list[list[int]]], single: list[list[int]]) -> F
             )
             problem = "a different number of ranks sees different global batches"
             return Finding(problem, hint, detail)
+    # Last, because it is about speed and not about what is learned.
     for number, counts in enumerate(_rows_by_step(own)):
         if max(counts) - min(counts) > 1:
             detail = f"step {number}: {counts} rows, by rank"

@@ -334,6 +334,7 @@ def _wrong_gradient(
         held = [one.used[step] for one in seen]
         if same_on_all(held, shares_of(means[step], len(seen))):
             continue
+        # As after reduce-scatter into .grad with +=, and no zero_grad in between.
         so_far = shares_of(torch.stack(means[: step + 1]).sum(0), len(seen))
         if step > 0 and same_on_all(held, so_far):
             hint = "The share's .grad still holds the last step's gradient. Do you set it, or add to it?"
