@@ -166,7 +166,7 @@ def _run_program(arguments: list[str], env: dict[str, str], cwd: str, files: lis
 
 
 def _start_afresh(env: dict[str, str], cwd: str, files: list[str | None]) -> None:
-    """Give this fork what a program that is started has: signals, streams, variables and a folder of its own."""
+    """Give this fork what a started program has: its own signals, streams, variables and folder."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals():  # a program that is started keeps none of its parent's handlers

@@ -103,7 +103,7 @@ class Workers(ABC):
             found = self._answered(waiting, left)
             answers |= found
             kinds = {answer.kind for answer in answers.values()}
-            # Waiting without a deadline always finds an answer: nothing found means that it is over.
+            # Without a deadline an answer is always found: if there is none, the time is over.
             if kinds & {"user error", "failed"} or not found:
                 break
             if "lost a rank" in kinds and deadline is None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from learn.checking.finding import WAIT, Exercise, Finding, explain, names_are_not
+from learn.checking.finding import WAIT, Exercise, Finding, first_mistake, names_are_not
 from learn.checking.probe import Probe, first_wrong, same_on_all
 
 PROMISE = "every rank starts with rank 0's weights and buffers"
@@ -67,7 +67,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
             "values.",
         ),
     ]
-    return explain(mistakes)
+    return first_mistake(mistakes)
 
 
 def _kind(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
@@ -137,7 +137,7 @@ def _wrong_values(
             "Every rank makes the same calls, in the same order.",
         ),
     ]
-    return explain(mistakes, _example(wrong[0], seen, own))
+    return first_mistake(mistakes, _example(wrong[0], seen, own))
 
 
 def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from learn.checking.calls import Call, RecordedCalls
-from learn.checking.finding import WAIT, Exercise, Finding, Mistake, explain
+from learn.checking.finding import WAIT, Exercise, Finding, Mistake, first_mistake
 from learn.checking.probe import first_wrong, numbers_of, same, same_on_all
 
 PROMISE = "all gradients are averaged in buckets, launched before the backward pass has ended"
@@ -170,7 +170,7 @@ def _wrong_values(
             f"came from? {WAIT}",
         ),
     ]
-    return explain(mistakes, _example(wrong[0], held, own))
+    return first_mistake(mistakes, _example(wrong[0], held, own))
 
 
 def _wrong_launches(recorded: Sequence[Call], step: int, rank: int) -> Finding | None:
@@ -190,7 +190,7 @@ def _wrong_launches(recorded: Sequence[Call], step: int, rank: int) -> Finding |
     sent = f"{len(SHAPES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
     complete = f"complete after {ends} of {len(SHAPES)} gradients, and launched after {when}"
     # Sizes first: with other buckets than those asked for, their moments mean nothing.
-    return explain(_cut_wrongly(counts, sizes), f"{where}: {sent}") or explain(
+    return first_mistake(_cut_wrongly(counts, sizes), f"{where}: {sent}") or first_mistake(
         _launched_late(when, ends, in_order=counts == sizes),
         f"{where}: the buckets are {complete}",
     )

@@ -16,12 +16,12 @@ class Finding:
     detail: str = ""
 
 
-# Whether it was made, the problem and a hint. In place of a bool, a list of what is wrong: ``{}`` in
-# the problem becomes the first one of it.
+# Whether it was made, the problem and a hint. In place of a bool, a list of what is wrong: in the
+# problem, ``{}`` becomes the first item.
 Mistake = tuple[object, str, str]
 
 
-def explain(mistakes: Iterable[Mistake], detail: str = "") -> Finding | None:
+def first_mistake(mistakes: Iterable[Mistake], detail: str = "") -> Finding | None:
     """The first mistake that was made, with this detail; None if it is none of them."""
     # The order of a table matters: a cause comes before what follows from it.
     for made, problem, hint in mistakes:

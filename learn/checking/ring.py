@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from learn.checking.calls import RecordedCalls
-from learn.checking.finding import Exercise, Finding, explain
+from learn.checking.finding import Exercise, Finding, first_mistake
 
 PROMISE = "every rank holds the sum, and none has sent more than a ring needs to"
 HANG_HINT = (
@@ -163,7 +163,7 @@ def _wrong_numbers(
         ),
         (complete, f"only rank {', '.join(complete)} has the sum", f"Every rank needs it. {WAIT}"),
     ]
-    return explain(mistakes, detail) or Finding(*_wrong_terms(held, right), detail)
+    return first_mistake(mistakes, detail) or Finding(*_wrong_terms(held, right), detail)
 
 
 def _wrong_terms(held: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[str, str]:

@@ -401,7 +401,7 @@ def _suspect_gradients(
         hint = "Each rank finds only what its own hidden features contribute. Who adds that up?"
         return "the gradient of x is incomplete", hint
     sums = "Which collectives run in the backward pass, and is what they sum the same on all ranks?"
-    # All wrong ones by the same factor: a collective too many or too few in f or g reaches them all.
+    # All wrong ones by one factor: a collective too many or too few in f or g reaches them all.
     large, small = (_scaled(right, wrong, factor) for factor in (num_ranks, 1 / num_ranks))
     mistakes = [
         (large, f"the gradient of {wrong[0]} is {num_ranks} times too large", sums),

@@ -39,8 +39,8 @@ HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
 FAST = ("ring_stops_half_way", "gradients_divided_by_two")
-# Not on ranks that are used again: a call that fails or hangs on some of them leaves the others in a collective, and
-# without a late rank 0, a collective that nobody waits for may finish in time.
+# Not on ranks that are used again: a call that fails or hangs on some of them leaves the others in
+# a collective, and without a late rank 0, a collective that nobody waits for may finish in time.
 ONLY_IN_A_CHECK = (
     *("hangs", "do not match", "raised", "Error", "Variable", "NoneType", "ended during", "wait()"),
     *("no function", "it takes"),
@@ -82,7 +82,7 @@ def _call_all(cases: list[tuple[Path, str]]) -> list[Report]:
 
 @pytest.fixture
 def judge(run_on_ranks: Callable[..., list[Any]]) -> Judge:
-    """What is said of functions that are called in turn on the same few ranks; of a right one, nothing."""
+    """What is said of functions, called in turn on the same few ranks; of a right one, nothing."""
 
     def judge(cases: dict[str, tuple[Path, str]], world_size: int) -> dict[str, str]:
         by_rank = run_on_ranks(world_size, _call_all, list(cases.values()))
