@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +19,7 @@ from benchmarks.containers import Container
 from benchmarks.harness import markdown_table
 from common.errors import TrainingFailure, UserError
 from deployment.build_image import build, serving_image
+from deployment.client import fetch
 from deployment.image_context import DOCKERFILE, exported_artefacts
 
 MODULE = "benchmarks.image"
@@ -28,6 +27,7 @@ PARTS = {"packages": "opt/venv", "model": "app/model", "sources": "app/inference
 NUM_ANSWERS = 20
 START_TIMEOUT = 120  # seconds
 PORT = 18_760
+TEXT = "Shares of the software maker fall after it warns of lower sales"
 MB = 1e6
 INTRODUCTION = """
 *MB*: the files of the unpacked image, in millions of bytes. *ready*: seconds from the start of the container to the
@@ -127,21 +127,18 @@ def _start(container: Container, engine: str) -> tuple[float, int]:
             time.sleep(0.005)
         seconds = time.perf_counter() - started
         for _ in range(NUM_ANSWERS):
-            _is_answered(
-                "/predict",
-                b'{"text": "Shares of the software maker fall after it warns of lower sales"}',
-            )
+            _is_answered("/predict", {"text": TEXT})
         return seconds, containers.resident_bytes(server)
     finally:
         containers.stop(server)
 
 
-def _is_answered(path: str, body: bytes | None = None) -> bool:
+def _is_answered(path: str, body: dict[str, str] | None = None) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", body, timeout=60) as answer:
-            return answer.status == 200
+        fetch(f"http://127.0.0.1:{PORT}{path}", body, timeout=60)
     except OSError:  # not listening yet, or a 503
         return False
+    return True
 
 
 def _parse() -> Namespace:

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # a script finds only its own folder by itself
+# A script finds only its own folder by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ForeseenError, OneLineParser, run_command
 from deployment.image_context import (

@@ -17,11 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlencode, urlsplit
-from urllib.request import urlopen
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # a script finds only its own folder by itself
+# A script finds only its own folder by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import (
     ForeseenError,
@@ -32,6 +30,7 @@ from common.errors import (
     positive,
     run_command,
 )
+from deployment.client import fetch_json
 
 # A rate needs a few scrapes, which are 15 s apart.
 _SHORTEST_WINDOW_S = 60
@@ -194,10 +193,7 @@ def measure(prometheus: str, route: Route, path: str, seconds: int) -> dict[str,
 
 def _ask(prometheus: str, query: str) -> dict[str, float]:
     try:
-        with urlopen(
-            f"{prometheus}/api/v1/query?{urlencode({'query': query})}", timeout=30
-        ) as response:
-            answer = json.load(response)
+        answer = fetch_json(f"{prometheus}/api/v1/query?{urlencode({'query': query})}")
         result = answer["data"]["result"]
         values = {one["metric"]["service"]: float(one["value"][1]) for one in result}
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # a script finds only its own folder by itself
+# A script finds only its own folder by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ForeseenError, OneLineParser, run_command
 from common.files import write_whole
+from deployment.client import fetch, fetch_json
 from deployment.image_context import DOCKERFILE, ROOT, TORCH_DOCKERFILE
 
 FILES = (DOCKERFILE, TORCH_DOCKERFILE, ROOT / "deployment" / "compose.yaml")
@@ -32,7 +31,6 @@ _LISTS = (
     "application/vnd.docker.distribution.manifest.list.v2+json",
 )
 _PLATFORMS = {"amd64", "arm64"}
-_SECONDS = 30
 
 
 class BaseUnknown(ForeseenError):
@@ -81,12 +79,12 @@ def newest_digest(name: str, tag: str, registry: str | None = None) -> str:
     headers = {"Accept": ", ".join(_LISTS)}
     try:
         try:
-            content = _get(address, headers)
+            content = fetch(address, headers=headers)
         except HTTPError as error:
             if error.code != 401:
                 raise
             headers["Authorization"] = f"Bearer {_token(error.headers.get('WWW-Authenticate', ''))}"
-            content = _get(address, headers)
+            content = fetch(address, headers=headers)
     except (OSError, ValueError) as error:  # HTTPError is an OSError
         raise BaseUnknown(
             f"{name}:{tag}: {address} does not report its digest ({error}); the files are unchanged"
@@ -118,15 +116,7 @@ def _token(challenge: str) -> str:
     realm = terms.pop("realm", "")
     if not challenge.startswith("Bearer ") or not realm:
         raise ValueError("it needs a login")
-    return json.loads(_get(f"{realm}?{urlencode(terms)}", {}))["token"]
-
-
-def _get(address: str, headers: dict[str, str]) -> bytes:
-    request = Request(address)
-    for name, value in headers.items():
-        request.add_unredirected_header(name, value)
-    with urlopen(request, timeout=_SECONDS) as response:
-        return response.read()
+    return fetch_json(f"{realm}?{urlencode(terms)}")["token"]
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # a script finds only its own folder by itself
+# A script finds only its own folder by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from huggingface_hub import HfApi, SpaceInfo
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -10,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError as AnswerError
-from urllib.request import Request, urlopen
 
 from huggingface_hub import HfApi, SpaceRuntime
 from huggingface_hub.errors import HTTPError
 
 from common.errors import first_line
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
+from deployment.client import attempts, fetch, fetch_json
 from training.publishing.hub_upload import PublishFailure
 
 BUILD_SECONDS = 30 * 60
@@ -99,17 +98,17 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
     Raises:
         PublishFailure: it does not answer as ``expected``.
     """
-    _wait_until_healthy(f"{address}/health", token)
-    revision = _get(_request(f"{address}/model", token)).get("revision")
+    headers = _token_header(f"{address}/health", token)
+    _wait_until_healthy(f"{address}/health", headers)
+    revision = fetch_json(f"{address}/model", headers=headers).get("revision")
     if revision != expected.revision:
         raise PublishFailure(
             f"{address}: serves the model {revision}, not {expected.revision}; start again",
             code="space-not-up",
         )
     texts = {"text": TEXT, **({"text_pair": TEXT} if expected.reads_pairs else {})}
-    question = _request(f"{address}/predict", token, json.dumps(texts).encode())
     try:
-        answer = _get(question)
+        answer = fetch_json(f"{address}/predict", texts, headers)
     except AnswerError as error:
         if error.code == 401:  # a secret of the Space that only its owner knows
             return "healthy; /predict wants the Space's API_KEY and was not tried"
@@ -130,19 +129,17 @@ def wait_until_shown(address: str, token: str | None, name: str, content: bytes)
     Raises:
         PublishFailure: it does not within `START_SECONDS`.
     """
-    request = _request(f"{address}/{name}", token)
-    deadline, reason = time.monotonic() + START_SECONDS, "no answer"
-    while time.monotonic() < deadline:
+    headers, reason = _token_header(f"{address}/{name}", token), "no answer"
+    for _ in attempts(START_SECONDS, pause=0.5):
         try:
-            with urlopen(request, timeout=30) as response:
-                if response.read() == content:
-                    return
+            if fetch(f"{address}/{name}", headers=headers) == content:
+                return
             reason = "another file"
         except OSError as error:
             reason = first_line(error)
-        time.sleep(0.5)
     raise PublishFailure(
-        f"{address}/{name}: not what was sent after {START_SECONDS} s ({reason}); look at the Space's page",
+        f"{address}/{name}: not what was sent after {START_SECONDS} s ({reason}); "
+        "look at the Space's page",
         code="space-not-up",
     )
 
@@ -175,33 +172,26 @@ def _log_page(api: HfApi, name: str, stage: str) -> str:
     )
 
 
-def _wait_until_healthy(url: str, token: str | None) -> None:
-    deadline, reason = time.monotonic() + START_SECONDS, "no answer"
-    while time.monotonic() < deadline:
+def _wait_until_healthy(url: str, headers: dict[str, str]) -> None:
+    reason = "no answer"
+    for _ in attempts(START_SECONDS, pause=0.5):
         try:
-            _get(_request(url, token))
+            fetch_json(url, headers=headers)
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # ValueError: a page of the hub, while it starts
             reason = first_line(error)
-        time.sleep(0.5)
     raise PublishFailure(
         f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log",
         code="space-not-up",
     )
 
 
-def _request(url: str, token: str | None, body: bytes | None = None) -> Request:
-    request = Request(url, body, {"Content-Type": "application/json"} if body else {})
-    if token:
-        if not url.startswith("https://") and "HF_ENDPOINT" not in os.environ:
-            raise PublishFailure(
-                f"{url}: is not https, so the token is not sent there", code="space-not-up"
-            )
-        # The token may write to the account. urllib would send an ordinary header to any host that it is redirected to.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    return request
-
-
-def _get(request: Request) -> dict[str, Any]:
-    with urlopen(request, timeout=30) as response:
-        return json.load(response)
+def _token_header(url: str, token: str | None) -> dict[str, str]:
+    """What shows a private Space who asks; the token may write to the account, so not in clear."""
+    if not token:
+        return {}
+    if not url.startswith("https://") and "HF_ENDPOINT" not in os.environ:
+        raise PublishFailure(
+            f"{url}: is not https, so the token is not sent there", code="space-not-up"
+        )
+    return {"Authorization": f"Bearer {token}"}

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # a script finds only its own folder by itself
+# A script finds only its own folder by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import OneLineParser, UserError, run_command
 from deployment.build_image import BUILDERS, find_builder

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 from tests.deployment.card_rules import card_errors
 from tests.deployment.hub_contents import Hub, Repository, file_entry
-from tests.deployment.json_handler import JsonHandler, served
+from tests.http_servers import JsonHandler, served
 
 LARGE_FILES = (".safetensors", ".onnx", ".bin")
 WRITER, READER = "hf_writer_of_alice", "hf_reader_of_alice"

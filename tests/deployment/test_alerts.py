@@ -20,8 +20,8 @@ import yaml
 
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
-from tests.deployment.json_handler import JsonHandler
 from tests.deployment.promql import ALERTS, KUBERNETES_ALERTS, Shown, alerts, shown_by_all, unknown_in
+from tests.http_servers import JsonHandler
 from tests.inference.servers import free_port
 from tests.processes import wait_until
 from tests.training.conftest import Run

@@ -21,9 +21,9 @@ import yaml
 
 from deployment.canary import Route, queries
 from tests.deployment.documented import REPOSITORY
-from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.manifests import only
 from tests.deployment.promql import shown_by_all
+from tests.http_servers import JsonHandler, served
 
 STABLE, CANARY = "distrinews", "distrinews-canary"
 # Keeps one HTTPRoute as a file, knows the two JSON patches in use, and refuses what the file `refusals` counts down.

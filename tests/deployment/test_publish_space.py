@@ -14,23 +14,21 @@ from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 from typing import Any
-from urllib.request import Request
 
 import pytest
 
 from benchmarks import containers
 from common.files import sha256_of
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
-from deployment import running_space
 from deployment.image_context import DOCKERFILE, image_files
 from deployment.running_space import Expected, ask
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub, Repository
-from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.deployment.test_image import BASE, build_flags
+from tests.http_servers import JsonHandler, served_answers
 from tests.inference.servers import free_port, running, serving
 from training.publishing.hub_upload import PublishFailure
 
@@ -268,16 +266,16 @@ def test_each_kind_of_model_has_its_valid_answers(
     assert Expected(["World", "Sports"], "0123456789ab", kind).describe(answer) == described
 
 
-def test_a_space_whose_model_reads_pairs_is_asked_for_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_space_whose_model_reads_pairs_is_asked_for_a_pair() -> None:
     asked = []
 
-    def answer(request: Request) -> dict[str, Any]:
-        asked.append(json.loads(request.data or b"{}"))
+    def answer(request: JsonHandler) -> dict[str, Any]:
+        asked.append(request.body())
         return {"revision": "0123456789ab", "label": "World", "confidence": 0.9}
 
-    monkeypatch.setattr(running_space, "_get", answer)
-    ask("https://space.example", None, Expected(["World"], "0123456789ab", reads_pairs=True))
-    assert asked[-1].keys() == {"text", "text_pair"}
+    with served_answers(answer) as space:
+        ask(space, None, Expected(["World"], "0123456789ab", reads_pairs=True))
+    assert json.loads(asked[-1]).keys() == {"text", "text_pair"}
 
 
 def test_a_space_with_an_api_key_is_not_asked_for_a_prediction(model_folder: Path) -> None:
@@ -289,25 +287,18 @@ def test_a_space_with_an_api_key_is_not_asked_for_a_prediction(model_folder: Pat
     assert answer == "healthy; /predict wants the Space's API_KEY and was not tried"
 
 
-class _Recording(JsonHandler):
-    """Redirects each question to the server whose address it is given, and keeps the headers; without one, answers."""
-
-    headers_seen: list[Message]
-    elsewhere = ""
-
-    def do_GET(self) -> None:
-        self.headers_seen.append(self.headers)
-        if self.elsewhere:
-            self.send(302, b"", {"Location": self.elsewhere + self.path})
-        else:
-            self.send(200, {"revision": "of a thief"})
-
-
 @contextmanager
 def _recording_server(elsewhere: str = "") -> Iterator[tuple[str, list[Message]]]:
+    """Redirects each question to the server whose address it is given, and keeps the headers; without one, answers."""
     seen: list[Message] = []
-    handler = type("ThisHandler", (_Recording,), {"headers_seen": seen, "elsewhere": elsewhere})
-    with served(handler) as address:
+
+    def answer(request: JsonHandler) -> dict[str, str] | None:
+        seen.append(request.headers)
+        if not elsewhere:
+            return {"revision": "of a thief"}
+        return request.send(302, b"", {"Location": elsewhere + request.path})
+
+    with served_answers(answer) as address:
         yield address, seen
 
 

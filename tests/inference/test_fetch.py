@@ -23,9 +23,9 @@ from common.errors import UserError
 from common.model_folder import verified_manifest
 from inference.model_sources import source_at
 from tests.deployment.hub_contents import Hub, Repository
-from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, running_hub
+from tests.http_servers import JsonHandler, served
 from tests.inference.conftest import StartServer
 from tests.inference.servers import free_port
 from tests.training.checkpointing.s3_server import CREDENTIALS, s3_server
