@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks import harness
 from common.errors import TrainingFailure, UserError, positive
 from common.model_folder import read_saved_model
@@ -224,21 +226,7 @@ def measure_passes(
     page = context.new_page()
     page.set_default_timeout(120_000)
     page.goto(f"{address}/bench.html")
-    logits, chosen = {}, ""
-    for name, case in CASES.items():
-        opened = ask(page, name, opening(case, address, ids))
-        if case.engine == "ours" and opened["facts"]["threads"] != case.threads:
-            raise TrainingFailure(
-                f"{name}: the browser started no threads", code="benchmark-failed"
-            )
-        logits[name] = opened["logits"]
-        chosen = opened["facts"]["kernels"] if name == OURS else chosen
-        ask(page, name, {"passes": 3 * passes})  # until the browser has optimised the code
-    best = {name: max(range(len(found)), key=found.__getitem__) for name, found in logits.items()}
-    if len(set(best.values())) > 1:
-        raise TrainingFailure(
-            f"the engines disagree on the text: {logits}", code="benchmark-failed"
-        )
+    chosen = open_all(page, address, ids, passes)
 
     def measure(name: str, number: int) -> float:
         return min(ask(page, name, {"passes": passes})["times"])
@@ -252,6 +240,29 @@ def measure_passes(
             found[name].append(milliseconds)
     context.close()
     return found, chosen
+
+
+def open_all(page: Any, address: str, ids: Sequence[int], passes: int) -> str:
+    """Open and warm every case; returns the kernels that were chosen.
+
+    Raises:
+        TrainingFailure: a case has not what it is measured for, or the engines disagree.
+    """
+    logits, chosen = {}, ""
+    for name, case in CASES.items():
+        opened = ask(page, name, opening(case, address, ids))
+        if case.engine == "ours" and opened["facts"]["threads"] != case.threads:
+            raise TrainingFailure(
+                f"{name}: the browser started no threads", code="benchmark-failed"
+            )
+        logits[name] = opened["logits"]
+        chosen = opened["facts"]["kernels"] if name == OURS else chosen
+        ask(page, name, {"passes": 3 * passes})  # until the browser has optimised the code
+    if len({int(np.argmax(found)) for found in logits.values()}) > 1:
+        raise TrainingFailure(
+            f"the engines disagree on the text: {logits}", code="benchmark-failed"
+        )
+    return chosen
 
 
 def measure_starts(

@@ -84,72 +84,95 @@ def main() -> None:
     harness.write_page(options.output, render(run), run)
 
 
+Row = list[str]  # a text and its label
+Planted = tuple[Row, str]  # and how it repeats another one: KINDS
+
+
 def write_rows(
     data: NewsData, options: Namespace, folder: Path
 ) -> tuple[dict[str, dict[str, str]], list[int], int]:
     """Write ``train.csv`` and ``test.csv`` with planted faults.
 
     Returns:
-        By fault, where each planted row is (as the report says it) and its kind; how many training and test rows there
-        are; and how many of the training rows are made of others.
+        By fault, where each planted row is (as the report says it) and its kind; how many training
+        and test rows there are; and how many of the training rows are made of others.
     """
     draw = np.random.default_rng(options.seed)
-    names = data.label_names
-    # Without its own faults, so that all that is found was planted, or is found in vain.
+    train, test = clean_rows(data)
+    num_made = max(0, options.rows - len(train) - 2 * options.planted)
+    train += mixed_rows(train, num_made, data.label_names, draw)
+    added = plant(train, data.label_names, options.planted, draw)
+    where: dict[str, dict[str, str]] = {}
+    # A leaked row is a training text among the test rows; the other faults are among training rows.
+    faults_of = {"train": ("duplicates", "conflicts"), "test": ("leakage",)}
+    for split, rows in (("train", train), ("test", test)):
+        path = folder / f"{split}.csv"
+        # A repeated row is the later one, so those that were planted come after all others.
+        for fault in faults_of[split]:
+            first = len(rows) + 2  # the header is line 1
+            lines = [f"{path} line {first + number}" for number in range(len(added[fault]))]
+            kinds = [kind for _, kind in added[fault]]
+            where[fault] = dict(zip(lines, kinds, strict=True))
+            rows += [row for row, _ in added[fault]]
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([["text", "label"], *rows])
+    return where, [len(train), len(test)], num_made
+
+
+def clean_rows(data: NewsData) -> tuple[list[Row], list[Row]]:
+    """The training and the test rows that repeat no other row.
+
+    Without the data's own faults, all that the report finds was planted, or is found in vain.
+    """
     repeats = Repeats(data, near=True)
     everyone = np.concatenate(list(repeats.rows.values()))
-    clean = everyone[repeats.partners(everyone) < 0]
-    texts = [
-        [" ".join(repeats.texts[row].split()), names[repeats.labels(np.array([row]))[0]]]
-        for row in clean
-    ]
-    is_train = clean < len(data.train)
-    train = [row for row, use in zip(texts, is_train, strict=True) if use]
-    test = [row for row, use in zip(texts, is_train, strict=True) if not use]
-    num_made = max(0, options.rows - len(train) - 2 * options.planted)
+    train: list[Row] = []
+    test: list[Row] = []
+    for row in everyone[repeats.partners(everyone) < 0]:
+        label = data.label_names[repeats.labels(np.array([row]))[0]]
+        part = train if row < len(data.train) else test
+        part.append([" ".join(repeats.texts[row].split()), label])
+    return train, test
+
+
+def mixed_rows(
+    train: Sequence[Row], number: int, names: Sequence[str], draw: np.random.Generator
+) -> list[Row]:
+    """Rows that each join halves of two texts with the same label."""
     by_label = {name: [text.split() for text, label in train if label == name] for name in names}
-    for _ in range(num_made):
+    made = []
+    for _ in range(number):
         name = names[draw.integers(len(names))]
         first, second = (by_label[name][draw.integers(len(by_label[name]))] for _ in range(2))
-        train.append([" ".join([*first[: len(first) // 2], *second[len(second) // 2 :]]), name])
+        made.append([" ".join([*first[: len(first) // 2], *second[len(second) // 2 :]]), name])
+    return made
 
+
+def plant(
+    train: Sequence[Row], names: Sequence[str], number: int, draw: np.random.Generator
+) -> dict[str, list[Planted]]:
+    """By fault, so many rows that repeat a training row, each row at most once.
+
+    Raises:
+        UserError: too few texts are long enough, or can be told apart in another case.
+    """
     long = [
         row for row in train if len(row[0].split()) >= FEWEST_WORDS and row[0].upper() != row[0]
     ]
-    if len(long) < 3 * options.planted:
+    if len(long) < 3 * number:
         raise UserError(
-            f"--planted {options.planted}: the data has too few long texts", code="benchmark-input"
+            f"--planted {number}: the data has too few long texts", code="benchmark-input"
         )
-    chosen = [long[i] for i in draw.permutation(len(long))[: 3 * options.planted]]
-    added: dict[str, list[tuple[list[str], str]]] = {}
+    chosen = [long[i] for i in draw.permutation(len(long))[: 3 * number]]
+    added: dict[str, list[Planted]] = {fault: [] for fault in FAULTS}
     for place, fault in enumerate(FAULTS):
-        for number, (text, label) in enumerate(chosen[place :: len(FAULTS)]):
-            kind = KINDS[number % len(KINDS)]
+        for position, (text, label) in enumerate(chosen[place :: len(FAULTS)]):
+            kind = KINDS[position % len(KINDS)]
             if fault == "conflicts":
+                # A shift of at least one and less than all names is always another label.
                 label = names[(names.index(label) + draw.integers(1, len(names))) % len(names)]
-            added.setdefault(fault, []).append(([changed(text, kind, draw), label], kind))
-
-    where: dict[str, dict[str, str]] = {fault: {} for fault in FAULTS}
-    for split, rows, faults in (
-        ("train", train, ("duplicates", "conflicts")),
-        ("test", test, ("leakage",)),
-    ):
-        everything = [(row, "", "") for row in rows]
-        everything += [(row, fault, kind) for fault in faults for row, kind in added[fault]]
-        # A repeated row is the later one, so those that were planted come after all others.
-        path = folder / f"{split}.csv"
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["text", "label"])
-            for line, (row, fault, kind) in enumerate(everything, start=2):
-                writer.writerow(row)
-                if fault:
-                    where[fault][f"{path} line {line}"] = kind
-    rows = [
-        len(train) + len(added["duplicates"]) + len(added["conflicts"]),
-        len(test) + len(added["leakage"]),
-    ]
-    return where, rows, num_made
+            added[fault].append(([changed(text, kind, draw), label], kind))
+    return added
 
 
 def changed(text: str, kind: str, draw: np.random.Generator) -> str:
@@ -186,21 +209,20 @@ def similarity(one: str, other: str) -> float:
 def judge(found: Sequence[dict[str, Any]], planted: dict[str, str], fault: str) -> dict[str, float]:
     """Recall by kind, and precision, of the rows that the report names under a fault."""
     named = {one["row"] for one in found}
-    right = [
-        " ".join(one["text"].casefold().split()) == " ".join(one["other_text"].casefold().split())
-        or similarity(one["text"], one["other_text"]) >= LEAST_SIMILARITY
-        for one in found
-    ]
-    if fault == "conflicts":
-        right = [
-            near and one["label"] != one["other_label"]
-            for near, one in zip(right, found, strict=True)
-        ]
+    right = [is_right(one, fault) for one in found]
     recall = {
         kind: float(np.mean([row in named for row, own in planted.items() if own == kind] or [1]))
         for kind in KINDS
     }
     return {"found": len(found), **recall, "precision": float(np.mean(right or [1]))}
+
+
+def is_right(one: dict[str, Any], fault: str) -> bool:
+    """Whether a row that the report names does repeat the other one, by a plain comparison."""
+    text, other = (" ".join(one[name].casefold().split()) for name in ("text", "other_text"))
+    if fault == "conflicts" and one["label"] == one["other_label"]:
+        return False
+    return text == other or similarity(one["text"], one["other_text"]) >= LEAST_SIMILARITY
 
 
 def run_command(folder: Path, report: Path) -> dict[str, float]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -154,6 +154,31 @@ def table(columns: Mapping[str, Callable[[Case], str]], cases: Iterable[Case]) -
     return markdown_table(
         list(columns), [[cell(case) for cell in columns.values()] for case in cases]
     )
+
+
+class Goal(NamedTuple):
+    """What was promised of a figure: its least or most value; how it is shown, and its limit."""
+
+    what: str
+    measured: float | None  # None: nothing was measured, so the page leaves the goal out
+    bound: Literal["at least", "at most"]
+    limit: float
+    shape: str
+    limit_shape: str = ""  # the same as shape
+
+    def row(self, measured: float) -> list[str]:
+        """The goal's row of the table."""
+        is_least = self.bound == "at least"
+        is_met = measured >= self.limit if is_least else measured <= self.limit
+        limit = (self.limit_shape or self.shape).format(self.limit)
+        shown = self.shape.format(measured)
+        return [self.what, f"{self.bound} {limit}", shown, "yes" if is_met else "**no**"]
+
+
+def goals_table(goals: Iterable[Goal]) -> str:
+    """The goals whose figures were measured, and whether they are met."""
+    rows = [goal.row(goal.measured) for goal in goals if goal.measured is not None]
+    return markdown_table(["", "goal", "measured", "met"], rows)
 
 
 def measurement_facts(module: str, packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -80,25 +80,18 @@ def main() -> None:
         for seed, rate in product(range(options.seeds), RATES):
             planted[rate, seed] = plant(data, options, rate, seed, folder / f"{rate}_{seed}")
         for action, rate, seed in product(ACTIONS, RATES, range(options.seeds)):
+            # What is done with the suspects is only compared where most labels are wrong.
             if action == "list" or rate == max(RATES):
-                output = folder / f"{rate}_{seed}_{action}"
-                future = pool.submit(
-                    train, options, folder / f"{rate}_{seed}", seed, action, output, cores
-                )
-                runs[future] = (action, rate, seed, output)
+                rows = folder / f"{rate}_{seed}"
+                future = pool.submit(train, options, rows, seed, action, cores)
+                runs[future] = (action, rate, seed)
         for future in as_completed(runs):
-            (test, told), (action, rate, seed, output) = future.result(), runs[future]
+            (test, told), (action, rate, seed) = future.result(), runs[future]
             if action == "list":
-                by_steps = [row in planted[rate, seed] for row in told["by_steps"]]
-                shares = {
-                    "steps_alone": precision_at_recall(by_steps, planted[rate, seed]),
-                    "time": told["share"],
-                }
-                suspects = output.with_name(f"{output.name}.run") / "suspects.csv"
-                run["found"][str(rate)].append(
-                    {"seed": seed} | found(suspects, planted[rate, seed]) | shares
-                )
-                harness.report(f"{rate:.0%}: {run['found'][str(rate)][-1]}")
+                suspects = folder / f"{rate}_{seed}_list.run" / "suspects.csv"
+                figures = {"seed": seed} | found(suspects, told, planted[rate, seed])
+                run["found"][str(rate)].append(figures)
+                harness.report(f"{rate:.0%}: {figures}")
             if rate == max(RATES):
                 run["accuracy"][action].append(test["accuracy"])
                 harness.report(f"seed {seed}, {action}: accuracy {test['accuracy']:.4f}")
@@ -125,44 +118,21 @@ def plant(data: NewsData, options: Namespace, rate: float, seed: int, folder: Pa
 
 
 def train(
-    options: Namespace, rows: Path, seed: int, action: str, output: Path, cores: Queue[list[int]]
+    options: Namespace, rows: Path, seed: int, action: str, cores: Queue[list[int]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The test of a run on the next free core, and what it told."""
-    flags = (
-        *(
-            "--dataset",
-            str(rows),
-            "--model",
-            str(options.model),
-            "--epochs",
-            str(options.epochs),
-            "--clean",
-            "news",
-        ),
-        *(
-            "--learning_rate",
-            str(options.learning_rate),
-            "--batch_size",
-            "32",
-            "--max_length",
-            str(options.max_length),
-        ),
-        *(
-            "--seed",
-            str(seed),
-            "--suspects",
-            action,
-            "--resume",
-            "none",
-            "--output_dir",
-            str(output),
-        ),
-        *("--cache_dir", str(rows / "cache"), "--save_every", "0"),
-    )
+    """The test of a run on the next free core, and what it told; its model is next to its rows."""
+    output = rows.with_name(f"{rows.name}_{action}")
+    flags = [
+        *f"--epochs {options.epochs} --learning_rate {options.learning_rate}".split(),
+        *f"--batch_size 32 --max_length {options.max_length} --seed {seed} --clean news".split(),
+        *f"--suspects {action} --resume none --save_every 0".split(),
+        *("--dataset", str(rows), "--model", str(options.model)),
+        *("--output_dir", str(output), "--cache_dir", str(rows / "cache")),
+    ]
     core = cores.get()
     try:
         with on_cores(core):
-            [told] = run_ranks(train_rank, Layout(1, 1), flags=list(flags))
+            [told] = run_ranks(train_rank, Layout(1, 1), flags=flags)
     finally:
         cores.put(core)
     return json.loads((output / "metrics.json").read_text(encoding="utf-8"))["test"], told
@@ -204,8 +174,12 @@ def train_rank(flags: list[str]) -> dict[str, Any]:
         return {"share": share, "by_steps": [one.row for one in suspects.ranking()]}
 
 
-def found(suspects: Path, planted: set[int]) -> dict[str, Any]:
-    """How well the rows of ``suspects.csv`` are the planted ones, and the first rows of it that are not."""
+def found(suspects: Path, told: dict[str, Any], planted: set[int]) -> dict[str, Any]:
+    """How well the rows of ``suspects.csv`` are the planted ones, and the first that are not.
+
+    Args:
+        told: what the run itself told (:func:`train_rank`).
+    """
     with suspects.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     ranking = [(int(row["row"]) in planted, row["flagged"] == "yes") for row in rows]
@@ -222,6 +196,8 @@ def found(suspects: Path, planted: set[int]) -> dict[str, Any]:
             {name: row[name] for name in ("label", "proposed", "text")}
             for row in others[:NOT_PLANTED]
         ],
+        "steps_alone": precision_at_recall([row in planted for row in told["by_steps"]], planted),
+        "time": told["share"],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,27 +82,31 @@ def _layouts(source: dict[str, Any], row: dict[str, Any]) -> Iterator[Layout]:
     degrees = {name: row[name] for name in ("tp", "pp", "dp_replicate", "dp_shard") if name in row}
     if row["strategy"] in ("zero2", "zero3"):
         degrees["dp_shard"] = row["gpus"]
+    checkpointing = row["activation_checkpointing"]
+    modes = [checkpointing] if checkpointing else ["none", "selective"]
+    for (micro_batch, accumulation), mode in product(_batches(row), modes):
+        yield Layout(
+            row["strategy"],
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            seq_len=source["seq_len"],
+            precision=source.get("precision", "bf16"),
+            activation_checkpointing=mode,
+            sequence_parallel=row.get("sequence_parallel", False),
+            schedule=row.get("schedule", "1f1b"),
+            **degrees,
+        )
+
+
+def _batches(row: dict[str, Any]) -> list[tuple[int, int]]:
+    """The rows of a micro-batch and how many of them make a step, as each choice has them."""
+    if "rows_per_step" not in row:
+        return [(row["micro_batch"], row.get("accumulation", 1))] if row["micro_batch"] else []
     data_ranks = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1))
-    rows = row["rows_per_step"] // data_ranks if "rows_per_step" in row else None
-    fitting = [n for n in (1, 2, 4, 8, 16) if rows and rows % n == 0]
-    for micro_batch in [row["micro_batch"]] if row["micro_batch"] else fitting:
-        accumulation = rows // micro_batch if rows else row.get("accumulation", 1)
-        for mode in (
-            [row["activation_checkpointing"]]
-            if row["activation_checkpointing"]
-            else ("none", "selective")
-        ):
-            yield Layout(
-                row["strategy"],
-                micro_batch=micro_batch,
-                accumulation=accumulation,
-                seq_len=source["seq_len"],
-                precision=source.get("precision", "bf16"),
-                activation_checkpointing=mode,
-                sequence_parallel=row.get("sequence_parallel", False),
-                schedule=row.get("schedule", "1f1b"),
-                **degrees,
-            )
+    rows = row["rows_per_step"] // data_ranks
+    fitting = [number for number in (1, 2, 4, 8, 16) if rows % number == 0]
+    chosen = [row["micro_batch"]] if row["micro_batch"] else fitting
+    return [(micro_batch, rows // micro_batch) for micro_batch in chosen]
 
 
 def _measured_tokens(source: dict[str, Any], row: dict[str, Any], shape: ModelShape) -> float:

@@ -12,10 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from benchmarks import harness
+from benchmarks.harness import Goal
 from benchmarks.serving.client import Load
 from benchmarks.serving.running import Running, started
 from benchmarks.serving.servers import Server
@@ -26,6 +29,7 @@ MODULE = "benchmarks.request_cost"
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "tokenizers", "numpy")
 CLIENTS = 32
 STEADY_SHARE = 0.7
+Series = dict[str, list[float]]
 WORKERS = (1, 2)
 INTRODUCTION = """
 The engine answers immediately, so this is the cost of HTTP, JSON, tokenizing, batching, metrics and the log line.
@@ -60,6 +64,12 @@ def main() -> None:
     options = parser.parse_args()
     if shutil.which("wrk") is None:
         raise UserError("wrk is not installed: apt-get install wrk", code="benchmark-failed")
+    page = render(measure_rounds(options), options.rounds)
+    harness.write_page(options.output, page)
+
+
+def measure_rounds(options: Namespace) -> dict[str, Series]:
+    """By the number of workers, each figure's value in every round."""
     texts = read_workload(options.model, options.texts).texts
     cases = {f"{number} worker{'s' * (number > 1)}": number for number in WORKERS}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,44 +93,30 @@ def main() -> None:
                 cases, options.rounds, measure, lambda found: f"{found['rate']:,.0f} requests/s"
             )
         )
-    columns = {
+    return {
         name: {key: [one[name][key] for one in rounds] for key in rounds[0][name]} for name in cases
     }
-    one, two = columns.values()
+
+
+def render(found: dict[str, Series], num_rounds: int) -> str:
+    one, two = found.values()
+    gain = harness.median_ratio(two["rate"], one["rate"])
+    cpu, p99, shape = median(one["cpu_ms"]), median(one["p99_ms"]), "{:.2f}"
     goals = [
-        ("CPU ms per request, 1 worker", "at most 0.40", median(one["cpu_ms"]), 0.40, False),
-        ("p99 at 70%, 1 worker, ms", "at most 20", median(one["p99_ms"]), 20, False),
-        (
-            "2 workers ÷ 1 worker, requests/s",
-            "at least 1.70",
-            harness.median_ratio(two["rate"], one["rate"]),
-            1.7,
-            True,
-        ),
+        Goal("CPU ms per request, 1 worker", cpu, "at most", 0.40, shape),
+        Goal("p99 at 70%, 1 worker, ms", p99, "at most", 20, shape, limit_shape="{:.0f}"),
+        Goal("2 workers ÷ 1 worker, requests/s", gain, "at least", 1.7, shape),
     ]
-    text = INTRODUCTION.format(clients=CLIENTS, rounds=options.rounds)
+    columns: dict[str, Callable[[str], str]] = {
+        "": str,
+        "requests/s": lambda name: harness.median_and_spread(found[name]["rate"], 0),
+        "CPU ms/request": lambda name: harness.median_and_spread(found[name]["cpu_ms"], 3),
+        "p99 at 70%, ms": lambda name: harness.median_and_spread(found[name]["p99_ms"]),
+    }
+    text = INTRODUCTION.format(clients=CLIENTS, rounds=num_rounds)
     page = harness.introduction(MODULE, "What a request costs", text)
     page += harness.fact_list(harness.measurement_facts(MODULE, PACKAGES)) + "\n"
-    page += harness.markdown_table(
-        ("", "goal", "measured", "met"),
-        [
-            (name, goal, f"{found:.2f}", "yes" if (found >= limit) == is_least else "**no**")
-            for name, goal, found, limit, is_least in goals
-        ],
-    )
-    page += "\n" + harness.markdown_table(
-        ("", "requests/s", "CPU ms/request", "p99 at 70%, ms"),
-        [
-            (
-                name,
-                harness.median_and_spread(found["rate"], 0),
-                harness.median_and_spread(found["cpu_ms"], 3),
-                harness.median_and_spread(found["p99_ms"]),
-            )
-            for name, found in columns.items()
-        ],
-    )
-    harness.write_page(options.output, page)
+    return f"{page}{harness.goals_table(goals)}\n{harness.table(columns, found)}"
 
 
 def _server(workers: int) -> Server:
@@ -135,23 +131,14 @@ def _wrk(running: Running, script: Path, seconds: float) -> dict[str, float]:
         UserError: a request was not answered with 200.
     """
     before = running.tree.cpu_seconds()
-    command = [
-        "wrk",
-        "-t1",
-        f"-c{CLIENTS}",
-        f"-d{math.ceil(seconds)}s",
-        "-s",
-        script,
-        f"http://127.0.0.1:{running.port}",
-    ]
+    flags = ["-t1", f"-c{CLIENTS}", f"-d{math.ceil(seconds)}s", "-s", script]
+    command = ["wrk", *flags, f"http://127.0.0.1:{running.port}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = running.tree.cpu_seconds() - before
     if "Non-2xx" in said or "Socket errors" in said:
         raise UserError(f"wrk: {' '.join(said.split())}", code="benchmark-failed")
-    count, rate = (
-        re.search(r"(\d+) requests in", said),
-        re.search(r"Requests/sec:\s+([\d.]+)", said),
-    )
+    count = re.search(r"(\d+) requests in", said)
+    rate = re.search(r"Requests/sec:\s+([\d.]+)", said)
     return {"rate": float(rate[1]), "cpu_ms": used / int(count[1]) * 1e3}
 
 

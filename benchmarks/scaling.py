@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,6 +35,9 @@ from training.parallelism.distributed import join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 from training.run.step import optimizer_step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MODULE = "benchmarks.scaling"
 WARMUP_STEPS = 3
@@ -204,41 +207,44 @@ def draw(rounds: Rounds) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    jobs = jobs_in_order(rounds)
-    one = median(rates(rounds, ("ddp", 1)))
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
-        counts = sorted({count for _, count in jobs if count <= usable_cpus()})
-        left.plot(
-            counts,
-            [one * count for count in counts],
-            color="#9aa5b1",
-            linestyle="--",
-            label="linear",
-        )
-        for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in jobs), strict=False):
-            own = {
-                count: median(rates(rounds, (name, count)))
-                for strategy, count in jobs
-                if strategy == name
-            }
-            shown = {1: one} | {count: rate for count, rate in own.items() if count in counts}
-            left.plot(list(shown), list(shown.values()), "o-", color=colour, label=name)
-        left.set(xlabel="processes, a core each", ylabel="samples/s", xticks=counts, ylim=(0, None))
-        left.legend(frameon=False, fontsize=8)
-        labels = [f"{name}\n{count}" for name, count in jobs]
-        bottom = [0.0] * len(jobs)
-        for state, colour in STATES.items():
-            heights = [rounds[f"{name} {count}"][0][state] / 1e6 for name, count in jobs]
-            right.bar(labels, heights, bottom=bottom, color=colour, label=state)
-            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-        right.set(ylabel="MB per rank", xlabel="strategy and processes")
-        right.tick_params(axis="x", labelsize=7)
-        right.legend(frameon=False, fontsize=8)
+        _draw_rates(left, rounds)
+        _draw_memory(right, rounds)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=160)
     return file.getvalue()
+
+
+def _draw_rates(axes: Axes, rounds: Rounds) -> None:
+    """Each strategy's samples per second over the number of processes, beside a straight line."""
+    jobs = jobs_in_order(rounds)
+    one = median(rates(rounds, ("ddp", 1)))
+    # Processes that share a core are left out: no line could say how fast they should be.
+    counts = sorted({count for _, count in jobs if count <= usable_cpus()})
+    ideal = [one * count for count in counts]
+    axes.plot(counts, ideal, color="#9aa5b1", linestyle="--", label="linear")
+    for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in jobs), strict=False):
+        own = [count for strategy, count in jobs if strategy == name and count in counts]
+        shown = {1: one} | {count: median(rates(rounds, (name, count))) for count in own}
+        axes.plot(list(shown), list(shown.values()), "o-", color=colour, label=name)
+    axes.set(xlabel="processes, a core each", ylabel="samples/s", xticks=counts, ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_memory(axes: Axes, rounds: Rounds) -> None:
+    """The bytes that a rank holds, one state on top of the other."""
+    jobs = jobs_in_order(rounds)
+    labels = [f"{name}\n{count}" for name, count in jobs]
+    bottom = [0.0] * len(jobs)
+    for state, colour in STATES.items():
+        heights = [rounds[f"{name} {count}"][0][state] / 1e6 for name, count in jobs]
+        axes.bar(labels, heights, bottom=bottom, color=colour, label=state)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    axes.set(ylabel="MB per rank", xlabel="strategy and processes")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _parse() -> Namespace:

@@ -81,15 +81,7 @@ def _measure_rounds(
 def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
     """What the page needs to know, with no rounds yet."""
     pythons = _pythons(options)
-    left_out: dict[str, str] = {}
-    for name in options.servers:
-        server = SERVERS[name]
-        if server.python not in pythons:
-            left_out[name] = f"no --{server.python}_python was given"
-        elif not server.folder(options.model).is_dir():
-            left_out[name] = (
-                f"the model has no {server.artefact} artefact: `python -m inference.export` writes it"
-            )
+    left_out = _left_out(options, pythons)
     servers = [name for name in options.servers if name not in left_out]
     for name, why in left_out.items():
         report(f"{name}: left out: {why}")
@@ -103,12 +95,10 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         facts["Held to AVX2"] = (
             "everything newer is hidden from all servers (`benchmarks/serving/hide_instructions.c`)"
         )
-    accuracy = {}
-    for path in sorted(options.accuracy_model.glob("*/manifest.json")):
-        manifest = json.loads(path.read_text())
-        accuracy[path.parent.name] = {
-            name: manifest[name] for name in ("precision", "accuracy", "size")
-        }
+    manifests = {
+        path.parent.name: json.loads(path.read_text())
+        for path in sorted(options.accuracy_model.glob("*/manifest.json"))
+    }
     return {
         "facts": facts,
         "instruction_set": instruction_set,
@@ -123,13 +113,29 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
             for name in servers
         },
         "accuracy_model": options.accuracy_model.name,
-        "accuracy": accuracy,
+        "accuracy": {
+            artefact: {name: manifest[name] for name in ("precision", "accuracy", "size")}
+            for artefact, manifest in manifests.items()
+        },
         "dollars_per_hour": options.dollars_per_hour,
         "seconds": options.seconds,
         "poisson": options.poisson,
         "wanted_rounds": options.rounds,
         "rounds": [],
     }
+
+
+def _left_out(options: Namespace, pythons: dict[str, str]) -> dict[str, str]:
+    """The servers that cannot run here, and why."""
+    why = {}
+    for name in options.servers:
+        server = SERVERS[name]
+        if server.python not in pythons:
+            why[name] = f"no --{server.python}_python was given"
+        elif not server.folder(options.model).is_dir():
+            remedy = "`python -m inference.export` writes it"
+            why[name] = f"the model has no {server.artefact} artefact: {remedy}"
+    return why
 
 
 def _int8_operations(model: Path, tokens: float) -> float:

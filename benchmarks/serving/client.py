@@ -157,20 +157,23 @@ class Client:
         while waiting and (now := time.perf_counter()) < end + self.load.patience:
             for connection, status in self._answers(end + self.load.patience - now):
                 now = time.perf_counter()
-                self.tally.answered(status, connection.since, now)
                 waiting.discard(connection)
-                if status == "200":
-                    connection.answered += 1
-                    connection.last_answer = now
-                if status == BROKEN or connection.is_last:
-                    continue  # this client stops: reconnecting would hide the failure
-                if now < end and self._send(connection, now):
+                self._count(connection, status, now)
+                # A client whose connection ends stops: reconnecting would hide the failure.
+                goes_on = now < end and status != BROKEN and not connection.is_last
+                if goes_on and self._send(connection, now):
                     waiting.add(connection)
         self.tally.outcomes[NO_ANSWER] += len(waiting)
         self.tally.client_rates = [
             c.answered / (c.last_answer - began) for c in connections if c.answered
         ]
         return began
+
+    def _count(self, connection: Connection, status: str, now: float) -> None:
+        self.tally.answered(status, connection.since, now)
+        if status == "200":
+            connection.answered += 1
+            connection.last_answer = now
 
     def open_loop(self) -> float:
         """Send at a fixed rate, on as many connections as that takes; returns the time at which it began."""
@@ -231,9 +234,8 @@ class Client:
         self._next += 1
         connection.since = since
         try:
-            connection.socket.sendall(
-                request
-            )  # loopback's buffer takes a whole body without blocking
+            # Loopback's buffer takes a whole body without blocking.
+            connection.socket.sendall(request)
         except OSError:
             self.tally.outcomes[BROKEN] += 1
             return False
