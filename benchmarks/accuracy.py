@@ -73,18 +73,13 @@ def main() -> None:
     defaults = TrainConfig()
     fraction = defaults.validation_fraction
     parser = harness.Parser(MODULE, __doc__, page="accuracy.md")
-    parser.add_argument(
-        "--dataset", default=SAMPLE, help="as for training (default: the built-in sample)"
-    )
-    parser.add_argument(
-        "--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dataset", default=SAMPLE, help="as for training (default: the built-in sample)")
+    add("--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders")
+    add(
         "--validation_fraction", type=float, default=fraction, help="as for training (default: 0.1)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, help="as for training (default: 42)"
-    )
+    add("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
     options = parser.parse_args()
     entries = [read_model(folder) for folder in options.models]
     data = load_news(options.dataset, options.seed)

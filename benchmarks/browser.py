@@ -72,21 +72,16 @@ CASES = {
 
 def main() -> None:
     parser = harness.Parser(MODULE, __doc__, page="browser.md", rounds=15)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model",
         type=Path,
         default=Path("checkpoints/minilm_agnews"),
         help="with native/ and onnx/",
     )
-    parser.add_argument(
-        "--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is"
-    )
-    parser.add_argument(
-        "--passes", type=positive, default=20, help="of a case per round (default: 20)"
-    )
-    parser.add_argument(
-        "--starts", type=positive, default=7, help="first answers of an engine (default: 7)"
-    )
+    add("--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is")
+    add("--passes", type=positive, default=20, help="of a case per round (default: 20)")
+    add("--starts", type=positive, default=7, help="first answers of an engine (default: 7)")
     options = parser.parse_args()
     ids = token_ids(options.model)
     with tempfile.TemporaryDirectory() as temporary:

@@ -259,22 +259,17 @@ def _folder(text: str) -> Path:
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="bulk_scoring.md", rounds=5)
     models = [harness.ROOT / "checkpoints" / name for name in ("minilm_agnews", "minilm_widened")]
-    parser.add_argument("--models", type=_folder, nargs="+", default=models, help="model folders")
-    parser.add_argument(
-        "--rows", type=positive, nargs="+", default=[8_192, 3_072], help="rows for each model"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--models", type=_folder, nargs="+", default=models, help="model folders")
+    add("--rows", type=positive, nargs="+", default=[8_192, 3_072], help="rows for each model")
+    add(
         "--data",
         type=_folder,
         default=harness.ROOT / "data" / "ag_news" / "test.csv",
         help="the texts",
     )
-    parser.add_argument(
-        "--memory_rows", type=positive, default=0, help="measure memory with so many rows instead"
-    )
-    parser.add_argument(
-        "--folder", type=_folder, default=None, help="where rows of the memory are written"
-    )
+    add("--memory_rows", type=positive, default=0, help="measure memory with so many rows instead")
+    add("--folder", type=_folder, default=None, help="where rows of the memory are written")
     options = parser.parse_args()
     if len(options.rows) != len(options.models):
         raise UserError("--rows: give one number for each of --models", code="benchmark-input")

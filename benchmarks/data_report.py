@@ -50,16 +50,15 @@ The prediction for twice the rows, from so many training rows, and what the same
 
 def main() -> None:
     parser = harness.Parser(MODULE, __doc__ or "", page="data_report.md", rounds=3)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--dataset",
         default=str(harness.ROOT / "data" / "ag_news"),
         help="data with one label per row",
     )
-    parser.add_argument(
-        "--rows", type=positive, default=harness.AG_NEWS_ROWS, help="training rows, at least"
-    )
-    parser.add_argument("--planted", type=positive, default=1000, help="of each fault")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    add("--rows", type=positive, default=harness.AG_NEWS_ROWS, help="training rows, at least")
+    add("--planted", type=positive, default=1000, help="of each fault")
+    add("--seed", type=int, default=0, help="of what is drawn")
     options = parser.parse_args()
     data = load_news(options.dataset)
     run: dict[str, Any] = {

@@ -272,17 +272,18 @@ def _own_errors(run: dict[str, Any]) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="label_errors.md", seeds=2)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--dataset",
         default=str(harness.ROOT / "data" / "ag_news"),
         help="data with one label per row",
     )
-    parser.add_argument("--model", type=Path, required=True, help="the encoder to fine-tune")
-    parser.add_argument("--rows", type=positive, default=4000, help="training rows")
-    parser.add_argument("--tests", type=positive, default=1000, help="test rows")
-    parser.add_argument("--epochs", type=positive, default=3, help="as for training")
-    parser.add_argument("--learning_rate", type=float, default=1e-4, help="as for training")
-    parser.add_argument("--max_length", type=positive, default=40, help="as for training")
+    add("--model", type=Path, required=True, help="the encoder to fine-tune")
+    add("--rows", type=positive, default=4000, help="training rows")
+    add("--tests", type=positive, default=1000, help="test rows")
+    add("--epochs", type=positive, default=3, help="as for training")
+    add("--learning_rate", type=float, default=1e-4, help="as for training")
+    add("--max_length", type=positive, default=40, help="as for training")
     return parser.parse_args()
 
 

@@ -237,28 +237,17 @@ def draw(results: Mapping[str, dict[str, Any]]) -> bytes:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="one_or_two_processes.md", rounds=5)
-    parser.add_argument(
-        "--data", type=Path, required=True, help="a folder with AG News' train.csv and test.csv"
-    )
-    parser.add_argument(
-        "--device", choices=TITLES, help="which table to fill (default: gpu if there is one)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="a folder with AG News' train.csv and test.csv")
+    add("--device", choices=TITLES, help="which table to fill (default: gpu if there is one)")
+    add(
         "--model", default="tiny", help="a hub name, a folder, or tiny, made from scratch (default)"
     )
-    parser.add_argument(
-        "--rows", type=positive, default=6000, help="for training and validation (default: 6000)"
-    )
-    parser.add_argument(
-        "--test_rows", type=positive, default=400, help="for the test at the end (default: 400)"
-    )
-    parser.add_argument("--epochs", type=positive, default=3, help="default: 3")
-    parser.add_argument(
-        "--global_batch", type=positive, default=64, help="rows per step (default: 64)"
-    )
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="default: fp32 on CPUs, bf16 on GPUs"
-    )
+    add("--rows", type=positive, default=6000, help="for training and validation (default: 6000)")
+    add("--test_rows", type=positive, default=400, help="for the test at the end (default: 400)")
+    add("--epochs", type=positive, default=3, help="default: 3")
+    add("--global_batch", type=positive, default=64, help="rows per step (default: 64)")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: fp32 on CPUs, bf16 on GPUs")
     options = parser.parse_args()
     if options.global_batch % 2:
         message = (

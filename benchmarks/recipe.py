@@ -347,25 +347,20 @@ def _rows_per_label(text: str) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="recipe.md")
-    parser.add_argument(
-        "--dataset", nargs="+", required=True, help="folders with train and test rows"
-    )
-    parser.add_argument("--model", nargs="+", default=[STARTER], help="encoders (default: starter)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dataset", nargs="+", required=True, help="folders with train and test rows")
+    add("--model", nargs="+", default=[STARTER], help="encoders (default: starter)")
+    add(
         "--per_label",
         type=_rows_per_label,
         nargs="+",
         default=["8", "16", "64"],
         help=f"rows, {ALL}, {NAMES} or {TEXTS} (default: 8 16 64)",
     )
-    parser.add_argument(
-        "--task", choices=METRIC_OF, default="classification", help="as for training"
-    )
-    parser.add_argument(
-        "--label_column", default="label", help="column with the label (default: label)"
-    )
-    parser.add_argument("--pair_column", default="", help="column with a second text")
-    parser.add_argument("--seeds", type=positive, default=3, help="how many draws (default: 3)")
+    add("--task", choices=METRIC_OF, default="classification", help="as for training")
+    add("--label_column", default="label", help="column with the label (default: label)")
+    add("--pair_column", default="", help="column with a second text")
+    add("--seeds", type=positive, default=3, help="how many draws (default: 3)")
     options = parser.parse_args()
     if options.task != "classification" and options.per_label != [ALL]:
         parser.error(f"--task {options.task}: rows are drawn by label, so give --per_label {ALL}")

@@ -249,24 +249,17 @@ def _draw_memory(axes: Axes, rounds: Rounds) -> None:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="scaling.md", rounds=3)
-    parser.add_argument(
-        "--processes", nargs="+", type=positive, default=[1, 2, 4], help="default: 1 2 4"
-    )
-    parser.add_argument(
-        "--strategies", nargs="+", choices=FLAGS, default=list(FLAGS), help="default: all"
-    )
-    parser.add_argument("--size", choices=SIZES, default="minilm", help="default: minilm")
-    parser.add_argument(
-        "--dataset", default=SAMPLE, help="sample (default) or a folder in AG News' layout"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--processes", nargs="+", type=positive, default=[1, 2, 4], help="default: 1 2 4")
+    add("--strategies", nargs="+", choices=FLAGS, default=list(FLAGS), help="default: all")
+    add("--size", choices=SIZES, default="minilm", help="default: minilm")
+    add("--dataset", default=SAMPLE, help="sample (default) or a folder in AG News' layout")
+    add(
         "--tokenizer",
         default=TINY,
         help="a folder with tokenizer.json; default: trained on the data",
     )
-    parser.add_argument(
-        "--steps", type=positive, default=10, help="optimizer steps per round (default: 10)"
-    )
+    add("--steps", type=positive, default=10, help="optimizer steps per round (default: 10)")
     options = parser.parse_args()
     # DDP and one process are what the others are compared with.
     options.processes = sorted({1, *options.processes})

@@ -162,47 +162,40 @@ def _pythons(options: Namespace) -> dict[str, str]:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="serving.md", rounds=5)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="a model folder with its artefacts"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a model folder with its artefacts")
+    add(
         "--texts",
         default="data/ag_news",
         help="a folder in AG News' layout (default: data/ag_news)",
     )
-    parser.add_argument(
+    add(
         "--servers",
         type=lambda text: text.split(","),
         default=DEFAULT,
         metavar="NAME,...",
         help=f"of {', '.join(SERVERS)} (default: {','.join(DEFAULT)})",
     )
-    parser.add_argument(
-        "--seconds", type=harness.seconds, default=10.0, help="of a load (default: 10)"
-    )
-    parser.add_argument(
+    add("--seconds", type=harness.seconds, default=10.0, help="of a load (default: 10)")
+    add(
         "--avx2_only",
         action="store_true",
         help="hide what the processor has beyond AVX2 from all servers (Linux)",
     )
-    parser.add_argument(
+    add(
         "--poisson",
         action="store_true",
         help="random gaps in the open loops, instead of equal ones",
     )
-    parser.add_argument(
-        "--peer_python", help="the Python that has the peers (default: they are left out)"
-    )
-    parser.add_argument(
-        "--infinity_python", help="the Python that has Infinity (default: it is left out)"
-    )
-    parser.add_argument(
+    add("--peer_python", help="the Python that has the peers (default: they are left out)")
+    add("--infinity_python", help="the Python that has Infinity (default: it is left out)")
+    add(
         "--accuracy_model",
         type=Path,
         metavar="FOLDER",
         help="its artefacts give the accuracies (default: --model)",
     )
-    parser.add_argument(
+    add(
         "--dollars_per_hour",
         type=float,
         default=0.10,

@@ -140,14 +140,15 @@ def render(run: dict[str, Any]) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="sizing.md", rounds=3)
-    parser.add_argument("models", type=Path, nargs="+", help="model folders with their artefacts")
-    parser.add_argument(
+    add = parser.add_argument
+    add("models", type=Path, nargs="+", help="model folders with their artefacts")
+    add(
         "--texts",
         default="data/ag_news",
         help="a folder in AG News' layout (default: data/ag_news)",
     )
     counts = list(range(1, usable_cpus() + 1))
-    parser.add_argument(
+    add(
         "--cores",
         type=int,
         nargs="+",
@@ -155,10 +156,8 @@ def _parse() -> Namespace:
         default=counts,
         help="of a server (default: all)",
     )
-    parser.add_argument(
-        "--seconds", type=harness.seconds, default=5.0, help="of a load (default: 5)"
-    )
-    parser.add_argument("--dollars_per_core_hour", type=float, default=0.05, help="default: 0.05")
+    add("--seconds", type=harness.seconds, default=5.0, help="of a load (default: 5)")
+    add("--dollars_per_core_hour", type=float, default=0.05, help="default: 0.05")
     options = parser.parse_args()
     for model in options.models:
         if not any(server.folder(model).is_dir() for server in ENGINES.values()):

@@ -65,19 +65,18 @@ MODULE = "benchmarks.training_features"
 
 def add_training_flags(parser: ArgumentParser, epochs: int, batch_size: int) -> None:
     """The flags of a question that trains whole runs."""
-    parser.add_argument("--dataset", default=SAMPLE, help="as for training")
-    parser.add_argument("--model", default=TINY, help="as for training")
-    parser.add_argument("--epochs", type=positive, default=epochs, help=f"default: {epochs}")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dataset", default=SAMPLE, help="as for training")
+    add("--model", default=TINY, help="as for training")
+    add("--epochs", type=positive, default=epochs, help=f"default: {epochs}")
+    add(
         "--batch_size",
         type=positive,
         default=batch_size,
         help=f"rows per rank (default: {batch_size})",
     )
-    parser.add_argument("--max_train_rows", type=int, default=0, help="0 = all (default)")
-    parser.add_argument(
-        "--layout", type=Layout.parse, default="2x1", help="PROCESSESxTHREADS (default: 2x1)"
-    )
+    add("--max_train_rows", type=int, default=0, help="0 = all (default)")
+    add("--layout", type=Layout.parse, default="2x1", help="PROCESSESxTHREADS (default: 2x1)")
 
 
 def training_flags(options: Namespace) -> dict[str, Any]:
@@ -262,17 +261,12 @@ LABELS = ["World", "Sports", "Business", "Science"]
 
 
 def add_async_saving_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--layouts", nargs="+", default=["1x2", "2x1"], metavar="PxT", help="default: 1x2 2x1"
-    )
-    parser.add_argument(
-        "--steps", type=positive, default=3, help="undisturbed steps before each save (default: 3)"
-    )
-    parser.add_argument("--rows", type=positive, default=8, help="per rank per step (default: 8)")
-    parser.add_argument("--tokens", type=positive, default=64, help="per row (default: 64)")
-    parser.add_argument(
-        "--place", type=Path, help="a folder on the disk to save to (default: a temporary one)"
-    )
+    add = parser.add_argument
+    add("--layouts", nargs="+", default=["1x2", "2x1"], metavar="PxT", help="default: 1x2 2x1")
+    add("--steps", type=positive, default=3, help="undisturbed steps before each save (default: 3)")
+    add("--rows", type=positive, default=8, help="per rank per step (default: 8)")
+    add("--tokens", type=positive, default=64, help="per row (default: 64)")
+    add("--place", type=Path, help="a folder on the disk to save to (default: a temporary one)")
 
 
 def async_saving(options: Namespace) -> None:

@@ -322,44 +322,39 @@ def _scaling(section: dict[str, Any]) -> str:
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="training_throughput.md", rounds=5)
-    parser.add_argument(
-        "--size", choices=SIZES, default="minilm", help="of the model (default: minilm)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="minilm", help="of the model (default: minilm)")
+    add(
         "--dataset",
         default=SAMPLE,
         help="a folder in AG News' layout (default: the built-in sample)",
     )
-    parser.add_argument(
+    add(
         "--task",
         choices=(Classification.name, MultiLabelClassification.name, CausalLanguageModel.name),
         default=Classification.name,
         help="with multi_label, each row has its one label; with causal_lm its text alone (default: classification)",
     )
-    parser.add_argument(
-        "--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)"
-    )
-    parser.add_argument(
+    add("--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)")
+    add(
         "--tokenizer",
         default=TINY,
         help="a folder or tokenizer.json; default: one trained on the rows",
     )
-    parser.add_argument(
+    add(
         "--layouts",
         nargs="+",
         default=["2x1", "1x2", "1x1"],
         metavar="PxT",
         help="default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--variants",
         nargs="+",
         choices=VARIANTS,
         help="default: all but trainer-rebalanced; bf16 if the CPU has it",
     )
-    parser.add_argument(
-        "--startup", action="store_true", help="measure only the time to the first step"
-    )
+    add("--startup", action="store_true", help="measure only the time to the first step")
     options = parser.parse_args()
     chosen = (
         LANGUAGE_MODEL_VARIANTS if options.task == CausalLanguageModel.name else DEFAULT_VARIANTS

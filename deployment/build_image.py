@@ -94,7 +94,8 @@ def _parse() -> argparse.Namespace:
     what.add_argument(
         "--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it"
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--with",
         dest="extras",
         type=_extras,
@@ -102,22 +103,20 @@ def _parse() -> argparse.Namespace:
         metavar="EXTRAS",
         help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, Ray (only with --torch); default: none",
     )
-    parser.add_argument(
+    add(
         "--tag",
         help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and latest",
     )
-    parser.add_argument(
+    add(
         "--suffix", help="end of the default tag, such as amd64, for images that one name will join"
     )
-    parser.add_argument(
-        "--push", action="store_true", help="push the image to its registry and print its digest"
-    )
-    parser.add_argument(
+    add("--push", action="store_true", help="push the image to its registry and print its digest")
+    add(
         "--builder",
         choices=BUILDERS,
         help="default: the first of these that is installed and answers",
     )
-    parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --no-cache")
+    add("flags", nargs="*", help="after --: for the builder, such as --no-cache")
     options = parser.parse_args()
     if options.model and (refused := set(options.extras) - set(SERVING_EXTRAS)):
         parser.error(f"--with {','.join(refused)}: needs --torch")

@@ -310,61 +310,44 @@ def _parse() -> argparse.Namespace:
         description=__doc__,
         epilog="Exit codes: 0 promoted, 1 rolled back, 2 nothing was changed. Ctrl-C and SIGTERM roll back.",
     )
-    parser.add_argument(
-        "route", metavar="ROUTE", help="the HTTPRoute (deployment/kubernetes/gateway)"
-    )
-    parser.add_argument(
-        "--namespace", required=True, help="of the route, both Services and their metrics"
-    )
-    parser.add_argument(
-        "--prometheus", type=_address, metavar="URL", help="its address, without /api"
-    )
-    parser.add_argument(
-        "--stable", default="distrinews", metavar="SERVICE", help="what serves now (distrinews)"
-    )
-    parser.add_argument(
-        "--canary", default="distrinews-canary", metavar="SERVICE", help="what may replace it"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("route", metavar="ROUTE", help="the HTTPRoute (deployment/kubernetes/gateway)")
+    add("--namespace", required=True, help="of the route, both Services and their metrics")
+    add("--prometheus", type=_address, metavar="URL", help="its address, without /api")
+    add("--stable", default="distrinews", metavar="SERVICE", help="what serves now (distrinews)")
+    add("--canary", default="distrinews-canary", metavar="SERVICE", help="what may replace it")
+    add(
         "--steps",
         type=_steps,
         default=[5, 25, 50, 100],
         metavar="N,N",
         help="percent (5,25,50,100)",
     )
-    parser.add_argument(
-        "--step_s", type=above_zero, default=600.0, metavar="N", help="seconds per step (600)"
-    )
-    parser.add_argument(
-        "--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between checks (30)"
-    )
-    parser.add_argument(
+    add("--step_s", type=above_zero, default=600.0, metavar="N", help="seconds per step (600)")
+    add("--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between checks (30)")
+    add(
         "--least_requests",
         type=positive,
         default=200,
         metavar="N",
         help="with fewer, nothing is decided (200)",
     )
-    parser.add_argument(
+    add(
         "--most_failed",
         type=above_zero,
         default=1.0,
         metavar="N",
         help="its share of 5xx answers may be this many percentage points above theirs (1)",
     )
-    parser.add_argument(
+    add(
         "--most_slower",
         type=above_zero,
         default=1.5,
         metavar="N",
         help="its p99 may be up to this many times theirs (1.5)",
     )
-    parser.add_argument(
-        "--path", default="/predict", help="the route of the server whose p99 counts (/predict)"
-    )
-    parser.add_argument(
-        "--weight", type=_percent, metavar="N", help="only set the canary's percentage, and exit"
-    )
+    add("--path", default="/predict", help="the route of the server whose p99 counts (/predict)")
+    add("--weight", type=_percent, metavar="N", help="only set the canary's percentage, and exit")
     options = parser.parse_args()
     if options.prometheus is None and options.weight is None:
         parser.error("--prometheus is needed, because its metrics decide")

@@ -127,29 +127,28 @@ def _table(rate: Rate, hired: Sequence[Machine], texts: int, machines: int) -> s
 
 def _parse() -> argparse.Namespace:
     parser = OneLineParser(prog="python -m deployment.costs", description=__doc__)
-    parser.add_argument(
-        "--texts", type=_count, default=10**9, metavar="N", help="texts to classify (default: 1e9)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--texts", type=_count, default=10**9, metavar="N", help="texts to classify (default: 1e9)")
+    add(
         "--machines",
         type=positive,
         default=1,
         metavar="N",
         help="machines of each kind (default: 1)",
     )
-    parser.add_argument(
+    add(
         "--texts_per_second",
         type=above_zero,
         metavar="N",
         help="a rate that you measured yourself, on --cores cores (default: the rates of our benchmarks)",
     )
-    parser.add_argument(
+    add(
         "--cores",
         type=positive,
         metavar="N",
         help="the cores that --texts_per_second was measured on",
     )
-    parser.add_argument(
+    add(
         "--hire",
         type=_machine,
         action="append",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,30 +40,9 @@ from training.watch import draw, make_console
 ROOT = Path(__file__).resolve().parents[1]
 # 250 steps of 24 rows. The learning rate is low enough for rounding to stay rounding: sums over two ranks and over
 # three differ in their last bits, which a high one would blow up over some hundred steps.
-FLAGS = (
-    *(
-        "--dataset",
-        "sample",
-        "--model",
-        "tiny",
-        "--device",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--deterministic",
-    ),
-    *(
-        "--epochs",
-        "5",
-        "--batch_size",
-        "8",
-        "--learning_rate",
-        "3e-4",
-        "--save_every",
-        "20",
-        "--log_every",
-        "1",
-    ),
+FLAGS = shlex.split(
+    "--dataset sample --model tiny --device cpu --precision fp32 --deterministic "
+    "--epochs 5 --batch_size 8 --learning_rate 3e-4 --save_every 20 --log_every 1"
 )
 STEPS_BETWEEN = 20
 DEADLINE = 300.0  # seconds that any one thing may take
@@ -308,10 +288,7 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     whole = sorted(ours) == sorted(theirs) == list(steps)
     same = next((step - 1 for step in steps if ours.get(step) != theirs.get(step)), len(steps))
     apart = max(abs(ours.get(step, np.inf) - theirs[step]) / theirs[step] for step in steps)
-    weights, expected = (
-        load_file(folder / "model.safetensors") for folder in (output_dir, undisturbed)
-    )
-    farthest = max(float(np.abs(weights[name] - expected[name]).max()) for name in expected)
+    farthest = largest_difference(output_dir, undisturbed)
     lines = (
         f"Each of the {len(steps)} steps was recorded exactly once: {'yes' if whole else 'NO'}.",
         f"Loss (mean over 24 rows): up to step {same} it equals the undisturbed run's to the last bit,",
@@ -326,6 +303,12 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
         style="bold",
     )
     return 0 if equal else 1
+
+
+def largest_difference(model: Path, other: Path) -> float:
+    """By how much any weight of a model differs from the same one of another."""
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (model, other))
+    return max(float(np.abs(weights[name] - expected[name]).max()) for name in expected)
 
 
 def recorded_losses(output_dir: Path) -> dict[int, float]:

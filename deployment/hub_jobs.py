@@ -51,69 +51,67 @@ class Place:
         return str(PurePosixPath(self.volume.mount_path, self.path))
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What runs, and the repositories and buckets that it sees as folders."""
+
+    command: list[str]
+    volumes: list[Volume]
+
+
 def main() -> None:
     options, flags = _parse()
-    jobs = _jobs(options.addresses)
-    machine = HUB_FLAVORS[options.flavor]
-    price = (
-        machine.dollars_per_hour if options.dollars_per_hour is None else options.dollars_per_hour
-    )
+    pairs = _jobs(options.addresses)
     model = Volume(type="model", source=options.model, mount_path="/model")
-    commands = [
-        [
-            "python",
-            "-m",
-            "inference.score",
-            source.mounted,
-            target.mounted,
-            "--model",
-            model.mount_path,
-            *flags,
-        ]
-        for source, target in jobs
+    score, flags = ["python", "-m", "inference.score"], ["--model", model.mount_path, *flags]
+    jobs = [
+        Job([*score, source.mounted, target.mounted, *flags], [source.volume, target.volume, model])
+        for source, target in pairs
     ]
-    for (source, target), command in zip(jobs, commands, strict=True):
-        print(shlex.join(command))
-        for volume in (source.volume, target.volume, model):
-            print(f"    {volume.mount_path:<8}{volume.type} {volume.source}")
-    # To the next cent; the rounding inside keeps 3.0000000000000004 from becoming four.
-    most = math.ceil(round(len(jobs) * options.timeout / 3600 * price * 100, 6)) / 100
-    count = "1 Job" if len(jobs) == 1 else f"{len(jobs)} Jobs, each"
-    agreed = (
-        f"{HUB_JOBS.address}, {HUB_JOBS.date}"
-        if options.dollars_per_hour is None
-        else "--dollars_per_hour"
-    )
-    print(f"{count} on {machine}, in {options.image}")
-    print(f"Price: ${price:.2f} per hour and Job ({agreed}).")
-    print(
-        f"At most ${most:.2f}: after {_in_words(options.timeout)} the hub ends what still runs (--timeout).",
-        flush=True,
-    )
+    price = _announce(jobs, options)
     if not options.yes:
         print("Nothing was started. The same command with --yes starts it.")
         return
     api, account = sign_in()
     _check_price(api, options.flavor, price)
-    for (source, target), command in zip(jobs, commands, strict=True):
+    for job in jobs:
         # A Job that is sent twice is paid twice, so nothing is sent again without a look.
-        with _job_errors(
-            shlex.join(command),
-            "check with hf jobs ps whether it has started before you start it again",
-        ):
-            job = api.run_job(
+        check = "check with hf jobs ps whether it has started before you start it again"
+        with _job_errors(shlex.join(job.command), check):
+            started = api.run_job(
                 image=options.image,
-                command=command,
+                command=job.command,
                 flavor=options.flavor,
                 timeout=options.timeout,
                 labels={"distrinews": "score"},
-                volumes=[source.volume, target.volume, model],
+                volumes=job.volumes,
                 namespace=options.namespace or account,
             )
         print(
-            f"Started {job.url}\n    hf jobs logs --follow {job.id}\n    hf jobs cancel {job.id}",
+            f"Started {started.url}\n    hf jobs logs --follow {started.id}\n"
+            f"    hf jobs cancel {started.id}",
             flush=True,
         )
+
+
+def _announce(jobs: list[Job], options: argparse.Namespace) -> float:
+    """Print the Jobs, their machine and what they cost at most; returns the dollars per hour."""
+    machine = HUB_FLAVORS[options.flavor]
+    price, agreed = options.dollars_per_hour, "--dollars_per_hour"
+    if price is None:
+        price, agreed = machine.dollars_per_hour, f"{HUB_JOBS.address}, {HUB_JOBS.date}"
+    for job in jobs:
+        print(shlex.join(job.command))
+        for volume in job.volumes:
+            print(f"    {volume.mount_path:<8}{volume.type} {volume.source}")
+    # To the next cent; the rounding inside keeps 3.0000000000000004 from becoming four.
+    most = math.ceil(round(len(jobs) * options.timeout / 3600 * price * 100, 6)) / 100
+    count = "1 Job" if len(jobs) == 1 else f"{len(jobs)} Jobs, each"
+    ends = f"after {_in_words(options.timeout)} the hub ends what still runs (--timeout)"
+    print(f"{count} on {machine}, in {options.image}")
+    print(f"Price: ${price:.2f} per hour and Job ({agreed}).")
+    print(f"At most ${most:.2f}: {ends}.", flush=True)
+    return price
 
 
 def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
@@ -141,16 +139,20 @@ def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
     if len(reads) == 1:
         return [(reads[0], _place(target, "/out"))]
     names = [PurePosixPath(source.path or source.volume.source).name for source in reads]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(
-            f"{twice[0]}: two inputs have this name, and their Jobs would both write {target}/{twice[0]}; start them "
-            "with one command each",
-            code="hub-jobs-address",
-        )
+    _refuse_same_names(names, target)
     return [
         (source, _place(f"{target.rstrip('/')}/{name}", "/out"))
         for source, name in zip(reads, names, strict=True)
     ]
+
+
+def _refuse_same_names(names: list[str], target: str) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(
+            f"{twice[0]}: two inputs have this name, and their Jobs would both write "
+            f"{target}/{twice[0]}; start them with one command each",
+            code="hub-jobs-address",
+        )
 
 
 def _place(address: str, mount_path: str) -> Place:
@@ -212,48 +214,47 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__,
         epilog="All other flags are those of python -m inference.score, and go to the Job.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "addresses",
         nargs="+",
         metavar="IN ... OUT",
         help="what is read, and the bucket it is written to",
     )
-    parser.add_argument(
+    add(
         "--model",
         required=True,
         metavar="ACCOUNT/NAME",
         help="a model repository with its artefacts",
     )
-    parser.add_argument(
+    add(
         "--image",
         required=True,
         help="an image with this program: one with PyTorch (make image-torch) from a registry that the hub reaches, or "
         "hf.co/spaces/ACCOUNT/NAME, a Space that was published from here (which reads no Parquet)",
     )
-    parser.add_argument(
+    add(
         "--flavor",
         choices=HUB_FLAVORS,
         default="cpu-upgrade",
         metavar="NAME",
         help=f"the machine (default: cpu-upgrade): {', '.join(HUB_FLAVORS)}",
     )
-    parser.add_argument(
+    add(
         "--timeout",
         type=_duration,
         default="1h",
         metavar="2h",
         help="when the hub ends a Job: 90m, 2h, 1d (default: 1h)",
     )
-    parser.add_argument(
+    add(
         "--dollars_per_hour",
         type=above_zero,
         metavar="N",
         help="the most that you agree to (default: the price of our list)",
     )
-    parser.add_argument(
-        "--namespace", metavar="NAME", help="the organization that pays (default: your account)"
-    )
-    parser.add_argument("--yes", action="store_true", help="start it, and pay for it")
+    add("--namespace", metavar="NAME", help="the organization that pays (default: your account)")
+    add("--yes", action="store_true", help="start it, and pay for it")
     return parser.parse_known_args()
 
 

@@ -39,10 +39,8 @@ class Cluster:
     def start(self, name: str, processes: int, cores: Sequence[int]) -> None:
         """Start a machine with some ranks on some cores."""
         launcher = (
-            *(
-                f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --local_addr=127.0.0.1".split()
-            ),
-            *("--rdzv_backend=c10d", "--rdzv_id=demo"),
+            *("--rdzv_backend=c10d", "--rdzv_id=demo", "--local_addr=127.0.0.1"),
+            *(f"--nnodes=1:{self._most}", f"--nproc_per_node={processes}", "--max_restarts=5"),
             # Real machines would need a port, which torchrun opens to everyone; these share a file of this user.
             f"--rdzv_endpoint={self._meeting.name}/store",
             f"--rdzv_conf={RENDEZVOUS},store_type=file",

@@ -112,11 +112,7 @@ def _score_in_worker(flags: list[str], threads: int, folder: str) -> dict[str, s
         text=True,
         preexec_fn=_end_with_the_worker if sys.platform == "linux" else None,
     )
-    last = ""
-    for line in copy.stderr or ():
-        last = line.strip() or last
-        if not last.startswith("error: "):  # which the command prints itself, once for all copies
-            print(line, end="", file=sys.stderr, flush=True)
+    last = _pass_on(copy)
     code = copy.wait()
     found = _ERROR.fullmatch(last)
     if code == EXIT_USER_ERROR and found:
@@ -124,6 +120,16 @@ def _score_in_worker(flags: list[str], threads: int, folder: str) -> dict[str, s
     if code:
         raise ChildProcessError(f"exit code {code}: {last}" if last else f"exit code {code}")
     return None
+
+
+def _pass_on(copy: subprocess.Popen[str]) -> str:
+    """Print what a copy prints until it ends; returns its last line, which is the error, if any."""
+    last = ""
+    for line in copy.stderr or ():
+        last = line.strip() or last
+        if not last.startswith("error: "):  # which the command prints itself, once for all copies
+            print(line, end="", file=sys.stderr, flush=True)
+    return last
 
 
 def _end_with_the_worker() -> None:
@@ -136,27 +142,26 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = OneLineParser(
         usage="score.py IN OUT [flags of inference.score] [flags of Ray]", description=__doc__
     )
-    parser.add_argument(
-        "--num_workers", type=positive, default=2, metavar="N", help="copies (default: 2)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--num_workers", type=positive, default=2, metavar="N", help="copies (default: 2)")
+    add(
         "--cpus_per_worker",
         type=positive,
         default=1,
         metavar="N",
         help="cores that each copy uses (default: 1)",
     )
-    parser.add_argument(
+    add(
         "--gpus_per_worker", type=int, default=0, metavar="N", help="GPUs of each copy (default: 0)"
     )
-    parser.add_argument(
+    add(
         "--max_failures",
         type=int,
         default=3,
         metavar="N",
         help="times that a lost copy is started again; 0 = never, -1 = always (default: 3)",
     )
-    parser.add_argument(
+    add(
         "--address",
         help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
     )

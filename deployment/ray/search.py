@@ -22,24 +22,23 @@ from training.search.trials import search
 
 def main() -> int:
     parser = OneLineParser(prog="search.py", description=__doc__)
-    parser.add_argument(
-        "space", metavar="SPACE.yaml", type=Path, help="as for python -m training.search"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("space", metavar="SPACE.yaml", type=Path, help="as for python -m training.search")
+    add(
         "--cpus_per_process",
         type=positive,
         default=1,
         metavar="N",
         help="cores set aside for each rank (default: 1)",
     )
-    parser.add_argument(
+    add(
         "--max_failures",
         type=int,
         default=3,
         metavar="N",
         help="times that a trial whose machine is lost is resumed on another one (default: 3)",
     )
-    parser.add_argument(
+    add(
         "--address",
         help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
     )

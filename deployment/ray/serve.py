@@ -122,25 +122,22 @@ def _parse() -> argparse.Namespace:
         description=__doc__,
         epilog="Everything else is set by environment variables, which docs/serving.md lists.",
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="model folder, where all machines find it"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="model folder, where all machines find it")
+    add(
         "--replicas",
         type=_range,
         default=(1, 1),
         metavar="N|N..M",
         help="how many, or the fewest and the most (1)",
     )
-    parser.add_argument(
-        "--cpus_per_replica", type=positive, default=1, metavar="N", help="cores for each (1)"
-    )
-    parser.add_argument(
+    add("--cpus_per_replica", type=positive, default=1, metavar="N", help="cores for each (1)")
+    add(
         "--address",
         help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
-    parser.add_argument("--port", type=int, default=7860, help="port to listen on (7860)")
+    add("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
+    add("--port", type=int, default=7860, help="port to listen on (7860)")
     return parser.parse_args()
 
 

@@ -366,25 +366,30 @@ def cuts() -> Drawing:
         else:
             drawing.box(left, top + 24, 180, 26, GREY, "rows 0-15")
         for layer in range(4):
-            y, name = top + 58 + 34 * layer, f"layer {layer}"
+            y = top + 58 + 34 * layer
             if strategy == "pp":
-                drawing.box(left, y, 180, 28, BLUE if layer < 2 else ORANGE, name)
+                drawing.box(left, y, 180, 28, BLUE if layer < 2 else ORANGE, f"layer {layer}")
                 continue
-            for rank, fill in enumerate((BLUE, ORANGE)):
-                x = left + 95 * rank
-                if strategy == "ddp" or (strategy == "zero3" and layer == 1):
-                    drawing.box(x, y, 85, 28, fill, name)
-                elif strategy == "tp":
-                    drawing.box(x, y, 85, 28, fill, f"half of {layer}")
-                else:  # rank 0 keeps the first half of a layer, rank 1 the second
-                    drawing.box(x, y, 85, 28, GROUND)
-                    drawing.box(x + 42.5 * rank, y, 42.5, 28, fill, f"½ {layer}")
+            _layer_of_ranks(drawing, strategy, layer, left, y)
             if strategy == "tp":
                 drawing.text(left + 90, y + 19, "+", anchor="middle", bold=True)
         drawing.text(left, top + 214, caption[0])
         drawing.text(left, top + 232, caption[1])
     drawing.legend(530, (BLUE, "rank 0"), (ORANGE, "rank 1"))
     return drawing
+
+
+def _layer_of_ranks(drawing: Drawing, strategy: str, layer: int, left: float, y: float) -> None:
+    """A layer of which both ranks have something."""
+    for rank, fill in enumerate((BLUE, ORANGE)):
+        x = left + 95 * rank
+        if strategy == "ddp" or (strategy == "zero3" and layer == 1):
+            drawing.box(x, y, 85, 28, fill, f"layer {layer}")
+        elif strategy == "tp":
+            drawing.box(x, y, 85, 28, fill, f"half of {layer}")
+        else:  # rank 0 keeps the first half of a layer, rank 1 the second
+            drawing.box(x, y, 85, 28, GROUND)
+            drawing.box(x + 42.5 * rank, y, 42.5, 28, fill, f"½ {layer}")
 
 
 def check() -> str:
