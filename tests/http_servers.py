@@ -44,9 +44,15 @@ class JsonHandler(BaseHTTPRequestHandler):
 
 
 class _Files(SimpleHTTPRequestHandler):
-    def __init__(self, *arguments: Any, headers: Mapping[str, str], **keywords: Any) -> None:
-        self._more_headers = headers
+    def __init__(
+        self, *arguments: Any, headers: Mapping[str, str], before: Callable[[str], object], **keywords: Any
+    ) -> None:
+        self._more_headers, self._before = headers, before
         super().__init__(*arguments, **keywords)
+
+    def do_GET(self) -> None:
+        self._before(self.path)
+        super().do_GET()
 
     def end_headers(self) -> None:
         for name, value in self._more_headers.items():
@@ -93,7 +99,9 @@ def served_answers(answer: Callable[[JsonHandler], Any]) -> Iterator[str]:
 
 
 @contextmanager
-def served_folder(folder: Path, headers: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Serve a folder as any web server would, with these headers besides."""
-    with served(partial(_Files, directory=str(folder), headers=headers or {})) as address:
+def served_folder(
+    folder: Path, headers: Mapping[str, str] | None = None, before: Callable[[str], object] = str
+) -> Iterator[str]:
+    """Serve a folder as any web server would, with these headers besides; ``before(path)`` may hold an answer up."""
+    with served(partial(_Files, directory=str(folder), headers=headers or {}, before=before)) as address:
         yield address

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import threading
+from collections.abc import Callable
 from contextlib import suppress
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -21,7 +19,7 @@ import yaml
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
 from tests.deployment.promql import ALERTS, KUBERNETES_ALERTS, Shown, alerts, shown_by_all, unknown_in
-from tests.http_servers import JsonHandler
+from tests.http_servers import JsonHandler, served_answers
 from tests.inference.servers import free_port
 from tests.processes import wait_until
 from tests.training.conftest import Run
@@ -108,35 +106,30 @@ def test_configuration_and_rules_are_sound_and_each_alert_fires_where_it_should(
 
 
 @needs_tools
-def test_the_alertmanager_sends_what_happened_and_what_to_do_to_the_address_in_its_secret(tmp_path: Path) -> None:
+def test_the_alertmanager_sends_what_happened_and_what_to_do_to_the_address_in_its_secret(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
     received: Queue[dict[str, Any]] = Queue()
 
-    class Webhook(JsonHandler):
-        def do_POST(self) -> None:
-            received.put(json.loads(self.body()))
-            self.send(200, b"ok")
+    def webhook(request: JsonHandler) -> bytes:
+        received.put(json.loads(request.body()))
+        return b"ok"
 
-    webhook = ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
-    threading.Thread(target=webhook.serve_forever, daemon=True).start()
-    (tmp_path / "secret").write_text(f"http://127.0.0.1:{webhook.server_port}/hook\n")
     config = ALERTS.with_name("alertmanager.yml").read_text().replace("group_wait: 30s", "group_wait: 0s")
     (tmp_path / "alertmanager.yml").write_text(config.replace("/run/secrets/alert_webhook", f"{tmp_path}/secret"))
     composed = yaml.safe_load((REPOSITORY / "deployment" / "compose.yaml").read_text())["services"]["alertmanager"]
     flags = [flag.replace("/etc/prometheus", str(tmp_path)) for flag in composed["command"]]
     flags = [flag.replace("=/alertmanager", f"={tmp_path}/data") for flag in flags]
     port = free_port()
-    run = Run([str(ALERTMANAGER), *flags, f"--web.listen-address=127.0.0.1:{port}"], tmp_path, os.environ, tmp_path)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-            wait_until(lambda: _ready(client), 60)
-            _raise_alerts(client, "Watchdog", "ServerGone")
-            said = [received.get(timeout=60)]
-            _raise_alerts(client, "ServerDown", "ServerSlow")
-            said.append(received.get(timeout=60))
-            seen = {one["labels"]["alertname"]: one for one in client.get("/api/v2/alerts").json()}
-    finally:
-        run.kill()
-        webhook.shutdown()
+    with served_answers(webhook) as address, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        (tmp_path / "secret").write_text(f"{address}/hook\n")
+        start([ALERTMANAGER, *flags, f"--web.listen-address=127.0.0.1:{port}"], wait=False)
+        wait_until(lambda: _ready(client), 60)
+        _raise_alerts(client, "Watchdog", "ServerGone")
+        said = [received.get(timeout=60)]
+        _raise_alerts(client, "ServerDown", "ServerSlow")
+        said.append(received.get(timeout=60))
+        seen = {one["labels"]["alertname"]: one for one in client.get("/api/v2/alerts").json()}
     shown = [(one["attachments"][0]["title"], one["attachments"][0]["text"]) for one in said]
     assert [re.search(r"Server\w+", title)[0] for title, _ in shown] == ["ServerGone", "ServerSlow"]
     assert "No server answers" in shown[0][1]

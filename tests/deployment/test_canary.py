@@ -23,7 +23,7 @@ from deployment.canary import Route, queries
 from tests.deployment.documented import REPOSITORY
 from tests.deployment.manifests import only
 from tests.deployment.promql import shown_by_all
-from tests.http_servers import JsonHandler, served
+from tests.http_servers import JsonHandler, served_answers
 
 STABLE, CANARY = "distrinews", "distrinews-canary"
 # Keeps one HTTPRoute as a file, knows the two JSON patches in use, and refuses what the file `refusals` counts down.
@@ -104,21 +104,20 @@ def world(tmp_path: Path) -> Iterator[World]:
     (tmp_path / "refusals").write_text("0")
     (tmp_path / "weights").touch()
 
-    class Prometheus(JsonHandler):
-        def do_GET(self) -> None:
-            (query,) = parse_qs(urlsplit(self.path).query)["query"]
-            world.asked.append(query)
-            if not world.answers():
-                return self.send(503, b"")
-            kind = next(kind for kind, start in KINDS.items() if re.match(start, query))
-            result = [
-                {"metric": {"service": service}, "value": [0, str(values[kind])]}
-                for service, values in world.told.items()
-                if kind in values
-            ]
-            return self.send(200, {"status": "success", "data": {"resultType": "vector", "result": result}})
+    def prometheus(request: JsonHandler) -> dict[str, Any] | None:
+        (query,) = parse_qs(urlsplit(request.path).query)["query"]
+        world.asked.append(query)
+        if not world.answers():
+            return request.send(503, b"")
+        kind = next(kind for kind, start in KINDS.items() if re.match(start, query))
+        result = [
+            {"metric": {"service": service}, "value": [0, str(values[kind])]}
+            for service, values in world.told.items()
+            if kind in values
+        ]
+        return {"status": "success", "data": {"resultType": "vector", "result": result}}
 
-    with served(Prometheus) as world.address:
+    with served_answers(prometheus) as world.address:
         yield world
 
 

@@ -8,63 +8,45 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
+from typing import Any
 
 import pytest
 
 from deployment.image_context import DOCKERFILE, ROOT, TORCH_DOCKERFILE
 from deployment.pin_base_images import PINNED
+from tests.http_servers import JsonHandler, served_answers
 from tests.inference.servers import free_port
 
 OLD = "sha256:" + "0" * 64
 
 
-class _Registry(ThreadingHTTPServer):
+@dataclass
+class Registry:
     """Knows the tags in `manifests`, for those who bring the token that it gives away."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.manifests: dict[str, bytes] = {}
+    manifests: dict[str, bytes] = field(default_factory=dict)
+    url: str = ""
 
-
-class _Answer(BaseHTTPRequestHandler):
-    server: _Registry
-
-    def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
+    def answer(self, request: JsonHandler) -> Any:
+        path, _, query = request.path.partition("?")
         if path == "/token":
             repository = re.fullmatch(r"scope=repository%3A(\S+)%3Apull&service=here", query)
-            self._send(200, json.dumps({"token": repository and repository[1]}).encode())
-        elif self.headers["Authorization"] is None:
+            return {"token": repository and repository[1]}
+        if request.headers["Authorization"] is None:
             repository = path.removeprefix("/v2/").partition("/manifests/")[0]
-            scope = f'scope="repository:{repository}:pull"'
-            self._send(401, b"", f'Bearer realm="{self.server.url}/token",{scope},service="here"')
-        else:
-            assert "image.index" in self.headers["Accept"]
-            content = self.server.manifests.get(path)
-            self._send(404 if content is None else 200, content or b"")
-
-    def _send(self, status: int, body: bytes, challenge: str = "") -> None:
-        self.send_response(status)
-        if challenge:
-            self.send_header("WWW-Authenticate", challenge)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Keep the tests' output quiet."""
+            challenge = f'Bearer realm="{self.url}/token",scope="repository:{repository}:pull",service="here"'
+            return request.send(401, b"", {"WWW-Authenticate": challenge})
+        assert "image.index" in request.headers["Accept"]
+        return self.manifests[path] if path in self.manifests else request.send(404, b"")
 
 
 @pytest.fixture
-def registry() -> Iterator[_Registry]:
-    with _Registry() as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+def registry() -> Iterator[Registry]:
+    registry = Registry()
+    with served_answers(registry.answer) as registry.url:
+        yield registry
 
 
 def _pin(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -76,7 +58,7 @@ def _list_for(*architectures: str) -> bytes:
     return json.dumps({"manifests": [{"platform": {"architecture": name}} for name in architectures]}).encode()
 
 
-def test_every_pinned_base_gets_the_digest_that_its_tag_has_now(registry: _Registry, tmp_path: Path) -> None:
+def test_every_pinned_base_gets_the_digest_that_its_tag_has_now(registry: Registry, tmp_path: Path) -> None:
     python, grafana = _list_for("amd64", "arm64"), _list_for("amd64", "arm64", "s390x")
     registry.manifests = {
         "/v2/library/python/manifests/3.11-slim": python,
@@ -97,7 +79,7 @@ def test_every_pinned_base_gets_the_digest_that_its_tag_has_now(registry: _Regis
 
 @pytest.mark.parametrize("manifest", [None, _list_for("amd64")], ids=["no such tag", "no image for ARM"])
 def test_no_file_changes_if_one_base_cannot_be_pinned(
-    registry: _Registry, tmp_path: Path, manifest: bytes | None
+    registry: Registry, tmp_path: Path, manifest: bytes | None
 ) -> None:
     registry.manifests = {"/v2/library/python/manifests/3.11-slim": _list_for("amd64", "arm64")}
     if manifest is not None:

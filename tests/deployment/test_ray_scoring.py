@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,24 +39,13 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(start: Start, tmp_path: Path) -> Start:
     """`start(*arguments)`: the command, in a folder whose scorer is the one above."""
     (tmp_path / "inference").mkdir()
     (tmp_path / "inference" / "__init__.py").touch()
     (tmp_path / "inference" / "score.py").write_text(SCORER)
-    runs: list[Run] = []
-
-    def run(*arguments: str) -> Run:
-        place = tmp_path / f"run_{len(runs)}"
-        place.mkdir()
-        command = [sys.executable, str(SCRIPT), *arguments]
-        runs.append(Run(command, place, {**os.environ, "RAY_DEDUP_LOGS": "0"}, tmp_path))
-        return runs[-1]
-
-    yield run
-    for one in runs:
-        if one.process.poll() is None:
-            one.kill()
+    env = {"RAY_DEDUP_LOGS": "0"}
+    return lambda *arguments: start([sys.executable, SCRIPT, *arguments], wait=False, env=env, cwd=tmp_path)
 
 
 def test_input_and_output_come_before_the_flags(start: Start) -> None:

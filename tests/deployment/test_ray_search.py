@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,10 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(start: Start, tmp_path: Path) -> Start:
     """`start(*flags, **keys)`: the command on a search of one trial of 160 steps, with other keys of SPACE.yaml."""
-    runs: list[Run] = []
 
     def run(*flags: str, **keys: object) -> Run:
-        place = tmp_path / f"run_{len(runs)}"
-        place.mkdir()
         config = {"dataset": "sample", "model": "tiny", "device": "cpu", "max_train_rows": 63, "max_length": 48}
         config |= {"batch_size": 8, "epochs": 20, "log_every": 1, "save_every": 8, "cache_dir": str(tmp_path / "cache")}
         space = {
@@ -42,14 +39,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "output_dir": "found",
         } | keys
         (tmp_path / "space.yaml").write_text(yaml.safe_dump(space))
-        command = [sys.executable, str(SCRIPT), str(tmp_path / "space.yaml"), *flags]
-        runs.append(Run(command, place, {**os.environ, "PYTHONPATH": str(REPOSITORY)}, tmp_path))
-        return runs[-1]
+        return start([sys.executable, SCRIPT, tmp_path / "space.yaml", *flags], wait=False, cwd=tmp_path)
 
-    yield run
-    for one in runs:
-        if one.process.poll() is None:
-            one.kill()
+    return run
 
 
 def _steps(folder: Path) -> list[int]:

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,22 +35,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
+def start(start: Start, tmp_path: Path, cache: Path) -> Start:
     """`start(command, *flags)`: a training command on the base flags, in an empty folder, killed at the test's end."""
-    runs: list[Run] = []
 
     def run(command: list[str | Path], *flags: str | Path, warm: bool = False) -> Run:
-        place = tmp_path / f"run_{len(runs)}"
-        place.mkdir()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        whole = [str(part) for part in (*command, *FLAGS, "--cache_dir", cache, *flags)]
-        runs.append(Run(whole, place, environment, tmp_path, warm))
-        return runs[-1]
+        return start([*command, *FLAGS, "--cache_dir", cache, *flags], wait=False, cwd=tmp_path, warm=warm)
 
-    yield run
-    for one in runs:
-        if one.process.poll() is None:
-            one.kill()
+    return run
 
 
 def _weights(output: Path) -> str:

@@ -9,15 +9,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
+from typing import Any
 
 import pytest
 
 from deployment.image_context import ROOT
 from deployment.write_sbom import LOCKS, SbomError, write_image_bill
+from tests.http_servers import JsonHandler, served_answers
 from tests.inference.servers import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -108,37 +109,15 @@ def test_one_command_lists_an_unpacked_image_and_one_that_an_engine_has(
         assert (tmp_path / "calls").read_text() == "create news:1\nrm create news:1\n"
 
 
-class _Osv(ThreadingHTTPServer):
-    """Knows one flaw in one package, if it knows any."""
+@contextmanager
+def _osv(flawed: str = "") -> Iterator[str]:
+    """A service that knows one flaw in one package, if it knows any; its address."""
 
-    flawed: str | None = None
+    def answer(request: JsonHandler) -> dict[str, Any]:
+        return {"vulns": [FLAW]} if json.loads(request.body())["package"]["name"] == flawed else {}
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1/query"
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: _Osv
-
-    def do_POST(self) -> None:
-        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"vulns": [FLAW]} if query["package"]["name"] == self.server.flawed else {}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Keep the tests' output quiet."""
-
-
-@pytest.fixture
-def osv() -> Iterator[_Osv]:
-    with _Osv(("127.0.0.1", 0), _Answer) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    with served_answers(answer) as address:
+        yield f"{address}/v1/query"
 
 
 def _write(folder: Path, url: str, *flags: object, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -148,8 +127,9 @@ def _write(folder: Path, url: str, *flags: object, path: str = "") -> subprocess
 
 
 @pytest.mark.slow
-def test_the_bill_lists_every_locked_package_with_version_and_hashes(osv: _Osv, tmp_path: Path) -> None:
-    done = _write(tmp_path, osv.url)
+def test_the_bill_lists_every_locked_package_with_version_and_hashes(tmp_path: Path) -> None:
+    with _osv() as url:
+        done = _write(tmp_path, url)
     assert done.returncode == 0, done.stderr
     assert "known vulnerabilities: 0" in done.stdout
     for lock in (path.stem for path in LOCKS):
@@ -163,8 +143,9 @@ def test_the_bill_lists_every_locked_package_with_version_and_hashes(osv: _Osv, 
 
 
 @pytest.mark.slow
-def test_the_bill_is_valid_cyclonedx(osv: _Osv, tmp_path: Path) -> None:
-    _write(tmp_path, osv.url)
+def test_the_bill_is_valid_cyclonedx(tmp_path: Path) -> None:
+    with _osv() as url:
+        _write(tmp_path, url)
     _assert_valid(tmp_path / "requirements.cdx.json")
 
 
@@ -177,9 +158,9 @@ def _assert_valid(bill: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_known_vulnerability_is_named_and_ends_with_exit_code_1(osv: _Osv, tmp_path: Path) -> None:
-    osv.flawed = "starlette"
-    done = _write(tmp_path, osv.url)
+def test_a_known_vulnerability_is_named_and_ends_with_exit_code_1(tmp_path: Path) -> None:
+    with _osv("starlette") as url:
+        done = _write(tmp_path, url)
     assert done.returncode == 1, done.stderr
     assert re.search(r"known vulnerabilities: 1\nstarlette \S+: PYSEC-2099-1\n", done.stdout)
 

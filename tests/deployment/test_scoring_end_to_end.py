@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,19 +48,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, exported_folder: Path) -> Pa
 
 
 @pytest.fixture
-def start(place: Path, tmp_path: Path) -> Iterator[Start]:
+def start(start: Start, place: Path) -> Start:
     """`start(command, **variables)`: a command in the checkout."""
-    runs: list[Run] = []
-
-    def run(command: list[str], **variables: str) -> Run:
-        (tmp_path / f"run_{len(runs)}").mkdir()
-        runs.append(Run(command, tmp_path / f"run_{len(runs)}", _environment() | variables, place))
-        return runs[-1]
-
-    yield run
-    for one in runs:
-        if one.process.poll() is None:
-            one.kill()
+    return lambda command, **variables: start(command, wait=False, env=_environment() | variables, cwd=place)
 
 
 def _environment() -> dict[str, str]:

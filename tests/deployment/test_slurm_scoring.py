@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ Task = Callable[..., Run]
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Iterator[Task]:
+def task(start: Callable[..., Run], tmp_path: Path) -> Task:
     """`task(number, *arguments)`: the script as SLURM starts it, with a scontrol that notes what it is told."""
     (tmp_path / "inference").mkdir()
     (tmp_path / "inference" / "__init__.py").touch()
@@ -38,9 +38,8 @@ def task(tmp_path: Path) -> Iterator[Task]:
     scontrol.parent.mkdir()
     scontrol.write_text('#!/bin/sh\necho "$@" >> scontrol.txt\nexit "${REFUSAL:-0}"\n')
     scontrol.chmod(0o755)
-    started: list[Run] = []
 
-    def start(number: int, *arguments: str, **variables: str) -> Run:
+    def start_task(number: int, *arguments: str, **variables: str) -> Run:
         of_slurm = {"SLURM_JOB_NAME": "score", "SLURM_JOB_ID": str(70 + number), "SLURM_ARRAY_JOB_ID": "70"}
         environment = {
             "PATH": f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}",
@@ -49,15 +48,9 @@ def task(tmp_path: Path) -> Iterator[Task]:
             **of_slurm,
             **variables,
         }
-        place = tmp_path / f"task_{len(started)}"
-        place.mkdir()
-        started.append(Run(["bash", str(SCRIPT), *arguments], place, environment, tmp_path))
-        return started[-1]
+        return start(["bash", SCRIPT, *arguments], wait=False, env=environment, cwd=tmp_path)
 
-    yield start
-    for run in started:
-        if run.process.poll() is None:
-            run.kill()
+    return start_task
 
 
 def _told(folder: Path) -> str:

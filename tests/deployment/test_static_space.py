@@ -8,9 +8,6 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub
 from tests.deployment.publishing import error_line, run_against, run_page
 from tests.deployment.stand_in_hub import running_hub
+from tests.http_servers import served_folder
 from tests.inference.demo_browser import answer_on, choose, chromium, contrasts, download, until, visits
 
 if TYPE_CHECKING:
@@ -59,43 +57,9 @@ def page_folder(native_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return place / "build" / "page"
 
 
-class _Files(SimpleHTTPRequestHandler):
-    def __init__(
-        self, *arguments: Any, headers: dict[str, str], held: tuple[str, threading.Event] | None, **keywords: Any
-    ) -> None:
-        self.more_headers = headers
-        self.held = held
-        super().__init__(*arguments, **keywords)
-
-    def do_GET(self) -> None:
-        if self.held and self.path == self.held[0]:
-            self.held[1].wait()
-        super().do_GET()
-
-    def end_headers(self) -> None:
-        for name, value in self.more_headers.items():
-            self.send_header(name, value)
-        super().end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def _given_out(
-    folder: Path, headers: dict[str, str] | None = None, held: tuple[str, threading.Event] | None = None
-) -> Iterator[str]:
-    """Serve a folder as any web server would; yields the address. A `held` path waits for its event."""
-    handler = partial(_Files, directory=str(folder), headers=headers or {}, held=held)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
 @pytest.fixture(scope="module")
 def address(page_folder: Path) -> Iterator[str]:
-    with _given_out(page_folder) as address:
+    with served_folder(page_folder) as address:
         yield address
 
 
@@ -172,7 +136,7 @@ def test_a_file_is_classified_without_leaving_the_browser(page: Page, native_fol
 
 def test_a_second_visit_needs_no_server(browser: Browser, page_folder: Path) -> None:
     with visits(browser, "") as open_page:
-        with _given_out(page_folder) as address:
+        with served_folder(page_folder) as address:
             page = open_page(address, refusals=True)
             first = _answered(page, HEADLINES[0])
         page.reload()
@@ -185,7 +149,12 @@ def test_a_second_visit_needs_no_server_even_if_the_service_worker_came_late(
 ) -> None:
     may_come = threading.Event()
     with visits(browser, "") as open_page:
-        with _given_out(page_folder, held=("/service_worker.js", may_come)) as address:
+
+        def hold_up(path: str) -> None:
+            if path == "/service_worker.js":
+                may_come.wait()
+
+        with served_folder(page_folder, before=hold_up) as address:
             page = open_page(address, refusals=True)
             first = _answered(page, HEADLINES[0])
             may_come.set()
@@ -198,7 +167,7 @@ def test_a_second_visit_needs_no_server_even_if_the_service_worker_came_late(
 def test_the_page_works_in_a_frame_of_another_site(browser: Browser, address: str, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(f'<link rel="icon" href="data:,"><iframe src="{address}"></iframe>')
     context = browser.new_context()
-    with _given_out(tmp_path) as other:
+    with served_folder(tmp_path) as other:
         outer = context.new_page()
         outer.goto(other.replace("127.0.0.1", "localhost"))
         inner = outer.frame_locator("iframe")
@@ -209,11 +178,11 @@ def test_the_page_works_in_a_frame_of_another_site(browser: Browser, address: st
 
 
 def test_threads_are_used_where_the_headers_allow_them(browser: Browser, page_folder: Path) -> None:
-    with _given_out(page_folder, ISOLATED) as address, visits(browser, address) as open_page:
+    with served_folder(page_folder, ISOLATED) as address, visits(browser, address) as open_page:
         page = open_page()
         assert "threads)" in page.inner_text("#facts")
         isolated = _answered(page, HEADLINES[1])
-    with _given_out(page_folder) as address, visits(browser, address) as open_page:
+    with served_folder(page_folder) as address, visits(browser, address) as open_page:
         assert _answered(open_page(), HEADLINES[1]) == isolated
 
 
@@ -234,7 +203,7 @@ def test_what_is_missing_or_damaged_is_said_in_one_line(
 ) -> None:
     folder = Path(shutil.copytree(page_folder, tmp_path / "page"))
     damage(folder)
-    with _given_out(folder) as address, visits(browser, address, ready="#notice:not([hidden])") as open_page:
+    with served_folder(folder) as address, visits(browser, address, ready="#notice:not([hidden])") as open_page:
         page = open_page(refusals=True)
         until(page, f"document.getElementById('notice-text').textContent.includes({json.dumps(line)})")
 

@@ -1,19 +1,17 @@
 """The site: built without a warning and without a network, and looked at in Chromium."""
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import REPOSITORY
+from tests.http_servers import served_folder
 from tests.inference.demo_browser import chromium, contrasts
 
 SITE = REPOSITORY / "docs" / "site"
@@ -32,17 +30,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with served_folder(site) as address:
+        yield address
 
 
 def test_every_page_of_the_documentation_is_in_the_navigation(site: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+
+from tests.http_servers import JsonHandler, served_answers
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -154,39 +154,23 @@ def contrasts(page: Page) -> list[tuple[float, str]]:
 @contextmanager
 def framed_below_a_path(server: httpx.Client) -> Iterator[str]:
     """Run a proxy that serves `server` below a path; yields the address of a page that shows the demo in a frame."""
-    handler = type("Proxy", (_Proxy,), {"behind": server})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{proxy.server_port}/"
-        proxy.shutdown()
+    with served_answers(_Proxy(server).answer) as address:
+        yield f"{address}/"
 
 
-class _Proxy(BaseHTTPRequestHandler):
+class _Proxy:
     """Hands /some/place/* to the server's /*; / is a page that frames it."""
 
-    behind: httpx.Client
+    def __init__(self, behind: httpx.Client) -> None:
+        self.behind = behind
 
-    def do_GET(self) -> None:
-        if self.path == "/":
-            self._send(200, {"Content-Type": "text/html"}, FRAMING_PAGE)
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        headers = {name: self.headers[name] for name in ("Accept", "Content-Type") if name in self.headers}
-        path = self.path.removeprefix("/some/place")
-        answer = self.behind.request(
-            self.command, path, content=body, headers={**headers, "Accept-Encoding": "identity"}
-        )
+    def answer(self, request: JsonHandler) -> None:
+        if request.path == "/":
+            return request.send(200, FRAMING_PAGE, {"Content-Type": "text/html"})
+        headers = {name: request.headers[name] for name in ("Accept", "Content-Type") if name in request.headers}
+        path, body = request.path.removeprefix("/some/place"), request.body()
+        headers["Accept-Encoding"] = "identity"
+        answer = self.behind.request(request.command, path, content=body, headers=headers)
         hop = ("content-length", "transfer-encoding", "connection")
-        self._send(answer.status_code, {k: v for k, v in answer.headers.items() if k not in hop}, answer.content)
-
-    do_POST = do_GET
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        kept = {name: value for name, value in answer.headers.items() if name not in hop}
+        return request.send(answer.status_code, answer.content, kept)

@@ -3,14 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.http_servers import JsonHandler, served_answers
 from tests.inference.servers import REPOSITORY, stand_in_server
 
 
@@ -18,19 +17,12 @@ from tests.inference.servers import REPOSITORY, stand_in_server
 def _collector() -> Iterator[tuple[str, list[bytes]]]:
     bodies: list[bytes] = []
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
+    def take(request: JsonHandler) -> bytes:
+        bodies.append(request.body())
+        return b""
 
-        def log_message(self, *ignored: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1/traces", bodies
-    server.shutdown()
+    with served_answers(take) as address:
+        yield f"{address}/v1/traces", bodies
 
 
 def test_a_request_is_a_span_with_its_stages_under_the_caller_s_trace(model_folder: Path, tmp_path: Path) -> None:

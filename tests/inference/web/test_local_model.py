@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +25,7 @@ from inference.engines.native.engine import NativeEngine
 from inference.engines.native.library import library_path
 from inference.engines.selection import load_model
 from inference.exporting.browser import browser_files
+from tests.http_servers import served_folder
 from tests.inference.demo_browser import chromium, until
 from tests.processes import REPOSITORY
 
@@ -249,26 +247,13 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def page_of(browser: Browser, site: Path, *, isolated: bool) -> Iterator[Page]:
     """An empty page beside the page's code and a model, isolated as threads need it or not."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def end_headers(self) -> None:
-            if isolated:
-                self.send_header("Cross-Origin-Opener-Policy", "same-origin")
-                self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
-            super().end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = functools.partial(Handler, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    headers = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
+    with served_folder(site, headers if isolated else None) as address:
         context = browser.new_context()
         page = context.new_page()
-        page.goto(f"http://127.0.0.1:{server.server_port}/empty.html")
+        page.goto(f"{address}/empty.html")
         yield page
         context.close()
-        server.shutdown()
 
 
 @pytest.fixture

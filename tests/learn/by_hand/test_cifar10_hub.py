@@ -5,9 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import pytest
 from PIL import Image
 
 from learn.by_hand.cifar10_batches import CLASSES
+from tests.http_servers import served
 from tests.training.test_hub import Hub
 
 CARD = """---
@@ -84,12 +83,8 @@ def hub(tmp_path: Path) -> Iterator[str]:
     """The address of a hub that has CIFAR-10's first rows."""
     write_repository(tmp_path / "hub/datasets/uoft-cs/cifar10")
     handler = type("ThisHub", (Hub,), {"root": tmp_path / "hub", "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with served(handler) as address:
+        yield address
 
 
 def load(code: str, address: str, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:

@@ -2,10 +2,7 @@
 
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from http.server import HTTPServer, SimpleHTTPRequestHandler
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -18,6 +15,7 @@ from common.errors import UserError
 from learn.cards.data import LoadDataset, PrepareData, ShardData, _ordered, global_batches, stratified_split
 from learn.cards.storage import Storage
 from learn.cards.tables import read_table
+from tests.http_servers import served_folder
 
 FLOWERS = "width,kind,height\n" + "".join(f"{i},{'rose' if i % 2 else 'tulip'},{i / 2}\n" for i in range(20))
 
@@ -88,24 +86,12 @@ def test_the_order_of_classes_is_the_same_every_time() -> None:
     assert _ordered({*spellings}) == sorted(spellings)
 
 
-@contextmanager
-def http_server(folder: Path) -> Iterator[str]:
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_an_address_is_read_like_a_file(tmp_path: Path) -> None:
     path = written(tmp_path, FLOWERS)
     of_file, _ = load(tmp_path, path)
 
     assert load(tmp_path, path.as_uri())[0] == of_file
-    with http_server(tmp_path) as address:
+    with served_folder(tmp_path) as address:
         assert load(tmp_path, f"{address}/{path.name}")[0] == of_file
         with pytest.raises(UserError, match=r"missing.csv: cannot be read \(HTTP Error 404"):
             load(tmp_path, f"{address}/missing.csv")
