@@ -39,7 +39,8 @@ models, includes the validation after every epoch except the last.
 class Entry:
     """A row of the table.
 
-    ``command``: what trained it; ``encoder``: the model that it began with, and what trained that, if it was made here.
+    ``command``: what trained it; ``encoder``: the model that it began with, and what trained that,
+    if it was made here.
     """
 
     name: str

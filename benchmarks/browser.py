@@ -34,7 +34,8 @@ RELAXED, PLAIN = "**ours**, relaxed SIMD, two bytes", "**ours**, plain SIMD"
 ORT, ORT_TWO = "onnxruntime-web", "onnxruntime-web, 2 threads"
 TOKENS = 50
 TEXT = (
-    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both sides within the week. "
+    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both "
+    "sides within the week. "
     "Oil prices fell after the news, and shares of airlines rose on hopes of cheaper fuel. "
 ) * 3
 INTRODUCTION = f"""
@@ -146,6 +147,7 @@ def served(site: Path) -> Iterator[tuple[str, dict[str, int]]]:
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def end_headers(self) -> None:
+            # Browsers give shared memory, and with it threads, only to isolated pages.
             self.send_header("Cross-Origin-Opener-Policy", "same-origin")
             self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
             self.send_header("Cache-Control", "no-store")
@@ -186,6 +188,7 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+# A worker answers each message with one: what it threw, or its result.
 ASK = """([worker, message]) => new Promise((resolve, reject) => {
     const handle = (globalThis.workers ??= {})[worker] ??= new Worker("browser_worker.js", { type: "module" });
     handle.onmessage = ({ data }) => data.error ? reject(new Error(data.error)) : resolve(data);
@@ -266,6 +269,7 @@ def measure_starts(
     """Seconds to the first answer, and the bytes of code and model that it took."""
 
     def measure(case: Case, number: int) -> dict[str, float]:
+        # A new context has an empty cache, as a first visitor's browser has.
         context = browser.new_context()
         page = context.new_page()
         page.goto(f"{address}/bench.html")

@@ -172,7 +172,8 @@ def score_in_this_process(model: str, data: str, folder: str, rows: int) -> dict
     """Score so many rows with a model that answers at once; runs in a process of its own."""
     keep_tokenizer_on_one_thread()
     loaded = ModelLoader(Path(model))
-    # The first line of each text, about a headline, so that the measurement takes minutes and not hours.
+    # The first line of each text, about a headline, so that the measurement takes minutes and not
+    # hours.
     texts = [text[:60] for text in read_labelled_rows(Path(data), loaded.labels).texts]
     source, group = Path(folder) / f"{rows}.parquet", 65_536
     schema = pyarrow.schema([("id", pyarrow.int64()), ("text", pyarrow.string())])
@@ -184,6 +185,8 @@ def score_in_this_process(model: str, data: str, folder: str, rows: int) -> dict
                     {"id": ids, "text": [texts[i % len(texts)] for i in ids]}, schema=schema
                 )
             )
+    # ru_maxrss is the peak since the process began, so what is read before the job is the peak of
+    # loading the model and of writing the input: the job's own shows only if it is higher.
     loaded.engine = InstantEngine(len(loaded.labels))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.perf_counter()
@@ -233,9 +236,12 @@ def render(run: dict[str, Any]) -> str:
             "seconds": lambda case: f"{case['seconds']:,.0f}",
         }
         page += (
-            "## Memory\n\nResident memory of a process that scores headlines (60 characters) from Parquet to Parquet. "
-            "The model is loaded, but answers immediately instead of running its forward passes, so that this many "
-            "rows take minutes; its buffers for forward passes are therefore not in these figures.\n\n"
+            "## Memory\n\nResident memory of a process that scores headlines (60 characters) from "
+            "Parquet to Parquet. "
+            "The model is loaded, but answers immediately instead of running its forward passes, "
+            "so that this many "
+            "rows take minutes; its buffers for forward passes are therefore not in these "
+            "figures.\n\n"
         )
         page += f"{harness.table(columns, memory['cases'])}\n{harness.fact_list(memory['facts'])}"
     return page.rstrip() + "\n"

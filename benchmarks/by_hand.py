@@ -111,7 +111,8 @@ def main() -> None:
         MODULE, "Data parallelism by hand", INTRODUCTION
     ) + harness.fact_list(facts)
     for name in options.cases:
-        # Not pinned: a rank's gloo threads would have to share its one core, and nothing could overlap.
+        # Not pinned: a rank's gloo threads would have to share its one core, and nothing could
+        # overlap.
         results = run_ranks(
             variants_rank,
             Layout(2, 1),
@@ -187,14 +188,15 @@ def measure(ranks: Ranks, case: Case, rounds: int, steps: int) -> dict[str, dict
     """All variants start from the same weights and take the same batches, alternately.
 
     Returns:
-        For each variant: ``seconds`` per step and ``profiles`` of a step, one per round; and ``gap``, by which its
-        weights at the end differ from DDP's.
+        For each variant: ``seconds`` per step and ``profiles`` of a step, one per round; and
+        ``gap``, by which its weights at the end differ from DDP's.
     """
     variants, batches = variants_of(case), endless_batches(ranks, case.rows)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     profiles: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for number in range(WARMUP_ROUNDS + rounds):
-        # Every variant gets the same batches, and separate ones for the profiler, which slows what it sees.
+        # Every variant gets the same batches, and separate ones for the profiler, which slows what
+        # it sees.
         drawn, to_profile = (list(islice(batches, count)) for count in (steps, PROFILED_STEPS))
         for name in harness.in_turns(list(variants), number):
             ranks.barrier()
@@ -225,12 +227,14 @@ def endless_batches(ranks: Ranks, rows: int) -> Iterator[Batch]:
 def profiled(variant: Variant, batches: list[Batch], ranks: Ranks) -> dict[str, float]:
     """Per step: calls to the other ranks, seconds in which one ran, and the share of these hidden behind computing."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        ranks.barrier()  # one rank's profiler starts later than another's: the steps must not include that wait
+        # One rank's profiler starts later than another's: the steps must not include that wait.
+        ranks.barrier()
         with record_function(STEPS):
             for batch in batches:
                 variant.step(*batch)
-    # Only events after the marker: the barrier above is a collective too. DDP and gloo run on threads of their own, so
-    # their events are not children of the marker and can only be told apart by time.
+    # Only events after the marker: the barrier above is a collective too. DDP and gloo run on
+    # threads of their own, so their events are not children of the marker and can only be told
+    # apart by time.
     span = next(event.time_range for event in seen.events() if event.name == STEPS)
     events = [event for event in seen.events() if event.time_range.start > span.start]
     found = communication(events, on_gpu=False)
@@ -316,6 +320,8 @@ def compared(ours: Sequence[float], theirs: Sequence[float], what: str) -> str:
     """How long one variant takes compared with ``what``, how often it is the faster one, and whether that is clear."""
     faster = sum(a < b for a, b in zip(ours, theirs, strict=True))
     share = faster / len(ours)
+    # A share of rounds and not a difference of medians: on a busy machine all rounds move together,
+    # and the median of either series says more about the hour than about the variant.
     verdict = (
         "a gain" if share >= CLEAR else "a loss" if share <= 1 - CLEAR else "no clear gain or loss"
     )
@@ -337,6 +343,7 @@ def cifar10_section(data: Path) -> str:
             f"--nproc_per_node={ranks}",
             SCRIPT,
         ]
+        # CPU time too: two ranks on two cores finish sooner, but it is what a cloud would charge.
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         last = run_and_follow([*command, "--data", str(data.resolve())])
         minutes = (time.monotonic() - began) / 60

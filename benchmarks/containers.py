@@ -44,18 +44,10 @@ class Container:
             *(f"{name}={value}" for name, value in environment.items()),
         ]
         inside = [str(self.root), self.config["User"], self.config["WorkingDir"], *variables]
-        enter = [
-            "unshare",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "bash",
-            "-c",
-            _ENTER,
-            "enter",
-        ]
-        return [*enter, *inside, *(words or self.config["Cmd"])]
+        # --fork makes the command process 1 of its namespace, as in an engine: only then does it
+        # get signals as the image's own command gets them. --kill-child ends it with its launcher.
+        enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        return [*enter, "bash", "-c", _ENTER, "enter", *inside, *(words or self.config["Cmd"])]
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -73,12 +65,8 @@ def why_not() -> str | None:
 
 def has_image(name: str) -> bool:
     """Whether an image is in buildah's local store."""
-    return (
-        subprocess.run(
-            ["buildah", "inspect", "--type", "image", name], capture_output=True
-        ).returncode
-        == 0
-    )
+    command = ["buildah", "inspect", "--type", "image", name]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @contextmanager

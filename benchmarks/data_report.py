@@ -193,6 +193,8 @@ def triples(text: str) -> set[tuple[str, ...]]:
     words = re.findall(
         r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]", text.lower()
     )
+    # Written a second time, and slowly, on purpose: a judge that shared the report's own code would
+    # share its mistakes.
     words += [""] * (WORDS_PER_SHINGLE - len(words)) if words else []
     return {
         tuple(words[i : i + WORDS_PER_SHINGLE]) for i in range(len(words) - WORDS_PER_SHINGLE + 1)
@@ -227,6 +229,8 @@ def is_right(one: dict[str, Any], fault: str) -> bool:
 def run_command(folder: Path, report: Path) -> dict[str, float]:
     """Seconds and the peak of memory of the command, as the system counts them."""
     command = [sys.executable, "-m", "training.data_report", str(folder), "--json", str(report)]
+    # wait4 and not resource.getrusage(RUSAGE_CHILDREN), whose memory is the peak of all children so
+    # far.
     load, began = os.getloadavg()[0], time.perf_counter()
     process = subprocess.Popen(
         command, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -256,7 +260,8 @@ def predict(data: NewsData, num_rows: int, seed: int) -> dict[str, Any]:
             [data.train.texts[row] for row in rows], data.train.labels[rows], seed
         )
 
-    # A fold of rows is held out, and the others are twice as many as those that the prediction was made from.
+    # A fold of rows is held out, and the others are twice as many as those that the prediction was
+    # made from.
     few, many = curve(num_rows), curve(2 * num_rows * FOLDS // (FOLDS - 1))
     if "skipped" in few or "skipped" in many:
         return {"rows": num_rows}

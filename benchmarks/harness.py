@@ -88,16 +88,19 @@ def report(line: str) -> None:
     print(line, flush=True)
 
 
-# Rounds. A shared machine drifts over minutes, so the variants of a comparison alternate within each round, and what is
-# compared is the ratio within a round, never the medians of two series that were measured one after the other.
+# Rounds. A shared machine drifts over minutes, so the variants of a comparison alternate within
+# each round, and what is compared is the ratio within a round, never the medians of two series that
+# were measured one after the other.
 
 
 def in_turns(cases: Sequence[Case], number: int) -> list[Case]:
-    """The cases in the order of round ``number``: every other round runs backwards, every second one starts elsewhere.
+    """The cases in the order of round ``number``: every other round runs backwards, every second
+    one starts elsewhere.
 
     Two cases swap places; three go through all their orders in six rounds.
     """
-    # The start moves by a third of the list and not by one place, so that long lists do not keep their neighbours.
+    # The start moves by a third of the list and not by one place, so that long lists do not keep
+    # their neighbours.
     start = number // 2 * max(1, len(cases) // 3) % max(1, len(cases))
     turned = [*cases[start:], *cases[:start]]
     return turned[::-1] if number % 2 else turned
@@ -111,6 +114,8 @@ def run_rounds(
 ) -> Iterator[dict[str, Result]]:
     """Measure every case once per round, in alternating order; yields the results of each round by the cases' names."""
     for number in range(num_rounds):
+        # Given out after each round, so that a page is written even if a later round fails or is
+        # interrupted after hours.
         found: dict[str, Result] = {}
         for name in in_turns(list(cases), number):
             found[name] = measure(cases[name], number)
@@ -217,6 +222,8 @@ def write_page(path: Path, text: str, results: Any = None, figure: bytes | None 
     """Write a page, and next to it its results as JSON and its figure as PNG."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Each file is replaced as a whole: who reads while a long measurement goes on, or after it
+        # was killed, finds the last complete page.
         write_whole(path, text.encode())
         if results is not None:
             plain = json.loads(json.dumps(results))  # tuples become lists, as in the file
@@ -288,6 +295,7 @@ def _commit() -> str:
 
 def _command(module: str) -> str:
     """The command line, without what means nothing elsewhere: absolute folders, flags for another tool after ``--``."""
+    # A page is committed, and whose home folder a model lay in is nobody else's business.
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
 
     def shown(part: str) -> str:

@@ -139,8 +139,8 @@ def train(
 
 
 def train_rank(flags: list[str]) -> dict[str, Any]:
-    """A run in this process; returns the share of its time that finding suspects took, and the rows in the order of
-    their doubt if only the steps are asked.
+    """A run in this process; returns the share of its time that finding suspects took, and the rows
+    in the order of their doubt if only the steps are asked.
     """
     config = parse_config(flags)
     seconds = 0.0
@@ -156,6 +156,8 @@ def train_rank(flags: list[str]) -> dict[str, Any]:
 
         return wrapped
 
+    # The trainer has no hook around its suspects, so a clock is put around the methods that it
+    # calls for them; only one process trains here, so nothing waits inside.
     with join_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         for owner, names in (
@@ -170,6 +172,7 @@ def train_rank(flags: list[str]) -> dict[str, Any]:
         ask_words(tokens.train, suspects.index, len(tokens.label_names))
         seconds += time.perf_counter() - began
         share = seconds / trainer.context.state.seconds
+        # With the words' doubts at zero, the same ranking shows what the steps find by themselves.
         suspects.words = np.zeros_like(suspects.words)
         return {"share": share, "by_steps": [one.row for one in suspects.ranking()]}
 

@@ -74,7 +74,9 @@ def main() -> None:
         data = write_data(options.data, folder / "data", options.rows, options.test_rows)
 
         def measure(layout: Layout, number: int) -> Run:
-            # Each run has its own folder, but all share the cache of tokens: only the first one tokenises.
+            # Each run has its own folder, but all share the cache of tokens: only the first one
+            # tokenises.
+            # The global batch stays the same, or two processes would take half as many steps.
             ranks = train(
                 layout,
                 pin=not on_gpu,
@@ -140,6 +142,7 @@ def write_data(source: Path, folder: Path, rows: int, test_rows: int) -> Path:
         except OSError as error:
             message = f"--data {source}: {name} cannot be read ({error.strerror})"
             raise UserError(message, code="data-unreadable") from error
+        # Rows and not lines are drawn: a quoted text may have several lines.
         chosen = random.Random(SEED).sample(found, min(count, len(found)))
         with (folder / name).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, quoting=csv.QUOTE_ALL).writerows(chosen)

@@ -67,6 +67,7 @@ def measure() -> dict[str, Any]:
     for model, shape in SHAPES.items():
         for layout in LAYOUTS:
             print(f"{model}: {describe(layout)}", file=sys.stderr)
+            # In a process of its own: the profiler that counts memory would slow the timed steps.
             found = _real("memory", shape, layout)
             # Processes that share a core wait for each other, which no layout predicts.
             if layout.ranks <= usable_cpus():
@@ -101,6 +102,8 @@ def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
 
 def this_machine(rates: dict[str, float], ranks: int) -> Cluster:
     """The machine as a cluster: each rank's share of the CPU is a GPU, and gloo's links connect them."""
+    # The rates were reached, not read from a data sheet, so the shares by which the planner takes
+    # nominal figures down are 1 here.
     gpu = replace(
         GPUS["cpu"],
         peak_flops={"fp32": rates["flops"]},
@@ -185,12 +188,16 @@ def real_section(results: dict[str, Any]) -> str:
             )
     return (
         f"{fact_list(results['facts'])}\n"
-        "The peak is that of the third step, on the rank that needs most. It is the memory of all tensors that are\n"
-        "alive when the optimizer begins, corrected by what PyTorch's allocator allocated and freed before and after\n"
+        "The peak is that of the third step, on the rank that needs most. It is the memory of all "
+        "tensors that are\n"
+        "alive when the optimizer begins, corrected by what PyTorch's allocator allocated and "
+        "freed before and after\n"
         "that moment, according to the profiler's memory events.\n\n"
         f"{markdown_table(MEMORY_HEADER, memory)}\n"
-        "A step's time is the median of seven steps, with at most as many processes as cores and one thread each.\n"
-        "The simulated steps use the rates that a process reached in matrix products and copies right before and\n"
+        "A step's time is the median of seven steps, with at most as many processes as cores and "
+        "one thread each.\n"
+        "The simulated steps use the rates that a process reached in matrix products and copies "
+        "right before and\n"
         "after them.\n\n"
         f"{markdown_table(TIME_HEADER, times)}"
     )
@@ -203,13 +210,18 @@ def page(results: dict[str, Any]) -> str:
         else "Not measured yet: `python -m benchmarks.planner_accuracy --real`.\n"
     )
     return (
-        "# How accurate the planner is\n\nWritten by `python -m benchmarks.planner_accuracy`. Every figure under "
+        "# How accurate the planner is\n\nWritten by `python -m benchmarks.planner_accuracy`. "
+        "Every figure under "
         '"simulated" is a prediction, not a measurement.\n\n'
         f"## Against real steps of gloo processes\n\n{real}\n## Against published runs\n\n"
-        "The measured figures are in `benchmarks/published_training.yaml`, each with its source. They come from "
-        "programs other\nthan ours: Megatron-LM overlaps tensor-parallel sums with matrix products on H100s, which is "
-        "not modelled; llm-foundry's\nALiBi models and TorchTitan's compiled ones differ in their element-wise kernels."
-        " No constant is fitted to a row; for each\nsource the page says whether we had seen it when the constants were"
+        "The measured figures are in `benchmarks/published_training.yaml`, each with its source. "
+        "They come from "
+        "programs other\nthan ours: Megatron-LM overlaps tensor-parallel sums with matrix products "
+        "on H100s, which is "
+        "not modelled; llm-foundry's\nALiBi models and TorchTitan's compiled ones differ in their "
+        "element-wise kernels."
+        " No constant is fitted to a row; for each\nsource the page says whether we had seen it "
+        "when the constants were"
         " set.\n\n"
         f"{published_section()}\n{states_section()}"
     )

@@ -40,13 +40,8 @@ class Layout:
             UserError: it is not of that form, or the machine has too few cores.
         """
         processes, times, threads = text.partition("x")
-        if not (
-            times
-            and processes.isdecimal()
-            and threads.isdecimal()
-            and int(processes)
-            and int(threads)
-        ):
+        is_count = [part.isdecimal() and int(part) > 0 for part in (processes, threads)]
+        if not (times and all(is_count)):
             raise UserError(
                 f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1", code="flag-value"
             )
@@ -68,7 +63,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call a module's function on every rank of a layout, each in a new process.
 
-    Ranks beyond the number of cores share them, from the first on. Arguments and results must be what JSON can hold.
+    Ranks beyond the number of cores share them, from the first on. Arguments and results must be
+    what JSON can hold.
 
     Returns:
         What the function returned on each rank.
@@ -76,16 +72,11 @@ def run_ranks(
     Raises:
         TrainingFailure: a rank failed, with the last line that it wrote.
     """
-    # A rank imports the function by its file's name: in a module started with -m, `__module__` is only "__main__".
+    # A rank imports the function by its file's name: in a module started with -m, `__module__` is
+    # only "__main__".
     file = Path(inspect.getfile(function)).resolve().relative_to(ROOT).with_suffix("")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.processes",
-        ".".join(file.parts),
-        function.__name__,
-    ]
-    command.append(json.dumps(arguments))
+    module, given = ".".join(file.parts), json.dumps(arguments)
+    command = [sys.executable, "-m", "benchmarks.processes", module, function.__name__, given]
     port, cores = free_port(), usable_cores()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(layout.threads)}
@@ -102,27 +93,28 @@ def run_ranks(
                 for i in range(layout.threads)
                 if pin and cores
             ]
-            if layout.processes > 1:  # without these variables a process forms no process group
+            # Without these variables, which torchrun would set, a process forms no process group.
+            if layout.processes > 1:
+                size = str(layout.processes)
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                environment |= dict.fromkeys(
-                    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(layout.processes)
-                )
+                environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            # A child inherits its parent's cores, so the rank is pinned from its first instruction on.
+            # A child inherits its parent's cores, so the rank is pinned from its first instruction:
+            # libraries count the cores when they are loaded, and start that many threads.
             with on_cores(own):
-                # Files and not pipes: a rank that writes more than a pipe holds would wait for a reader.
+                # Files and not pipes: a rank that writes more than a pipe holds would wait for a
+                # reader.
                 streams = {"stdout": outputs[rank], "stderr": errors[rank]}
                 processes.append(subprocess.Popen(command, env=environment, text=True, **streams))
-        _wait(processes, errors, f"{'.'.join(file.parts)}.{function.__name__}")
+        _wait(processes, errors, f"{module}.{function.__name__}")
         return [json.loads(_lines(output)[-1]) for output in outputs]
 
 
 def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: str) -> None:
-    # Until all have ended or one has failed: the others would then wait for it in a collective, up to its timeout.
+    # Until all have ended or one has failed: the others would then wait for it in a collective, up
+    # to its timeout.
     deadline = time.monotonic() + TIMEOUT
-    while any(process.poll() is None for process in processes) and not any(
-        process.poll() for process in processes
-    ):
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
         if time.monotonic() > deadline:
             raise TrainingFailure(
                 f"{what}: not done after {TIMEOUT // 3600} hours", code="benchmark-failed"

@@ -59,6 +59,7 @@ def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
     plans = [make_plan(shape, layout, cluster) for layout in _layouts(source, row)]
     # Every published run did fit, so if no plan does by the formulas, the smallest is compared.
     smallest = min(plans, key=lambda plan: plan.memory.total)
+    # Where the source leaves a choice open, its authors will have taken the fastest that fits.
     plan = max(
         (plan for plan in plans if plan.fits),
         key=lambda plan: plan.tokens_per_second,
@@ -127,10 +128,14 @@ def published_section() -> str:
     chosen = sum(run.is_chosen for run in every)
     text = (
         f"{markdown_table(_SUMMARY_HEADER, _summary(found))}\n"
-        f"In reality all {len(every)} runs fit on their GPUs, but according to the formulas {misfits} do not, as the "
-        "last column shows. The\nformulas are those of this trainer; the memory that the other programs save is not "
-        f"modelled.\nFor {chosen} runs the source leaves out the micro-batch or the checkpointing. For these the plan "
-        "uses the choice that is\npredicted to be the fastest that fits, or the smallest if none fits, so their errors "
+        f"In reality all {len(every)} runs fit on their GPUs, but according to the formulas "
+        f"{misfits} do not, as the "
+        "last column shows. The\nformulas are those of this trainer; the memory that the other "
+        "programs save is not "
+        f"modelled.\nFor {chosen} runs the source leaves out the micro-batch or the checkpointing. "
+        "For these the plan "
+        "uses the choice that is\npredicted to be the fastest that fits, or the smallest if none "
+        "fits, so their errors "
         "include the effect of that choice.\n"
     )
     text += _trend_section(every)
@@ -150,6 +155,7 @@ def trends(runs: Sequence[Comparison]) -> list[tuple[Comparison, Comparison]]:
     """Of runs that differ only in the number of GPUs, the one on the fewest and the one on the most."""
     groups: dict[tuple[Any, ...], list[Comparison]] = {}
     for run in runs:
+        # With more GPUs each keeps a smaller shard, so the shards must not tell layouts apart.
         key = run.row["name"], run.plan.cluster.gpu.name, replace(run.plan.layout, dp_shard=1)
         groups.setdefault(key, []).append(run)
     ordered = [sorted(group, key=lambda run: run.plan.layout.ranks) for group in groups.values()]
@@ -174,9 +180,12 @@ def _trend_section(runs: Sequence[Comparison]) -> str:
     header = ("run", "GPUs", "tokens/s per GPU, measured", "simulated", "error")
     return (
         "\n### More GPUs, with everything else unchanged\n\n"
-        "The table shows how the speed of each GPU changes between the smallest and the largest published run. The "
-        "prediction\nfalls less than the measurement, so it becomes more optimistic with every machine that is added: "
-        "the latency of a ring is\nmodelled, but neither GPUs that are slower than the others nor traffic that "
+        "The table shows how the speed of each GPU changes between the smallest and the largest "
+        "published run. The "
+        "prediction\nfalls less than the measurement, so it becomes more optimistic with every "
+        "machine that is added: "
+        "the latency of a ring is\nmodelled, but neither GPUs that are slower than the others nor "
+        "traffic that "
         f"competes for the same switches.\n\n{markdown_table(header, rows)}"
     )
 
@@ -274,7 +283,9 @@ def states_section() -> str:
         "simulated with this trainer's bytes",
     )
     return (
-        f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {paper[0]}, {paper[1]} and {paper[2]} bytes "
-        f"of weights, gradients and optimizer state there, and {WEIGHT}, {GRADIENT} and {MOMENTS} here.\n\n"
+        f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {paper[0]}, {paper[1]} "
+        f"and {paper[2]} bytes "
+        f"of weights, gradients and optimizer state there, and {WEIGHT}, {GRADIENT} and {MOMENTS} "
+        "here.\n\n"
         f"{markdown_table(header, rows)}"
     )

@@ -52,6 +52,8 @@ def model_of(shape: ModelShape) -> NewsClassifier:
         config["type_vocab_size"] = shape.type_vocab
     if shape.family == "llama":
         config |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    # The constructor wants a saved model; a shape of the planner has none, and its weights do not
+    # matter for memory or time. There is no public way to build one from a configuration.
     model = NewsClassifier.__new__(NewsClassifier)
     nn.Module.__init__(model)
     network = AutoModelForSequenceClassification.from_config(
@@ -99,8 +101,9 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
 def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str, float]:
     """Bytes on this rank: of weights, gradients and moments, counted; and the peak of a step.
 
-    The third, since DDP orders its buckets anew in the second. The peak: the tensors that are alive when the optimizer
-    begins, and from there back and forth by what PyTorch's allocator gave out and took back, as the profiler saw it.
+    The third, since DDP orders its buckets anew in the second. The peak: the tensors that are alive
+    when the optimizer begins, and from there back and forth by what PyTorch's allocator gave out
+    and took back, as the profiler saw it.
     """
     batches = micro_batches_of(shape, layout)
     strategy = STRATEGIES[layout.strategy](
@@ -116,7 +119,8 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
 
     for step in (1, 2):
         optimizer_step(strategy, batches, step, 1e-4)
-    gc.collect()  # the whole model that was shared out may wait in a cycle
+    # The whole model, of which each rank has kept its part, may still wait in a reference cycle.
+    gc.collect()
     hook = register_optimizer_step_pre_hook(note)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         optimizer_step(strategy, batches, 3, 1e-4)
@@ -135,9 +139,11 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
 def measure_seconds(
     shape: ModelShape, layout: Layout, ranks: Ranks, steps: int = 7
 ) -> dict[str, float]:
-    """The median time of a step on this rank, after two that do not count; and the machine's rates around it.
+    """The median time of a step on this rank, after two that do not count; and the machine's rates
+    around it.
 
-    A machine that others share is not equally fast all day: what a step is held to is measured before and after it.
+    A machine that others share is not equally fast all day: what a step is held to is measured
+    before and after it.
     """
     before = measure_rates(ranks)
     batches = micro_batches_of(shape, layout)
@@ -150,6 +156,7 @@ def measure_seconds(
         began = time.perf_counter()
         optimizer_step(strategy, batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
+    # The first two allocate gradients and moments, and let DDP order its buckets anew.
     after = measure_rates(ranks)
     return {"seconds": median(seconds[2:])} | {
         name: (before[name] + after[name]) / 2 for name in before
@@ -169,6 +176,7 @@ def _alive() -> int:
     """Bytes of all tensors that Python knows of, each storage once."""
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    # A view and its base share one storage, which counts once.
     storages = [tensor.untyped_storage() for tensor in local if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -178,6 +186,8 @@ def _above_update(profiler: profile) -> int:
     events = profiler.profiler.kineto_results.events()
     update = min(event.start_ns() for event in events if event.name() == AT_UPDATE)
     given_out = peak = at_update = 0
+    # Events of several threads come unordered. The profiler knows only what changed since it was
+    # started, so the sum is relative: the difference to the optimizer's beginning is what counts.
     for moment, change in sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
     ):
@@ -189,14 +199,17 @@ def _above_update(profiler: profile) -> int:
 
 
 def measure_rates(ranks: Ranks) -> dict[str, float]:
-    """What this rank reaches while all others do the same: the machine's entry in the planner's table.
+    """What this rank reaches while all others do the same: the machine's entry in the planner's
+    table.
 
-    Operations per second of a feed-forward's product and of attention's; bytes per second of a copy (read and written)
-    and of a ring's link in an all-reduce; seconds of an all-reduce of one number, for each of a ring's hops.
+    Operations per second of a feed-forward's product and of attention's; bytes per second of a copy
+    (read and written) and of a ring's link in an all-reduce; seconds of an all-reduce of one
+    number, for each of a ring's hops.
     """
     left, right = torch.randn(1024, 768), torch.randn(768, 3072)
     queries, keys = torch.randn(96, 128, 64), torch.randn(96, 64, 128)
     large, number = torch.randn(16 * 2**20), torch.zeros(1)
+    # A ring passes each of its N parts N-1 times to sum it up, and N-1 times to spread the sum.
     hops = 2 * (ranks.world_size - 1)
     copied = torch.empty_like(large)
     rates = {

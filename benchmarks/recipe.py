@@ -102,9 +102,8 @@ def measure_all(
         else:
             found = train(options, rows, model, seed, clean)
             found["frozen"] = frozen(data, options, draw(data, per_label, seed), model, clean)
-        if run["measurements"][-1:] != [
-            facts
-        ]:  # a command that finds nothing to measure leaves no trace
+        # Only now: a command that finds nothing to measure leaves no trace.
+        if run["measurements"][-1:] != [facts]:
             run["measurements"].append(facts)
         found["measurement"] = len(run["measurements"])
         run["results"][f"{case} / {Path(model).name} / {seed}"] = found
@@ -146,26 +145,20 @@ def _label(names: list[str], target: np.ndarray) -> str | list[str] | float:
     return float(target) if target.dtype.kind == "f" else names[target]
 
 
+def common_flags(model: str, seed: int, clean: str) -> list[str]:
+    # The rows are written as a folder of their own, so the trainer no longer sees by the data's
+    # name that they are news, which it would clean.
+    cleaning = ["--clean", clean] if clean != "none" else []
+    return ["--model", model, "--seed", str(seed), *cleaning]
+
+
 def train(options: Namespace, rows: Path, model: str, seed: int, clean: str) -> dict[str, float]:
     """Train at the defaults; figures of the model and of its linear baseline, and the seconds of the command."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
         output = Path(place) / "model"
-        flags = [
-            "--dataset",
-            str(rows),
-            "--model",
-            model,
-            "--seed",
-            str(seed),
-            "--output_dir",
-            str(output),
-        ]
-        flags += ["--cache_dir", place, *(["--clean", clean] if clean != "none" else [])]
-        flags += [
-            "--task",
-            options.task,
-            *(["--pair_column", "text_pair"] if options.pair_column else []),
-        ]
+        flags = ["--dataset", str(rows), "--task", options.task, *common_flags(model, seed, clean)]
+        flags += ["--cache_dir", place, "--output_dir", str(output)]
+        flags += ["--pair_column", "text_pair"] if options.pair_column else []
         began = time.monotonic()
         run_program([sys.executable, "-m", "training.train_single", *flags])
         seconds = time.monotonic() - began
@@ -181,17 +174,8 @@ def from_names(
     """Make a model from the names of the labels, and test it on rows that it knows nothing of."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=rows.parent) as place:
         output = Path(place) / "model"
-        flags = [
-            "--labels",
-            str(rows / "names.txt"),
-            "--model",
-            model,
-            "--seed",
-            str(seed),
-            "--cache_dir",
-            place,
-        ]
-        flags += ["--output_dir", str(output), *(["--clean", clean] if clean != "none" else [])]
+        flags = ["--labels", str(rows / "names.txt"), *common_flags(model, seed, clean)]
+        flags += ["--cache_dir", place, "--output_dir", str(output)]
         flags += ["--unlabelled", str(rows / "train.jsonl")] if with_texts else []
         began = time.monotonic()
         run_program([sys.executable, "-m", "training.train_single", *flags])
@@ -216,6 +200,8 @@ def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, c
     elif options.task == "regression":
         fit = Ridge(alpha=0.1)
     rows = data.train.take(chosen)
+    # Both poolings are read in one pass, and the better one counts: which one an encoder was
+    # trained for is not written anywhere, and the baseline must not lose by a wrong guess.
     train = read(model, rows.texts, clean)
     test = of_test_rows.get((data.name, model)) or read(model, data.test.texts, clean)
     of_test_rows[data.name, model] = test
@@ -234,6 +220,8 @@ def read(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray, ...]
     if isinstance(texts[0], str):
         return read_texts(model, texts, clean)
     first, second = (read_texts(model, side, clean) for side in zip(*texts, strict=True))
+    # A linear model cannot compare two vectors by itself: difference and product let it (InferSent,
+    # Conneau et al., 2017).
     return tuple(
         np.column_stack([a, b, abs(a - b), a * b]) for a, b in zip(first, second, strict=True)
     )
@@ -250,6 +238,7 @@ def read_texts(model: str, texts: Sequence[Any], clean: str) -> tuple[np.ndarray
         AutoTokenizer.from_pretrained(place),
     )
     cleaned = list(map(cleaner(clean), texts))
+    # Texts of like length share a batch, so that little of it is padding.
     order = sorted(range(len(cleaned)), key=lambda i: len(cleaned[i]))
     found = np.zeros((2, len(cleaned), network.config.hidden_size), np.float32)
     for start in range(0, len(order), 64):

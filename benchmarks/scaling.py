@@ -112,14 +112,15 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
             len(workload.label_names), str(workload.model_folder), workload.label_names
         )
         strategy = STRATEGIES[config.strategy](model, config, ranks, "fp32")
-        # Bytes are counted when the optimizer steps: only then are gradients and moments all there, and sharded
-        # strategies have freed the full weights of their blocks.
+        # Bytes are counted when the optimizer steps: only then are gradients and moments all there,
+        # and sharded strategies have freed the full weights of their blocks.
         held: dict[str, int] = {}
         strategy.optimizer.register_step_pre_hook(lambda *_: held.update(bytes_of_state(strategy)))
         sampler = LengthBucketSampler(workload.timed.lengths, GLOBAL_BATCH, SEED)
         shape = {"pad_to_multiple_of": length_multiple(config, "cpu"), "max_length": MAX_LENGTH}
         began = 0.0
-        # With the same sampler and seed every layout trains the same global batches; a rank takes its share of each.
+        # With the same sampler and seed every layout trains the same global batches; a rank takes
+        # its share of each.
         for step, batch in enumerate(islice(cycle(sampler), WARMUP_STEPS + steps), start=1):
             if step == WARMUP_STEPS + 1:
                 ranks.barrier()

@@ -156,7 +156,8 @@ def _pythons(options: Namespace) -> dict[str, str]:
         "peer": options.peer_python,
         "infinity": options.infinity_python,
     }
-    # Not resolved: a virtual environment's Python is a link, and finds its packages by the link's location.
+    # Not resolved: a virtual environment's Python is a link, and finds its packages by the link's
+    # location.
     return {kind: str(Path(path).absolute()) for kind, path in given.items() if path}
 
 

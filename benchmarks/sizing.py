@@ -88,12 +88,12 @@ def measure_server(
         with on_cores(numbers[:cores]):
             running = stack.enter_context(started(server, model, sys.executable))
         stack.enter_context(on_cores(numbers[cores:]))
-        running.apply(
-            Load(str(bodies), running.port, "/predict", 1, 1.0, clients=CLIENTS)
-        )  # warm-up
+        # A second that is not counted: first calls allocate, and threads are still starting.
+        running.apply(Load(str(bodies), running.port, "/predict", 1, 1.0, clients=CLIENTS))
         full = running.apply(
             Load(str(bodies), running.port, "/predict", 1, seconds, clients=CLIENTS)
         )
+        # Of what this very server just reached: a fixed rate would overload one core and bore two.
         rate = STEADY_SHARE * full["texts_per_second"]
         steady = running.apply(Load(str(bodies), running.port, "/predict", 1, seconds, rate=rate))[
             "latency"

@@ -53,6 +53,7 @@ class Trial:
             The results on the test rows, and what rank 0 found, with the ``seconds`` of all steps.
         """
         cache = self.output.parents[1] / "cache"  # all trials share the tokens
+        # The variant's own flags come last, so they win over what all variants are given.
         given |= {"seed": self.seed, "output_dir": self.output, "cache_dir": cache}
         layout = layout or Layout(usable_cpus(), 1)
         rank, *_ = run_ranks(train_rank, layout, flags=[*words_of(given), *self.flags])
@@ -122,7 +123,7 @@ class Study:
         run = self.begin(options, data) | {"rounds": []}
         variants = self.variants(options) if callable(self.variants) else self.variants
         with tempfile.TemporaryDirectory(prefix=f"{self.name}-") as folder:
-
+            # Models are deleted after each trial: dozens of encoders would fill the disk.
             def measure(flags: Flags, seed: int) -> Figures:
                 with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
                     return self.measure(Trial(options, data, flags, seed, Path(place) / "model"))

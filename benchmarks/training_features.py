@@ -125,7 +125,8 @@ def balance(options: Namespace) -> None:
             log_every=1,
             **training_flags(options),
         )[0]
-        # Not the steps before the ranks have agreed on shares, nor an epoch's last one, which may have fewer rows.
+        # Not the steps before the ranks have agreed on shares, nor an epoch's last one, which may
+        # have fewer rows.
         steps = [
             record
             for record in first["records"]
@@ -170,7 +171,8 @@ def balance(options: Namespace) -> None:
     ):
         rounds.append(found)
         runs = (
-            f"{Path(options.model).name} on {Path(options.dataset).name}, {options.layout} processes × threads, "
+            f"{Path(options.model).name} on {Path(options.dataset).name}, {options.layout} "
+            "processes × threads, "
             f"{options.batch_size} rows per rank, {options.epochs} epochs, {len(rounds)} rounds"
         )
         write(options, "Balance", BALANCE, runs, harness.table(columns, options.slowdowns))
@@ -245,7 +247,8 @@ def compression(options: Namespace) -> None:
         write(options, "Gradient compression", COMPRESSION, runs, harness.table(columns, kinds))
 
 
-# async_saving: how long does a checkpoint stop training, if training waits for it and if a thread writes it?
+# async_saving: how long does a checkpoint stop training, if training waits for it and if a thread
+# writes it?
 
 ASYNC_SAVING = """
 What is saved is a DistilBERT with random weights and AdamW's moments. Under ddp, each of N ranks copies and writes 1/N
@@ -343,14 +346,15 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
             saver.save(num_steps, strategy.state_dict, {"step": num_steps}, None)
             if waits:
                 return saver.wait()
-            # The ranks agree after each step whether all of them are done; otherwise one would leave the loop earlier,
-            # and the others would wait for it in the next all-reduce.
+            # The ranks agree after each step whether all of them are done; otherwise one would
+            # leave the loop earlier, and the others would wait for it in the next all-reduce.
             while ranks.sum_(torch.tensor(float(saver.done))) < ranks.world_size:
                 found["disturbed"].append(step())
             return saver.collect()
 
         step()
-        # The first save allocates the buffers that the later ones copy into: it counts for neither kind.
+        # The first save allocates the buffers that the later ones copy into: it counts for neither
+        # kind.
         save(waits=True)
         saved: dict[bool, list[Any]] = {True: [], False: []}
         for number in range(rounds):
@@ -417,7 +421,8 @@ def restart(options: Namespace) -> None:
             *RESTART_FLAGS.split(),
         ]
         command += ["--output_dir", str(folder / "model"), "--cache_dir", str(folder / "cache")]
-        # training/launch.py silences torchrun unless LOGLEVEL is set; torchrun's line about the lost rank has the time.
+        # training/launch.py silences torchrun unless LOGLEVEL is set; torchrun's line about the
+        # lost rank has the time.
         environment = {
             "PYTHON": sys.executable,
             "MAX_RESTARTS": str(options.rounds),
@@ -441,9 +446,8 @@ def restart(options: Namespace) -> None:
                     if run.poll() is not None or time.monotonic() > end:
                         message = f"the run ended or did not recover within {RECOVERY_TIMEOUT:.0f} s ({last_line(log)})"
                         raise TrainingFailure(message, code="benchmark-failed")
-                    time.sleep(
-                        0.1
-                    )  # reading the events takes time from the cores that are measured
+                    # Reading the events takes time from the cores that are measured.
+                    time.sleep(0.1)
 
             killed = []
             try:
@@ -460,7 +464,8 @@ def restart(options: Namespace) -> None:
                 run.terminate()  # the ranks finish their step, save and leave
                 run.wait()
         splits = restart_split(run_dir, (folder / "log.txt").read_text())
-    # The events know only the last sign of life of the lost rank; the moment of the kill is more exact.
+    # The events know only the last sign of life of the lost rank; the moment of the kill is more
+    # exact.
     seconds = [
         replace(split, lost=when).seconds() for split, when in zip(splits, killed, strict=True)
     ]
@@ -475,7 +480,8 @@ def restart(options: Namespace) -> None:
     write(options, "Restart", RESTART, runs, harness.table(columns, STAGES))
 
 
-# sequence_parallel: what does a block keep for its backward pass under tensor parallelism, with the sequence cut too?
+# sequence_parallel: what does a block keep for its backward pass under tensor parallelism, with the
+# sequence cut too?
 
 SEQUENCE_PARALLEL = """
 *MiB kept*: what one block, trained in fp32 on the CPU, keeps on each rank for its backward pass, in addition to the
@@ -534,13 +540,13 @@ def sequence_parallel(options: Namespace) -> None:
 
 def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tuple[int, int]:
     """Bytes that the first block keeps on rank 0, and its collective calls."""
-    from torch.testing._internal.distributed.fake_pg import (
-        FakeStore,
-    )  # torch has no public store that sends nothing
+    # PyTorch has no public store that sends nothing.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
-        # The fake group accepts every collective and moves nothing: one process can stand in for rank 0 of any number.
+        # The fake group accepts every collective and moves nothing: one process can stand in for
+        # rank 0 of any number.
         model = random_classifier(block.config).train()
         apply_tensor_parallel(
             model, init_device_mesh("cpu", (num_ranks,)), sequence_parallel=sequence_parallel
@@ -549,8 +555,8 @@ def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tupl
         hidden = torch.randn(block.rows, length, block.config.hidden_size, requires_grad=True)
         mask = torch.ones(block.rows, block.length, dtype=torch.int64)
         context = model.architecture.context(model.network, hidden, mask)
-        # Autograd saves a tensor as often as an operation needs it, often as views of one storage, so storages are
-        # counted and not tensors. Weights are saved too, but are there anyway.
+        # Autograd saves a tensor as often as an operation needs it, often as views of one storage,
+        # so storages are counted and not tensors. Weights are saved too, but are there anyway.
         weights = {
             _local(parameter).untyped_storage().data_ptr()
             for parameter in model.blocks[0].parameters()
@@ -579,7 +585,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 # observation_cost: how much of a step goes into monitoring?
 
-# How often what does not belong to a step is done: by default, and a page as Prometheus is configured to ask for it.
+# How often what does not belong to a step is done: by default, and a page as Prometheus is
+# configured to ask for it.
 COMPARISON_EVERY = 500  # steps
 PAGE_EVERY, STATUS_EVERY = 15.0, 1.0  # seconds
 FIRST_STEADY_STEP = 5  # earlier steps pay for what happens once
@@ -680,8 +687,8 @@ def observation_cost(options: Namespace) -> None:
 
 def monitoring_share(found: dict[str, float]) -> float:
     """The cost of all monitoring as a share of a step without it."""
-    # Per step: the hooks in each, the look in one of COMPARE_EVERY, the comparison in one of COMPARISON_EVERY. Per
-    # second: the page and the status file.
+    # Per step: the hooks in each, the look in one of COMPARE_EVERY, the comparison in one of
+    # COMPARISON_EVERY. Per second: the page and the status file.
     at_steps = found["hooks"] + found["look"] / COMPARE_EVERY
     by_time = (found["page"] / PAGE_EVERY + found["status"] / STATUS_EVERY) / 1000
     return (at_steps + found["comparison"] / COMPARISON_EVERY) / (
@@ -692,8 +699,8 @@ def monitoring_share(found: dict[str, float]) -> float:
 def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
     """What one rank found, in milliseconds. With one rank there is nothing to compare or to look at."""
     steps = list(zip(rank["seconds"], rank["watching"], strict=True))
-    # Every COMPARE_EVERY-th step records its collectives. What that costs outside the subscribers is the difference
-    # between such steps and the others, each without the time inside subscribers.
+    # Every COMPARE_EVERY-th step records its collectives. What that costs outside the subscribers
+    # is the difference between such steps and the others, each without the time inside subscribers.
     looked = [step - watching for step, watching in steps[COMPARE_EVERY - 1 :: COMPARE_EVERY]]
     others = [
         step - watching for i, (step, watching) in enumerate(steps, start=1) if i % COMPARE_EVERY
@@ -724,7 +731,8 @@ class TimedStream(EventStream):
         began = time.perf_counter()
         if isinstance(event, StepStarted):
             self._began, self._watched = began, 0.0
-        # Publishing agreed steps publishes the logged ones too, whose time is already within theirs.
+        # Publishing agreed steps publishes the logged ones too, whose time is already within
+        # theirs.
         self._depth += 1
         super().publish(event)
         self._depth -= 1

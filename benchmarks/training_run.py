@@ -31,8 +31,9 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
     """One rank's part of a run. The last rank is made ``slowdown`` times slower by real work.
 
     Returns:
-        Among others ``sent`` and ``uncompressed``, the bytes per step that this rank gave to all-reduces and would have
-        given without compression; ``records``, rank 0's metrics.jsonl; and the most memory that the process held.
+        Among others ``sent`` and ``uncompressed``, the bytes per step that this rank gave to
+        all-reduces and would have given without compression; ``records``, rank 0's metrics.jsonl;
+        and the most memory that the process held.
     """
     config = parse_config(flags)
     with join_ranks(config.device) as ranks:
@@ -108,7 +109,8 @@ def train_as_a_user(flags: Sequence[str], output: Path) -> tuple[float, dict[str
     """Start ``training/run_ddp.sh``, one process per core, and wait for it.
 
     Returns:
-        The seconds of the whole command, the results on the test rows, and what the command printed.
+        The seconds of the whole command, the results on the test rows, and what the command
+        printed.
     """
     launcher = harness.ROOT / "training" / "run_ddp.sh"
     command = [str(launcher), str(usable_cpus()), *flags, "--output_dir", str(output)]

@@ -36,9 +36,8 @@ STARTUP_COMMAND = (
 )
 STARTUP_TIMEOUT = 600  # seconds
 TITLES = {"minilm": "MiniLM", "base": "Base"}
-SCALED = {
-    "1x1": "2x1"
-}  # on the first layout only our own variants run, for comparison with the second
+# On the first layout only our own variants run, for comparison with the second.
+SCALED = {"1x1": "2x1"}
 DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
 LANGUAGE_MODEL_VARIANTS = ["trainer", "trainer-grouped", "trainer-packed", "ours", "ours-bf16"]
 LANGUAGE_MODEL = f"""Here a sample is a text. A batch has {GLOBAL_BATCH} texts or, if texts are joined, about the same
@@ -216,7 +215,8 @@ def render(section: dict[str, Any]) -> str:
             str(len(seconds)),
         ]
         note = (
-            "This is the wall time from starting the launcher to the first step's line in `metrics.jsonl`, with the "
+            "This is the wall time from starting the launcher to the first step's line in "
+            "`metrics.jsonl`, with the "
             "tokens already cached.\n"
         )
         header = ["command", "seconds to the first optimizer step", "range", "rounds"]
@@ -234,7 +234,8 @@ def render(section: dict[str, Any]) -> str:
     task = section.get("task", Classification.name)
     task = "" if task == Classification.name else f", {task}"
     return (
-        f"## {TITLES[section['size']]} size, {section['dataset']}{task}\n\n{harness.fact_list(facts)}\n{note}"
+        f"## {TITLES[section['size']]} size, "
+        f"{section['dataset']}{task}\n\n{harness.fact_list(facts)}\n{note}"
         f"{harness.table(_columns(section), [job for job in jobs if ' '.join(job) in rounds[0]])}"
         f"{_matrix_rates(section)}{_scaling(section)}"
     )
@@ -261,7 +262,8 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
         return f"{rate / 1e9:.0f} ({rate / _peak(section, VARIANTS[job[0]].precision, job[1]):.0%})"
 
     def work_done(job: tuple[str, str]) -> float:
-        # Ours computes the last block only for the first token of each row, so its number of rows counts.
+        # Ours computes the last block only for the first token of each row, so its number of rows
+        # counts.
         cells, squares = (int(median(values(job, field))) for field in ("cells", "squares"))
         if is_language_model:
             return SIZES[section["size"]].training_work(cells, squares, vocabulary=VOCABULARY)
@@ -296,7 +298,8 @@ def _matrix_rates(section: dict[str, Any]) -> str:
     for key in sorted(key for key in section["rounds"][0] if key.startswith(MATMUL)):
         precision, layout = key.removeprefix(MATMUL).split()
         rates.append(
-            f"{precision} {layout.replace('x', ' × ')}: {_peak(section, precision, layout) / 1e9:.0f}"
+            f"{precision} {layout.replace('x', ' × ')}: "
+            f"{_peak(section, precision, layout) / 1e9:.0f}"
         )
     return f"\nMatrix rates of this machine, GFLOP/s: {'; '.join(rates)}.\n"
 
@@ -314,7 +317,8 @@ def _scaling(section: dict[str, Any]) -> str:
             shares = [100 * b / (2 * a) for a, b in zip(one, two, strict=True)]
             title = VARIANTS[name].title.replace("*", "")
             lines.append(
-                f"\nScaling of {title}: two pinned cores with one process each train at {median(shares):.0f}% of twice "
+                f"\nScaling of {title}: two pinned cores with one process each train at "
+                f"{median(shares):.0f}% of twice "
                 f"the speed of one pinned core (rounds: {harness.spread(shares, 0)}%).\n"
             )
     return "".join(lines)
@@ -333,7 +337,8 @@ def _parse() -> Namespace:
         "--task",
         choices=(Classification.name, MultiLabelClassification.name, CausalLanguageModel.name),
         default=Classification.name,
-        help="with multi_label, each row has its one label; with causal_lm its text alone (default: classification)",
+        help="with multi_label, each row has its one label; with causal_lm its text alone "
+        "(default: classification)",
     )
     add("--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)")
     add(

@@ -52,7 +52,8 @@ MATMUL_REPEATS = 12
 class Epoch:
     """What this rank measured of an epoch.
 
-    ``cells``, ``squares``: tokens with padding, and the sum of the squared padded lengths, over its rows.
+    ``cells``, ``squares``: tokens with padding, and the sum of the squared padded lengths, over its
+    rows.
     """
 
     seconds: float = 0.0
@@ -80,8 +81,8 @@ def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
     transformers_logging.set_verbosity_error()
     workload = read_workload(Path(folder))
     with join_ranks("cpu") as ranks:
-        # The warm-up trains a copy of the model that is thrown away: the timed epoch starts from the written weights,
-        # with allocator, thread pools and connections warm.
+        # The warm-up trains a copy of the model that is thrown away: the timed epoch starts from
+        # the written weights, with allocator, thread pools and connections warm.
         VARIANTS[variant].run(workload, workload.warmup, ranks)
         epoch = VARIANTS[variant].run(workload, workload.timed, ranks)
     found = {name: getattr(epoch, name) for name in ("seconds", "cells", "squares")}
@@ -96,6 +97,8 @@ def matmul_rank(precision: str) -> dict[str, Any]:
         )
         out = left @ right
         best = float("inf")
+        # All at once, because processes that share a memory bus and a power budget are slower than
+        # one alone. The best and not the median: what the machine can do, not what disturbed it.
         for _ in range(MATMUL_REPEATS):
             ranks.barrier()
             started = time.perf_counter()
@@ -141,6 +144,7 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        # No .item() here: on a GPU it would wait for the step, which the recipe need not do.
         losses.append(loss.detach())
     epoch.stop()
     epoch.loss.update(torch.stack(losses).mean().item())
@@ -155,9 +159,11 @@ def trainer(
     *,
     packed: bool = False,
 ) -> Epoch:
-    """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison needs otherwise.
+    """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison
+    needs otherwise.
 
-    ``packed``: of a language model, rows are blocks instead of texts, as its example script makes them.
+    ``packed``: of a language model, rows are blocks instead of texts, as its example script makes
+    them.
     """
     batch = GLOBAL_BATCH
     if packed:
@@ -178,6 +184,7 @@ def trainer(
             {"input_ids": one["input_ids"], "attention_mask": one["attention_mask"]}
             for one in dataset
         ]
+        # The collator makes labels of the ids, with -100 where there is padding.
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
@@ -197,7 +204,8 @@ def trainer(
         max_grad_norm=CLIP_NORM,
         optim="adamw_torch_fused",
         train_sampling_strategy=sampling,
-        # Otherwise it multiplies a classifier's loss and gradients by the number of ranks, before clipping.
+        # Otherwise it multiplies a classifier's loss and gradients by the number of ranks, before
+        # clipping.
         average_tokens_across_devices=workload.is_language_model,
         dataloader_pin_memory=False,
         eval_strategy="no",
@@ -229,8 +237,10 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     strategy, batch_size = DDPStrategy(model, config, ranks, precision), GLOBAL_BATCH
     if workload.is_language_model:
         rows, batch_size = _packed(rows)
+    # Only ours groups rows by length without being asked, so this belongs to what is compared.
     sampler = LengthBucketSampler(rows.lengths, batch_size, SEED)
-    # As the trainer does after every step: the ranks agree on the loss, which costs them an all-reduce.
+    # As the trainer does after every step: the ranks agree on the loss, which costs them an
+    # all-reduce.
     log = StepLog(ranks)
     epoch = Epoch()
     epoch.start()
@@ -272,7 +282,9 @@ def _targets(workload: Workload, rows: TokenizedRows) -> np.ndarray:
 def _packed(rows: TokenizedRows) -> tuple[TokenizedRows, int]:
     """The texts as blocks, and how many of them have as many tokens as a global batch of texts."""
     offsets = Blocks(MAX_LENGTH, end=None).offsets(len(rows.ids))
-    size = round(GLOBAL_BATCH * rows.lengths.mean() / MAX_LENGTH / 2) * 2  # for two ranks
+    # As many tokens per step as with texts, or the runs would take different numbers of steps. An
+    # even number, because two ranks share it.
+    size = round(GLOBAL_BATCH * rows.lengths.mean() / MAX_LENGTH / 2) * 2
     return TokenizedRows(rows.ids, offsets, np.zeros(len(offsets) - 1, np.int64), 0), size
 
 

@@ -50,7 +50,8 @@ class Size:
     n_heads: int
 
     def training_work(self, tokens: int, squares: int, rows: int = 0, vocabulary: int = 0) -> float:
-        """Floating-point operations of the blocks' matrix products, forward and backward; see ``forward_work``.
+        """Floating-point operations of the blocks' matrix products, forward and backward; see
+        ``forward_work``.
 
         ``vocabulary``: of a language model, whose head multiplies too.
         """
@@ -66,14 +67,16 @@ class Size:
         Args:
             tokens: tokens that pass through the blocks.
             squares: the sum of their rows' squared lengths, for attention.
-            rows: if above 0, the last block computes only keys and values for all tokens, and the rest for that many
-                first tokens.
+            rows: if above 0, the last block computes only keys and values for all tokens, and the
+                rest for that many first tokens.
         """
-        # A product of (tokens, a) with (a, b) is 2 * tokens * a * b operations. A block has four projections (queries,
-        # keys, values, output), two products in the feed-forward, and two in attention, which are quadratic in length.
+        # A product of (tokens, a) with (a, b) is 2 * tokens * a * b operations. A block has four
+        # projections (queries, keys, values, output), two products in the feed-forward, and two in
+        # attention, which are quadratic in length.
         projection, feed_forward = 2 * self.dim**2, 4 * self.dim * self.hidden_dim
         block = tokens * (4 * projection + feed_forward) + 4 * self.dim * squares
-        # Keys and values for all tokens; queries, output and feed-forward only for the first one of each row.
+        # Keys and values for all tokens; queries, output and feed-forward only for the first one of
+        # each row.
         last = (
             2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
         )
@@ -131,8 +134,8 @@ def make_workload(
         dataset: as for training: ``sample`` or a folder in AG News' layout.
         tokenizer: a folder, a ``tokenizer.json``, or ``tiny`` for one trained on the dataset.
         num_rows: rows of the timed epoch; fewer, in full batches, if the dataset has fewer.
-        task: a key of ``TASKS``; with multi_label, each row has its one label of the dataset; of a language model, a
-            row is a text, which its end token ends.
+        task: a key of ``TASKS``; with multi_label, each row has its one label of the dataset; of a
+            language model, a row is a text, which its end token ends.
 
     Raises:
         UserError: no such data or tokenizer, or too few rows.
@@ -149,12 +152,15 @@ def make_workload(
         raise UserError(message, code="rows-too-few")
     if most < num_rows:
         report(f"{data.name}: timing {most} rows, not {num_rows}: the others are needed to warm up")
-    # Drawn with a fixed seed, so that runs on different days time the same rows; warm-up rows come from the other end.
+    # Drawn with a fixed seed, so that runs on different days time the same rows; warm-up rows come
+    # from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
     timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
     chosen = NewsData(
         Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup)
     )
+    # Tokens are written once, by the trainer's own code, and all variants read them: what differs
+    # between them is the training and not how texts become numbers.
     written = found.backend_tokenizer.to_str()
     key = cache_key(chosen, written, MAX_LENGTH)
     write_tokens(

@@ -101,11 +101,13 @@ def _parse() -> argparse.Namespace:
         type=_extras,
         default=(),
         metavar="EXTRAS",
-        help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, Ray (only with --torch); default: none",
+        help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, Ray (only with --torch); default: "
+        "none",
     )
     add(
         "--tag",
-        help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and latest",
+        help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and "
+        "latest",
     )
     add(
         "--suffix", help="end of the default tag, such as amd64, for images that one name will join"
@@ -191,6 +193,7 @@ def build(builder: str, image: Image, flags: list[str]) -> int:
         command += ["--tag", tag]
     for name, value in image.arguments.items():
         command += ["--build-arg", f"{name}={value}"]
+    # A context of its own, so that a build never depends on what lies in the working tree besides.
     with tempfile.TemporaryDirectory(prefix="distrinews-image-") as context:
         copy_files(image.files, Path(context))
         return subprocess.run([*command, *flags, context]).returncode
@@ -223,7 +226,8 @@ def push(builder: str, tag: str) -> tuple[str, str]:
 
 
 def _digest_of_docker(tag: str, repository: str) -> str:
-    # Docker has no --digestfile; it keeps the digest of each repository that an image was pushed to.
+    # Docker has no --digestfile, but it keeps the digest of each repository that an image was
+    # pushed to.
     shown = subprocess.run(
         ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag],
         capture_output=True,

@@ -77,7 +77,8 @@ class Route:
     canary: str
 
     def set_weight(self, percent: int) -> None:
-        """Give the canary this share of the requests, in every rule of the route that has both backends.
+        """Give the canary this share of the requests, in every rule of the route that has both
+        backends.
 
         Raises:
             UserError: there is no such route, it has no rule with both, or kubectl refuses.
@@ -92,7 +93,8 @@ class Route:
                     raise UserError(f"httproute {self.name}: {what}", code="canary-route")
                 for position, name in enumerate(names):
                     place = f"{path}/{position}"
-                    # If somebody has changed the route meanwhile, nothing is written.
+                    # A JSON patch names backends by position, so it first tests the name there: if
+                    # somebody has changed the route meanwhile, nothing is written.
                     operations.append({"op": "test", "path": f"{place}/name", "value": name})
                     weight = percent if name == self.canary else 100 - percent
                     operations.append({"op": "add", "path": f"{place}/weight", "value": weight})
@@ -145,9 +147,9 @@ class Rule:
 
     def broken(self, canary: Measured, stable: Measured) -> str | None:
         """Why the canary should get no more requests; None if it may."""
-        if (
-            canary.ready == 0
-        ):  # what the gateway answers in its place is in no metric of the servers
+        # What the gateway answers in the place of servers that are gone is in none of their
+        # metrics: without this a canary that is down would look perfect.
+        if canary.ready == 0:
             return "none of its servers is ready"
         if canary.failed > stable.failed + self.most_failed:
             return f"it fails {canary.failed:.2%} of its requests, the stable servers {stable.failed:.2%}"
@@ -180,6 +182,8 @@ def measure(prometheus: str, route: Route, path: str, seconds: int) -> dict[str,
         Unanswered: Prometheus does not answer, or not with numbers.
     """
     asked = queries(route, path, seconds)
+    # A Service without requests has no series, which is zero requests and no failure; but it has no
+    # p99 either, and a p99 of zero would look fast.
     values = {name: _ask(prometheus, query) for name, query in asked.items()}
     found = {}
     for service in (route.stable, route.canary):
@@ -198,6 +202,7 @@ def _ask(prometheus: str, query: str) -> dict[str, float]:
         values = {one["metric"]["service"]: float(one["value"][1]) for one in result}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise Unanswered(first_line(error)) from error
+    # A quantile over buckets without requests is NaN.
     return {service: value for service, value in values.items() if math.isfinite(value)}
 
 
@@ -211,7 +216,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     rule = Rule(options.least_requests, options.most_failed / 100, options.most_slower)
     _check_ready(route, options)
-    route.set_weight(0)  # what is wrong with the route shows before anybody is sent to the canary
+    # What is wrong with the route shows before anybody is sent to the canary.
+    route.set_weight(0)
     try:
         stable = Measured()
         for percent in options.steps:
@@ -225,7 +231,8 @@ def main() -> None:
             raise CanaryFailure(f"{route.canary}: rolled back, because {reason}") from error
         raise
     print(
-        f"Promoted. Roll the same image out to {route.stable}, then give it its requests back with --weight 0."
+        f"Promoted. Roll the same image out to {route.stable}, then give it its requests back with "
+        "--weight 0."
     )
 
 
@@ -246,15 +253,19 @@ def _check_ready(route: Route, options: argparse.Namespace) -> None:
 
 
 def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measured) -> Measured:
-    """Watch one step to its end; returns what the stable servers did in it, or before it if they got no requests.
+    """Watch one step to its end; returns what the stable servers did in it, or before it if they
+    got no requests.
 
     Raises:
-        CanaryFailure: the canary breaks the rule, gets too few requests to tell, or Prometheus does not answer.
+        CanaryFailure: the canary breaks the rule, gets too few requests to tell, or Prometheus does
+            not answer.
     """
     began, silence = time.monotonic(), 0
     while True:
         time.sleep(options.every_s)
         elapsed = time.monotonic() - began
+        # The window grows with the step and never reaches back before it: the requests of an
+        # earlier, smaller share would hide what this share does to the canary.
         try:
             found = measure(
                 options.prometheus, route, options.path, max(_SHORTEST_WINDOW_S, round(elapsed))
@@ -282,6 +293,7 @@ def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measur
 
 
 def _roll_back(route: Route) -> None:
+    # A second Ctrl-C must not stop the one thing that is still to be done.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     for attempt in range(_ATTEMPTS_TO_ROLL_BACK):
@@ -289,7 +301,8 @@ def _roll_back(route: Route) -> None:
             route.set_weight(0)
         except UserError as error:
             print(
-                f"{error}; {'next attempt in 2 s' if attempt < _ATTEMPTS_TO_ROLL_BACK - 1 else 'giving up'}",
+                f"{error}; "
+                f"{'next attempt in 2 s' if attempt < _ATTEMPTS_TO_ROLL_BACK - 1 else 'giving up'}",
                 flush=True,
             )
             reason = error
@@ -308,7 +321,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _parse() -> argparse.Namespace:
     parser = OneLineParser(
         description=__doc__,
-        epilog="Exit codes: 0 promoted, 1 rolled back, 2 nothing was changed. Ctrl-C and SIGTERM roll back.",
+        epilog="Exit codes: 0 promoted, 1 rolled back, 2 nothing was changed. Ctrl-C and SIGTERM "
+        "roll back.",
     )
     add = parser.add_argument
     add("route", metavar="ROUTE", help="the HTTPRoute (deployment/kubernetes/gateway)")

@@ -1,10 +1,11 @@
 """Compile the native engine's kernels, with nothing but a C compiler.
 
-python deployment/compile_kernels.py [pyproject.toml]: in place, as pyproject.toml says. What an installation does
-through setuptools, an image does so.
+python deployment/compile_kernels.py [pyproject.toml]: in place, as pyproject.toml says. What an
+installation does through setuptools, an image does so.
 
-python deployment/compile_kernels.py --browser: to WebAssembly, into inference/web/, with the compiler in the package
-ziglang. These files are in git, so that only who changes the kernels needs it.
+python deployment/compile_kernels.py --browser: to WebAssembly, into inference/web/, with the
+compiler in the package ziglang. These files are in git, so that only who changes the kernels needs
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _KERNELS, _WEB = "inference/engines/native", "inference/web"
-# A browser refuses a whole file for one instruction that it lacks, and threads for pages without certain headers.
+# A browser refuses a whole file for one instruction that it lacks, and threads for pages without
+# certain headers.
 _SIMD, _RELAXED, _THREADS = "simd128+bulk_memory", "relaxed_simd", "atomics"
 BROWSER_FILES = {
     "kernels.wasm": (_SIMD, ("wasm.c",)),
@@ -109,7 +111,8 @@ def _compile_for_browsers(name: str) -> int:
         [sys.executable, "-m", "ziglang", "cc", *_browser_command(name), "-o", target], cwd=_ROOT
     )
     if done.returncode == 0:
-        # A custom section, which browsers ignore: its number 0, its length, its name with a length, its content.
+        # A custom section, which browsers ignore: its number 0, its length, its name with a length,
+        # its content.
         section = b"\x07sources" + sources_hash(name)
         target.write_bytes(target.read_bytes() + bytes([0, len(section)]) + section)
         print(f"{_WEB}/{name}: {target.stat().st_size:,} bytes")

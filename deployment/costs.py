@@ -47,6 +47,7 @@ class Rate:
 def measured_rates() -> list[Rate]:
     """What the benchmarks have measured with the default engine: bulk scoring, or serving if that was not measured."""
     bulk, served = BENCHMARKS / "bulk_scoring.json", BENCHMARKS / "serving.json"
+    # Bulk scoring is what a billion texts would be classified with; serving pays for HTTP as well.
     if bulk.exists() and (speed := json.loads(bulk.read_text(encoding="utf-8")).get("speed")):
         return [_scored(case, speed) for case in speed["cases"]]
     return [_served(section) for section in json.loads(served.read_text(encoding="utf-8")).values()]
@@ -76,15 +77,18 @@ def main() -> None:
     rates = [options.rate] if options.rate else measured_rates()
     count = f"{options.machines} machines" if options.machines > 1 else "one machine"
     print(
-        f"{options.texts:,} texts on {count} of each kind. What is marked as simulated was not measured but computed:"
+        f"{options.texts:,} texts on {count} of each kind. What is marked as simulated was not "
+        "measured but computed:"
     )
     print(
-        "every hired core is assumed to be as fast as a measured one, texts as long as the measured ones, and speed to"
+        "every hired core is assumed to be as fast as a measured one, texts as long as the "
+        "measured ones, and speed to"
     )
     print("grow with the number of cores. Only the machines' hours cost anything.")
     for rate in rates:
         print(
-            f"\n{rate.what}: {rate.texts_per_second:,.0f} texts/s measured on {rate.cores} cores ({rate.source})"
+            f"\n{rate.what}: {rate.texts_per_second:,.0f} texts/s measured on {rate.cores} cores "
+            f"({rate.source})"
         )
         print(_table(rate, options.hire or _HIRED, options.texts, options.machines))
     print("\nPrices per hour")
@@ -140,7 +144,8 @@ def _parse() -> argparse.Namespace:
         "--texts_per_second",
         type=above_zero,
         metavar="N",
-        help="a rate that you measured yourself, on --cores cores (default: the rates of our benchmarks)",
+        help="a rate that you measured yourself, on --cores cores (default: the rates of our "
+        "benchmarks)",
     )
     add(
         "--cores",
@@ -153,7 +158,8 @@ def _parse() -> argparse.Namespace:
         type=_machine,
         action="append",
         metavar="NAME:CORES:DOLLARS",
-        help="a machine at a price per hour that you know, such as mine:64:2.5; may be repeated (default: our list)",
+        help="a machine at a price per hour that you know, such as mine:64:2.5; may be repeated "
+        "(default: our list)",
     )
     options = parser.parse_args()
     if (options.texts_per_second is None) != (options.cores is None):

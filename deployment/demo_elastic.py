@@ -38,8 +38,9 @@ from training.monitoring.status import read_statuses
 from training.watch import draw, make_console
 
 ROOT = Path(__file__).resolve().parents[1]
-# 250 steps of 24 rows. The learning rate is low enough for rounding to stay rounding: sums over two ranks and over
-# three differ in their last bits, which a high one would blow up over some hundred steps.
+# 250 steps of 24 rows. The learning rate is low enough for rounding to stay rounding: sums over two
+# ranks and over three differ in their last bits, which a high one would blow up over some hundred
+# steps.
 FLAGS = shlex.split(
     "--dataset sample --model tiny --device cpu --precision fp32 --deterministic "
     "--epochs 5 --batch_size 8 --learning_rate 3e-4 --save_every 20 --log_every 1"
@@ -112,7 +113,8 @@ def main() -> int:
         "--output_dir",
         type=Path,
         default=ROOT / "checkpoints" / "demo_elastic",
-        help="model folder: a new one, or that of an earlier demonstration, which is removed (default: %(default)s)",
+        help="model folder: a new one, or that of an earlier demonstration, which is removed "
+        "(default: %(default)s)",
     )
     options = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -166,9 +168,12 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
     wait_for_steps("the start", since=0.0)
     if list_starts(stage.run_dir)[0].world_size != 3:
         raise TrainingFailure(
-            "machine B joined too late for the first start, perhaps because this machine is busy; try again",
+            "machine B joined too late for the first start, perhaps because this machine is busy; "
+            "try again",
             code="demo-failed",
         )
+    # A dead rank is noticed at once by its launcher, a dead machine only by its silence, and a new
+    # machine stops everybody: three ways into the same restart.
     do("Rank 1 is killed", lambda: kill([read_statuses(stage.run_dir)[1].pid]))
     do("Machine B is lost", lambda: cluster.lose("B"))
     do("Machine C joins", lambda: cluster.start("C", 1, cores[-1:]))
@@ -231,7 +236,8 @@ def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
     found = next((folder for folder in folders if folder.exists()), None)
     if found and not undisturbed_log(undisturbed).exists():
         raise UserError(
-            f"--output_dir {output_dir}: {found} is not from an earlier demonstration; name a new folder",
+            f"--output_dir {output_dir}: {found} is not from an earlier demonstration; name a new "
+            "folder",
             code="output-not-empty",
         )
     for folder in folders:
@@ -291,9 +297,11 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     farthest = largest_difference(output_dir, undisturbed)
     lines = (
         f"Each of the {len(steps)} steps was recorded exactly once: {'yes' if whole else 'NO'}.",
-        f"Loss (mean over 24 rows): up to step {same} it equals the undisturbed run's to the last bit,",
+        f"Loss (mean over 24 rows): up to step {same} it equals the undisturbed run's to the last "
+        "bit,",
         f"then it differs by at most {apart:.0e},",
-        "because sums over 2 ranks round differently than over 3. A missing or repeated row would show.",
+        "because sums over 2 ranks round differently than over 3. A missing or repeated row would "
+        "show.",
         f"The final weights differ by at most {farthest:.0e}.",
     )
     console.print("", *lines, sep="\n", soft_wrap=True)

@@ -117,11 +117,13 @@ def _announce(jobs: list[Job], options: argparse.Namespace) -> float:
 def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
     """What each Job reads and writes.
 
-    A bucket that several Jobs mount takes the last writer's file and shows it to the others half a minute later, so two
-    Jobs cannot share an output as processes on a shared folder do: every input is a Job of its own.
+    A bucket that several Jobs mount takes the last writer's file and shows it to the others half a
+    minute later, so two Jobs cannot share an output as processes on a shared folder do: every input
+    is a Job of its own.
 
     Raises:
-        UserError: an address is not one, the output is no bucket, or two inputs would be written to the same place.
+        UserError: an address is not one, the output is no bucket, or two inputs would be written to
+            the same place.
     """
     *sources, target = addresses
     if not sources:
@@ -131,7 +133,8 @@ def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
         )
     if not target.startswith("hf://buckets/"):
         raise UserError(
-            f"{target}: a Job can only write to a bucket; make one with hf buckets create NAME, and name it as "
+            f"{target}: a Job can only write to a bucket; make one with hf buckets create NAME, "
+            "and name it as "
             "hf://buckets/ACCOUNT/NAME/FILE",
             code="hub-jobs-address",
         )
@@ -175,6 +178,8 @@ def _place(address: str, mount_path: str) -> Place:
 
 def _check_price(api: HfApi, flavor: str, price: float) -> None:
     """Ask the hub what the machine costs now, and refuse what is dearer than was said."""
+    # Our list may be old. What is agreed to is the price that was printed, so a higher one stops
+    # here, before anything is paid; a lower one is welcome.
     with _job_errors("the prices of Jobs", "nothing was started; try again"):
         offered = {one.name: one for one in api.list_jobs_hardware()}
     if flavor not in offered:
@@ -186,7 +191,8 @@ def _check_price(api: HfApi, flavor: str, price: float) -> None:
     now = round(offered[flavor].unit_cost_micro_usd * 60 / 1e6, 2)
     if now > price:
         raise UserError(
-            f"--flavor {flavor}: the hub now asks ${now:.2f} per hour, more than ${price:.2f}; if you agree, add "
+            f"--flavor {flavor}: the hub now asks ${now:.2f} per hour, more than ${price:.2f}; if "
+            "you agree, add "
             f"--dollars_per_hour {now:.2f}",
             code="hub-jobs-price",
         )
@@ -230,7 +236,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     add(
         "--image",
         required=True,
-        help="an image with this program: one with PyTorch (make image-torch) from a registry that the hub reaches, or "
+        help="an image with this program: one with PyTorch (make image-torch) from a registry that "
+        "the hub reaches, or "
         "hf.co/spaces/ACCOUNT/NAME, a Space that was published from here (which reads no Parquet)",
     )
     add(

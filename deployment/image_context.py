@@ -26,7 +26,8 @@ ENGINES = ("native", "onnx")
 MODEL_FOLDER = "model"
 # The builds of PyTorch that there is a lock for.
 TORCH_BUILDS = ("cuda", "cpu")
-# What an image may have besides, by the names of its locks; the server without PyTorch runs on no Ray cluster.
+# What an image may have besides, by the names of its locks; the server without PyTorch runs on no
+# Ray cluster.
 SERVING_EXTRAS, EXTRAS = ("otel", "s3"), ("otel", "s3", "ray")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # An allowlist, so that files which tools and people leave among the sources are not copied.
@@ -51,7 +52,8 @@ class DeploymentError(UserError): ...
 
 
 def image_files(model: Path) -> dict[str, Path]:
-    """The files that the serving image is built from, besides the Dockerfile: source by path in the build context.
+    """The files that the serving image is built from, besides the Dockerfile: source by path in the
+    build context.
 
     The model's own weights are left out; the image serves one of its artefacts.
 
@@ -141,6 +143,7 @@ def copy_files(files: dict[str, Path], folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, place)
         place.chmod(0o644)
+    # The umask of whoever builds must not decide whether the image's user can read its own files.
     for place in folder.rglob("*/"):
         place.chmod(0o755)
 

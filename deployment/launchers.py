@@ -14,9 +14,11 @@ from pathlib import Path
 from common.errors import TrainingFailure
 
 TRAIN = Path(__file__).resolve().parents[1] / "training" / "train_ddp.py"
-# How long the others wait for one machine more, and how soon one that says nothing counts as lost: seconds.
+# How long the others wait for one machine more, and how soon one that says nothing counts as lost:
+# seconds.
 RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
-# The launchers' own store is kept from the ranks: PyTorch 2.13 would wait in it for ever where a machine joins anew.
+# The launchers' own store is kept from the ranks: PyTorch 2.13 would wait in it for ever where a
+# machine joins anew.
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -25,8 +27,8 @@ ENVIRONMENT = {
 
 
 class Cluster:
-    """Machines that train together, simulated on this one; with fewer than ``most``, a start waits a few seconds for
-    more.
+    """Machines that train together, simulated on this one; with fewer than ``most``, a start waits
+    a few seconds for more.
     """
 
     def __init__(self, flags: Sequence[str], output_dir: Path, most: int = 2) -> None:
@@ -41,7 +43,8 @@ class Cluster:
         launcher = (
             *("--rdzv_backend=c10d", "--rdzv_id=demo", "--local_addr=127.0.0.1"),
             *(f"--nnodes=1:{self._most}", f"--nproc_per_node={processes}", "--max_restarts=5"),
-            # Real machines would need a port, which torchrun opens to everyone; these share a file of this user.
+            # Real machines would need a port, which torchrun opens to everyone; these share a file
+            # of this user.
             f"--rdzv_endpoint={self._meeting.name}/store",
             f"--rdzv_conf={RENDEZVOUS},store_type=file",
         )
@@ -93,6 +96,7 @@ def usable_cores() -> list[int]:
 def kill_tree(launcher: subprocess.Popen[bytes]) -> None:
     """SIGKILL a launcher and its ranks."""
     if launcher.poll() is None:
+        # The ranks are listed before anybody dies: afterwards they have another parent.
         listed = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
         kill([*map(int, listed.stdout.split()), launcher.pid])
     launcher.wait()

@@ -69,7 +69,8 @@ def main() -> None:
 
 
 def newest_digest(name: str, tag: str, registry: str | None = None) -> str:
-    """Ask a registry for the digest that a tag names now; checked against the bytes that it belongs to.
+    """Ask a registry for the digest that a tag names now; checked against the bytes that it belongs
+    to.
 
     Raises:
         BaseUnknown: it does not answer, refuses, or has no list with x86-64 and ARM.
@@ -79,6 +80,7 @@ def newest_digest(name: str, tag: str, registry: str | None = None) -> str:
     headers = {"Accept": ", ".join(_LISTS)}
     try:
         try:
+            # Asked without a token first: only the refusal says where one is to be had.
             content = fetch(address, headers=headers)
         except HTTPError as error:
             if error.code != 401:
@@ -97,6 +99,8 @@ def newest_digest(name: str, tag: str, registry: str | None = None) -> str:
         raise BaseUnknown(
             f"{name}:{tag}: has no image for {', '.join(sorted(missing))}; the files are unchanged"
         )
+    # A digest is the hash of the list's bytes. Computed and not read from a header, so that what
+    # is pinned is what was seen.
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 

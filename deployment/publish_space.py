@@ -50,7 +50,8 @@ def main() -> None:
         show(files)
         write_files(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
         print(
-            f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent."
+            f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was "
+            "sent."
         )
         print(f"On the hub {PLAN} ({PRICES}).")
         return

@@ -73,6 +73,8 @@ def wait_until_running(api: HfApi, name: str, commit: str) -> None:
         PublishFailure: the build fails, with the end of its log, or takes too long.
     """
     began, pause, stage, built = time.monotonic(), 0.5, "", False
+    # The pause grows from half a second to ten, so that a short stage is seen and half an hour of
+    # building does not ask the hub thousands of times; each new stage starts it over.
     while (waited := time.monotonic() - began) < BUILD_SECONDS:
         runtime = _runtime(api, name)
         if runtime is not None and runtime.stage != stage:
@@ -87,13 +89,15 @@ def wait_until_running(api: HfApi, name: str, commit: str) -> None:
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE)
     raise PublishFailure(
-        f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see {_log_page(api, name, stage)}",
+        f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see "
+        f"{_log_page(api, name, stage)}",
         code="space-not-up",
     )
 
 
 def ask(address: str, token: str | None, expected: Expected) -> str:
-    """Query a Space's health, model and a prediction; ``token`` is needed for a private Space. Returns one line.
+    """Query a Space's health, model and a prediction; ``token`` is needed for a private Space.
+    Returns one line.
 
     Raises:
         PublishFailure: it does not answer as ``expected``.

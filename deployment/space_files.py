@@ -1,7 +1,7 @@
 """The files of a Space.
 
-A Docker Space is the image's build context, with the Dockerfile and the Space card at its root. A static one is the
-demo page with the model beside it, which runs in the visitor's browser.
+A Docker Space is the image's build context, with the Dockerfile and the Space card at its root. A
+static one is the demo page with the model beside it, which runs in the visitor's browser.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from training.publishing.hub_upload import Files, Target, content_of
 from training.publishing.model_card import TAG, is_on_the_hub
 from training.publishing.published_files import without_local_paths
 
-# On the hub a proxy with a private address is between a Space and its visitors, and visitors have public ones.
+# On the hub a proxy with a private address is between a Space and its visitors, and visitors have
+# public ones.
 _PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,fc00::/7"
 _CARD, _METRICS = "README.md", "model/metrics.json"
 _WEB = ROOT / "inference" / "web"
@@ -32,7 +33,8 @@ _PAGE, _SERVICE_WORKER = "index.html", "service_worker.js"
 _OF_SERVER = ("docs.css", "docs.js")
 # Nothing but what lies beside the page, whatever a text or a model says.
 _POLICY = (
-    "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; object-src 'none'; "
+    "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; object-src "
+    "'none'; "
     "base-uri 'none'; form-action 'self'"
 )
 # Threads need shared memory, which browsers allow to pages that are isolated in this way.
@@ -130,9 +132,8 @@ def dockerfile(arguments: dict[str, str]) -> bytes:
     """The image's Dockerfile with these arguments as defaults, because the hub passes none."""
     text = DOCKERFILE.read_text(encoding="utf-8")
     for name, value in arguments.items():
-        if not re.fullmatch(
-            r"[\w.,:/+-]*", value
-        ):  # it would end the line, or be more than one word
+        # Anything else would end the line, or be more than one word.
+        if not re.fullmatch(r"[\w.,:/+-]*", value):
             raise UserError(
                 f"Dockerfile: {name}={value!r} is not one plain word", code="model-unusable"
             )

@@ -124,6 +124,7 @@ def write_image_bill(name: str, files: dict[str, bytes], target: Path) -> str:
     python = [_python(content) for path, content in files.items() if path.endswith("/METADATA")]
     other = [found for path, content in files.items() if (found := _other(path, content))]
     components = sorted((*debian, *python, *other), key=lambda component: component["bom-ref"])
+    # A package may lie in an image twice, and the schema wants each reference once.
     unique = {component["bom-ref"]: component for component in components}
     described = {
         "type": "operating-system",
@@ -177,9 +178,8 @@ def _other(path: str, content: bytes) -> Component | None:
         }
     if path.endswith("/manifest.json"):
         sha256 = json.loads(content)["source"]["weights_sha256"]
-        hashes = [
-            {"alg": "SHA-256", "content": sha256}
-        ]  # of the weights that the artefact was made from
+        # Of the weights that the artefact was made from, which its card and its run have, too.
+        hashes = [{"alg": "SHA-256", "content": sha256}]
         return {"type": "machine-learning-model", "name": path, "bom-ref": path, "hashes": hashes}
     return None
 
@@ -212,6 +212,7 @@ def _of_image(image: str, builder: str) -> Iterator[tuple[str, bytes]]:
         if builder == "buildah":
             yield from _of_folder(Path(_output(builder, "mount", container)))
             return
+        # Read as it comes: a whole image would fill the disk a second time.
         with (
             subprocess.Popen([builder, "export", container], stdout=subprocess.PIPE) as export,
             tarfile.open(fileobj=export.stdout, mode="r|") as root,
@@ -263,7 +264,8 @@ def audit(locks: list[Path], target: Path, osv_url: str | None) -> list[dict[str
 
 
 def _run(command: list[str], target: Path) -> None:
-    # What an earlier run wrote must not pass for this one's; and no exit code tells a finding from a failure.
+    # What an earlier run wrote must not pass for this one's; and no exit code tells a finding from
+    # a failure.
     target.unlink(missing_ok=True)
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     if target.exists():
@@ -275,7 +277,8 @@ def _run(command: list[str], target: Path) -> None:
         )
     if "ConnectionError" in last:
         raise SbomError(
-            f"{target}: not written, the vulnerability service cannot be reached; the bills are complete",
+            f"{target}: not written, the vulnerability service cannot be reached; the bills are "
+            "complete",
             code="sbom-incomplete",
         )
     raise SbomError(f"{target}: not written, {command[0]} failed ({last})", code="sbom-incomplete")

@@ -40,8 +40,8 @@ class Load:
         bodies: a file with one JSON body per line; they are sent in turn, over and over.
         texts: texts in each body.
         seconds: how long requests are sent; the client then waits for those in flight.
-        clients: closed loop: the number of clients, each of which sends its next request once the last is answered;
-            0: open loop.
+        clients: closed loop: the number of clients, each of which sends its next request once the
+            last is answered; 0: open loop.
         rate: open loop: requests per second, however the server answers.
         poisson: open loop: random gaps of that mean, instead of equal ones.
         patience: seconds to wait for answers after the last request.
@@ -83,9 +83,10 @@ class Tally:
             "load": asdict(load),
             "outcomes": {name: count for name, count in self.outcomes.items() if count},
             "latency": {status: _quantiles(values) for status, values in self.seconds.items()},
-            # Closed loop: each client's answers over the time they took, which ends with its own last answer: counting
-            # to a common end would add or drop whole batches of simultaneous answers. Open loop: answers while
-            # requests were being sent; later ones belong to no steady state.
+            # Closed loop: each client's answers over the time they took, which ends with its own
+            # last answer: counting to a common end would add or drop whole batches of simultaneous
+            # answers. Open loop: answers while requests were being sent; later ones belong to no
+            # steady state.
             "texts_per_second": load.texts
             * (sum(self.client_rates) if load.clients else in_time / load.seconds),
             "texts_answered": load.texts * self.outcomes["200"],
@@ -95,6 +96,7 @@ class Tally:
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
     """Nearest-rank quantiles, which are values that really occurred."""
+    # Not interpolated: between two answers of a bimodal load lies a latency that nobody ever had.
     ordered = sorted(values)
     last = len(ordered) - 1
     return {
@@ -151,6 +153,7 @@ class Client:
         connections = [self._connect() for _ in range(self.load.clients)]
         began = time.perf_counter()
         end = began + self.load.seconds
+        # All connections are open before the first request: a handshake is no part of an answer.
         waiting = {
             connection for connection in connections if self._send(connection, time.perf_counter())
         }
@@ -177,14 +180,17 @@ class Client:
 
     def open_loop(self) -> float:
         """Send at a fixed rate, on as many connections as that takes; returns the time at which it began."""
+        # Some connections beforehand, so that the first requests do not wait for handshakes; a
+        # server that falls behind needs more of them, which are opened on the way.
         free = deque(self._connect() for _ in range(64))
         waiting: set[Connection] = set()
         began = time.perf_counter()
         for due in _send_times(self.load, began):
             while (now := time.perf_counter()) < due:
                 self._take_answers(due - now, waiting, free)
-            # Latency counts from `due`, not from now: a client that falls behind (because the server does) would
-            # otherwise leave out the waits it should have seen, known as coordinated omission.
+            # Latency counts from `due`, not from now: a client that falls behind (because the
+            # server does) would otherwise leave out the waits it should have seen, known as
+            # coordinated omission.
             self.tally.lateness.append(now - due)
             connection = None
             with suppress(OSError):
@@ -275,6 +281,7 @@ def _is_complete(received: bytearray) -> bool:
 
 def main() -> None:
     load = Load(**json.loads(sys.argv[1]))
+    # A server that answers nothing keeps every connection open, far more than the usual 1,024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * MAX_CONNECTIONS), hard))
     client = Client(load)

@@ -33,6 +33,8 @@ class FreeEngine:
 def _load(path: Path, engine: str) -> ModelLoader:
     model = ModelLoader(path, engine)
     model.engine = FreeEngine(len(model.labels))
+    # Otherwise the queue would size its batches and its refusals by the speed that the replaced
+    # engine was measured with.
     model.tokens_per_second = 1e7
     return model
 

@@ -24,9 +24,9 @@ CLOSED = {ONE: 1, EIGHT: 8, MANY: 64, LISTS: 1}
 class Plan:
     """What every server goes through.
 
-    ``pythons``: the Python of each kind of server; ``seconds``: of a load, half of it with one client; ``poisson``:
-    open loops have random gaps; ``preload``: a library that every server loads first; ``shares``: the rates of the
-    open loops, as shares of the capacity.
+    ``pythons``: the Python of each kind of server; ``seconds``: of a load, half of it with one
+    client; ``poisson``: open loops have random gaps; ``preload``: a library that every server loads
+    first; ``shares``: the rates of the open loops, as shares of the capacity.
     """
 
     model: Path
@@ -63,25 +63,29 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
                     path=server.paths[is_list],
                     texts=BATCH if is_list else 1,
                     seconds=plan.seconds / 2 if name == ONE else plan.seconds,
-                    # Each round starts elsewhere in the texts, so that medians are not those of one sequence.
+                    # Each round starts elsewhere in the texts, so that medians are not those of one
+                    # sequence.
                     first=number * 1009 if not is_list else number * 17,
                     **how,
                 )
             )
             report(f"  {server.title}, {name}: {describe(result[name])}")
 
-        # Runtimes compile for shapes that they have not seen yet: that belongs to no figure.
+        # Runtimes compile for shapes that they have not seen yet: that belongs to no figure. With 8
+        # and 64 clients all batch sizes occur that the loads below will have.
         for clients in (8, 64):
             seconds = min(2.0, plan.seconds / 4)
             running.apply(
                 Load(str(singles), running.port, server.paths[0], 1, seconds, clients=clients)
             )
         result["engine"] = running.ask_engine()
+        # Speed is worth nothing with other answers: the page compares these between servers.
         result["labels"] = running.ask_labels(plan.texts[:BATCH])
         for name, clients in CLOSED.items():
             load(name, clients=clients)
         capacity = result[MANY]["texts_per_second"]
-        # The open loops are relative to what this server reached in this round: a slow server is not flooded more.
+        # The open loops are relative to what this server reached in this round: a slow server is
+        # not flooded more.
         for name, share in zip((STEADY, OVERLOAD), plan.shares, strict=True):
             if capacity:
                 load(name, rate=capacity * share, poisson=plan.poisson, patience=PATIENCE)

@@ -475,8 +475,10 @@ def _accuracy(results: Results) -> list[str]:
     note = ""
     if run["accuracy_model"] != run["model"]:
         note = (
-            f" {run['model']} is that model widened by doubling its channels, and is used only to measure speed: its "
-            "doubled columns make quantisation behave differently from a real model's, so its accuracy is not given."
+            f" {run['model']} is that model widened by doubling its channels, and is used only to "
+            "measure speed: its "
+            "doubled columns make quantisation behave differently from a real model's, so its "
+            "accuracy is not given."
         )
     # The plain recipe computes in fp32, so its labels are what int8 should not change.
     reference = "naive" if "naive" in results.names else results.names[0]

@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 START_TIMEOUT = 90.0  # seconds until the first answer
 GRACE = 8.0  # seconds for a server to stop by itself
 TEXTS_PER_LIST = 16
-# Frameworks start workers in separate sessions, so neither parents nor process groups say which processes belong to
-# a server; a variable in the environment, which all of them inherit, does.
+# Frameworks start workers in separate sessions, so neither parents nor process groups say which
+# processes belong to a server; a variable in the environment, which all of them inherit, does.
 MARK = "SERVING_LOAD_MARK"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -38,20 +38,11 @@ def compiled(source: str, folder: Path, *flags: str) -> Path:
         UserError: there is no C compiler, or it fails.
     """
     target = folder / Path(source).stem
-    command = [
-        "gcc",
-        "-O3",
-        "-std=gnu11",
-        "-ffp-contract=off",
-        *flags,
-        str(HERE / source),
-        "-o",
-        str(target),
-    ]
+    # Compiled as the kernels are (pyproject.toml), or the loop would not be theirs.
+    command = ["gcc", "-O3", "-std=gnu11", "-ffp-contract=off", *flags, str(HERE / source)]
+    command += ["-o", str(target), "-lpthread", "-lm"]
     try:
-        done = subprocess.run(
-            [*command, "-lpthread", "-lm"], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise UserError(
             f"gcc: {error.strerror}; install a C compiler", code="benchmark-failed"
@@ -68,14 +59,9 @@ def bare_rate(instruction_set: str, threads: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         kernels = [f"-I{ROOT / 'inference/engines/native'}", f'-DKERNELS="{instruction_set}.c"']
         program = compiled("bare_loop.c", Path(folder), *kernels)
-        return (
-            float(
-                subprocess.run(
-                    [program, str(threads)], capture_output=True, text=True, check=True
-                ).stdout
-            )
-            * 1e9
-        )
+        command = [program, str(threads)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return float(told) * 1e9
 
 
 class ServerFailure(ForeseenError):
@@ -99,6 +85,8 @@ class ProcessTree:
 
     def pss_bytes(self) -> int:
         """Resident memory; pages that several of them share count once."""
+        # PSS divides each page by the processes that have it, so that the sum over a server's
+        # workers is what they really take; the sum of their RSS counts shared weights per worker.
         lines = (
             line
             for pid in self.pids()
@@ -118,6 +106,8 @@ class ProcessTree:
         """Send SIGTERM to the first process, and after a grace period kill whatever is left."""
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
+        # Workers of some frameworks outlive their parent: the next server would be measured beside
+        # them, so all that carries the mark must be gone.
         self._wait(process)
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):  # it ended by itself
@@ -178,8 +168,10 @@ class Running:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise ServerFailure(f"the client failed: {last}", code="benchmark-failed")
         result = json.loads(done.stdout)
-        # Of all core-seconds of this time: what was used by neither server nor client disturbs the load.
+        # Of all core-seconds of this time: what was used by neither server nor client disturbs the
+        # load.
         cores = (time.monotonic() - began) * (os.cpu_count() or 1)
+        # Stolen is what the host gave to other guests of its machine, which no process here shows.
         busy, stolen = (
             after - before for after, before in zip(_machine_seconds(), machine, strict=True)
         )
@@ -201,6 +193,8 @@ def started(server: Server, model: Path, python: str, preload: str = "") -> Iter
     Raises:
         ServerFailure: it ended or did not answer in time, with the last line that it wrote.
     """
+    # The port is free now and may be taken a moment later, but only by another program of this
+    # machine, which should be quiet anyway. With the process id it names this server alone.
     port = free_port()
     mark = f"{os.getpid()}-{port}"
     folder = str(server.folder(model).resolve())

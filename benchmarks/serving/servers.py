@@ -40,7 +40,8 @@ class Server:
 
     Attributes:
         command: arguments of its Python, with ``{port}`` for the port.
-        artefact: the folder beside the weights that it serves; empty: the model folder itself, in fp32.
+        artefact: the folder beside the weights that it serves; empty: the model folder itself, in
+        fp32.
         settings: what was chosen and why, for the page.
         packages: the page shows their versions.
         python: which Python runs it: ``own`` (the benchmark's), ``peer`` or ``infinity``.
@@ -91,9 +92,12 @@ def _litserve(title: str, settings: str, **environment: str) -> Server:
 
 
 _TUNED = (
-    "the worker sorts what it is given (up to 64 requests) by length and runs sub-batches of 8, so that hardly "
-    "anything is padded; it waits 1 ms for a batch, because a lone client pays for every extra millisecond. These are "
-    "the best of six settings in an earlier comparison, which included two workers with one thread each; its deadline "
+    "the worker sorts what it is given (up to 64 requests) by length and runs sub-batches of 8, so "
+    "that hardly "
+    "anything is padded; it waits 1 ms for a batch, because a lone client pays for every extra "
+    "millisecond. These are "
+    "the best of six settings in an earlier comparison, which included two workers with one thread "
+    "each; its deadline "
     "is the default of 3 s"
 )
 _STOCK = "batches of up to 32, as in its documentation, padded to their longest text"
@@ -107,7 +111,8 @@ SERVERS = {
         "plain FastAPI + PyTorch",
         ("-m", f"{PEERS}.naive"),
         "",
-        "the recipe of most tutorials: fp32, every text padded to 128 tokens, one forward pass per request in "
+        "the recipe of most tutorials: fp32, every text padded to 128 tokens, one forward pass per "
+        "request in "
         "FastAPI's threads",
         ("fastapi", "torch", "transformers"),
     ),
@@ -124,7 +129,8 @@ SERVERS = {
             "127.0.0.1",
         ),
         "openvino",
-        f"{_STOCK}; its adaptive batcher decides when to run them; one worker with both cores; metrics and access log "
+        f"{_STOCK}; its adaptive batcher decides when to run them; one worker with both cores; "
+        "metrics and access log "
         "off",
         ("bentoml",),
         environment={"BENTOML_DO_NOT_TRACK": "true"},
@@ -167,8 +173,10 @@ SERVERS = {
         "Infinity",
         ("-m", f"{PEERS}.infinity_server"),
         "onnx",
-        "its optimum engine, the fastest that it has on a CPU, which reads the ONNX artefact; batches of up to 32, "
-        "sorted by length by its own queue. Two of its bugs are worked around (see its script). Texts are sent as "
+        "its optimum engine, the fastest that it has on a CPU, which reads the ONNX artefact; "
+        "batches of up to 32, "
+        "sorted by length by its own queue. Two of its bugs are worked around (see its script). "
+        "Texts are sent as "
         "they are, because it does no cleaning",
         ("infinity_emb", "optimum", "onnxruntime"),
         python="infinity",
@@ -190,7 +198,8 @@ def package_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
     code = (
         "import importlib.metadata as metadata, json, sys\n"
         "names = {one.metadata['Name'] for one in metadata.distributions()} & set(sys.argv[1:])\n"
-        "print(json.dumps({name: metadata.version(name) for name in sys.argv[1:] if name in names}))"
+        "print(json.dumps({name: metadata.version(name) for name in sys.argv[1:] if name in "
+        "names}))"
     )
     done = subprocess.run(
         [python, "-c", code, *packages], capture_output=True, text=True, check=False

@@ -67,21 +67,24 @@ def widen_folder(source: Path, target: Path) -> None:
 def _widen(name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """The wide counterpart of a parameter. A weight is (outputs, inputs)."""
     part = name.split(".")
-    if (
-        "embeddings" in part or "LayerNorm" in part
-    ):  # mean and variance of doubled channels are the same
+    # Mean and variance of doubled channels are those of the channels, so norms need no scaling.
+    if "embeddings" in part or "LayerNorm" in part:
         return _twice(tensor, -1)
+    # The head reads every channel twice, so half of each weight gives the same sum; its outputs are
+    # labels, which are not doubled.
     if "classifier" in part:
         return _twice(tensor, 1) / 2 if part[-1] == "weight" else tensor
     if {"query", "key", "value"} & set(part):
         wide = _twice(tensor, 0, heads)
-        # q·k sums over twice the channels, and attention divides by the root of twice the head size: the scores would
-        # be 2 / sqrt(2) = sqrt(2) times too large.
+        # q·k sums over twice the channels, and attention divides by the root of twice the head
+        # size: the scores would be 2 / sqrt(2) = sqrt(2) times too large.
         wide = wide / math.sqrt(2) if "query" in part else wide
         return _twice(wide, 1) / 2 if part[-1] == "weight" else wide
     wide = _twice(tensor, 0)
     if part[-1] != "weight":
         return wide
+    # Heads grow from 32 to 64 channels, each head's copy right beside it, whereas other layers have
+    # the copy of the whole vector behind it. The projection after attention reads the heads' order.
     reads_heads = part[-4:-1] == ["attention", "output", "dense"]
     return _twice(wide, 1, heads if reads_heads else 1) / 2
 

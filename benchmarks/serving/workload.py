@@ -39,6 +39,7 @@ def read_workload(model: Path, dataset: str) -> Workload:
         ) from error
     data = load_news(dataset)
     texts = list(data.test.texts)
+    # Test sets are often sorted by label, and texts of a label resemble one another in length.
     Random(SEED).shuffle(texts)
     lengths = [len(encoded.ids) for encoded in tokenizer.encode(texts)]
 

@@ -21,8 +21,9 @@ Json = dict[str, Any]
 class Panel:
     """One panel, as a file in `panels/` describes it.
 
-    ``queries``: PromQL by legend, in which ``$here`` stands for what is selected. ``limits``: the values at which it
-    turns yellow and red; falling ones mark a lower bound. ``width``: of 24 columns.
+    ``queries``: PromQL by legend, in which ``$here`` stands for what is selected. ``limits``: the
+    values at which it turns yellow and red; falling ones mark a lower bound. ``width``: of 24
+    columns.
     """
 
     title: str

@@ -13,10 +13,11 @@ _RETRY_AFTER_SECONDS = 1
 
 
 class RetryableRefusals:
-    """Adds Retry-After to every 503, and answers 503 if the proxy ends a request without any answer.
+    """Adds Retry-After to every 503, and answers 503 if the proxy ends a request without any
+    answer.
 
-    That happens when the replica of a request is gone, and Ray's HTTP server would turn it into a plain 500. An answer
-    that has begun is cut off, which clients see as a lost connection.
+    That happens when the replica of a request is gone, and Ray's HTTP server would turn it into a
+    plain 500. An answer that has begun is cut off, which clients see as a lost connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -35,6 +36,8 @@ class RetryableRefusals:
                 _complete_headers(message)
             await send(message)
 
+        # Serve's proxy returns without a word if the replica is gone, so whether anything was sent
+        # is the only sign of it.
         await self.app(scope, receive, complete)
         if not is_answered:
             RequestContext.begin(scope)

@@ -19,20 +19,21 @@ from inference.batching.served_model import LoadModel
 from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
 
-# Beyond what a replica's own queue takes of usual texts, so that it refuses by tokens, with its measured Retry-After;
-# Serve's own limit stands behind it and bounds the proxy's memory.
+# Beyond what a replica's own queue takes of usual texts, so that it refuses by tokens, with its
+# measured Retry-After; Serve's own limit stands behind it and bounds the proxy's memory.
 _MOST_ONGOING_REQUESTS = 1000
 _MOST_REQUESTS_WAITING_IN_THE_PROXY = 1000
 # A few forward passes' worth: more wait longer than they would on another replica.
 _ONGOING_REQUESTS_TO_SCALE_AT = 16
-# After three failures in a row Serve starts another replica; a process that is gone it sees at the next check. One that
-# does not respond is so replaced after about half a minute. The first check, which waits for the model, belongs to the
-# start and has no limit.
+# After three failures in a row Serve starts another replica; a process that is gone it sees at the
+# next check. One that does not respond is so replaced after about half a minute. The first check,
+# which waits for the model, belongs to the start and has no limit.
 _SECONDS_BETWEEN_HEALTH_CHECKS = 2
 _SECONDS_FOR_A_HEALTH_CHECK = 10
 _ATTEMPTS_TO_START = 3
 
-# What log files have is one line a request from the server itself; Serve's would repeat it, with paths in full.
+# What log files have is one line a request from the server itself; Serve's would repeat it, with
+# paths in full.
 QUIET = LoggingConfig(encoding="JSON", log_level="WARNING", enable_access_log=False)
 
 
@@ -76,6 +77,8 @@ class Server:
     async def check_health(self) -> None:
         """Fail while no text can be classified: Serve then sends requests elsewhere and starts another replica."""
         parts = self.app_of_server.state.parts
+        # Serve's first check has no limit, so waiting here is what makes a replica start only when
+        # its model is loaded. A later model that loads beside a current one keeps nobody waiting.
         while parts.served_model.is_loading and parts.served_model.current is None:
             await asyncio.sleep(0.05)
         if parts.unready is not None:
@@ -127,6 +130,9 @@ def _loading_for(num_cores: int) -> LoadModel:
 @contextmanager
 def _sees_only(num_cores: int) -> Iterator[None]:
     """Pin this thread, and those that it starts meanwhile; afterwards all may run on any core."""
+    # The engine counts the cores that it may use while it loads, and keeps that many threads. The
+    # pin is only for that count: which cores the replicas then share is the kernel's business, and
+    # replicas that were all pinned to the first cores would leave the others idle.
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:num_cores])
     try:

@@ -43,7 +43,8 @@ def main() -> None:
     for place in flags[:2]:
         if not is_local and "://" not in place and not Path(place).is_absolute():
             raise UserError(
-                f"{place}: give an absolute path on storage that all machines of the cluster share; a copy that starts "
+                f"{place}: give an absolute path on storage that all machines of the cluster "
+                "share; a copy that starts "
                 "elsewhere finds it there",
                 code="folder-not-shared",
             )
@@ -51,9 +52,11 @@ def main() -> None:
 
 
 def score(flags: Sequence[str], options: argparse.Namespace) -> None:
-    """Run copies of the scorer as Ray's tasks, and wait for all of them. The copies share the rows through OUT.
+    """Run copies of the scorer as Ray's tasks, and wait for all of them. The copies share the rows
+    through OUT.
 
-    Ray starts a lost copy again, up to ``--max_failures`` times; the others meanwhile do what it has left behind.
+    Ray starts a lost copy again, up to ``--max_failures`` times; the others meanwhile do what it
+    has left behind.
 
     Raises:
         UserError: the copies cannot do what was asked, for a reason that is the same for all.
@@ -66,6 +69,7 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
         name="score",
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,
+        # Ray repeats a task whose worker died, and with the next line one whose copy died.
         max_retries=options.max_failures,
         retry_exceptions=[ChildProcessError],
     )
@@ -81,12 +85,14 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
         except RayError as failure:
             lost = str(failure).strip().splitlines()[-1]
             continue
+        # The others would fail the same way: their rows and flags are the same.
         if error:
             raise UserError(error["message"], code=error["code"])
         is_complete = True  # a copy succeeds once the output is complete, whichever copies wrote it
     if not is_complete:
         raise ForeseenError(
-            f"every copy was lost more than {options.max_failures} times ({lost}); what is finished is safe: "
+            f"every copy was lost more than {options.max_failures} times ({lost}); what is "
+            "finished is safe: "
             "to resume, rerun the same command",
             code="ray-score-failed",
         )
@@ -133,7 +139,8 @@ def _pass_on(copy: subprocess.Popen[str]) -> str:
 
 
 def _end_with_the_worker() -> None:
-    # A worker that is killed takes its copy along, which would otherwise go on beside the one that replaces it.
+    # A worker that is killed takes its copy along, which would otherwise go on beside the one that
+    # replaces it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -57,7 +57,8 @@ def main() -> int:
         )
     elif not space.output_dir.is_absolute():
         raise UserError(
-            f"output_dir {space.output_dir}: give an absolute path on storage that all machines of the cluster share; "
+            f"output_dir {space.output_dir}: give an absolute path on storage that all machines of "
+            "the cluster share; "
             "the trials write there, and the search reads their figures",
             code="folder-not-shared",
         )
@@ -86,6 +87,8 @@ class RemoteRun:
         import ray
         from ray.exceptions import RayActorError
 
+        # The search asks in a loop, so this must not block: an answer is only taken once it is
+        # there, and the next question is sent only then.
         if self._code is not None or not ray.wait([self._answer], timeout=0)[0]:
             return self._code
         try:

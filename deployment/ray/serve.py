@@ -38,6 +38,7 @@ def main() -> None:
         check_room(f"--replicas {least}", {"CPU": least * options.cpus_per_replica})
     else:
         _refuse_running_serve()
+    # The handlers are set before the start: a SIGTERM while replicas load must stop them, too.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -55,7 +56,8 @@ def _refuse_running_serve() -> None:
     if status.proxies or status.applications:
         what = ", ".join(sorted(status.applications)) or "no application yet"
         raise UserError(
-            f"--address: Serve is already running on that cluster ({what}); add this application to its configuration "
+            f"--address: Serve is already running on that cluster ({what}); add this application "
+            "to its configuration "
             "(deployment/ray/serve.yaml) and use serve deploy",
             code="ray-serve-running",
         )
@@ -78,6 +80,7 @@ def _start(options: argparse.Namespace) -> None:
         application = build(fields)
     except SettingsError as error:
         raise UserError(str(error), code=error.code) from None
+    # Before serve.run, which would start the HTTP proxy with its own defaults.
     serve.start(
         http_options={
             "host": options.host,
@@ -99,9 +102,8 @@ def _stop() -> None:
     from ray import serve
 
     serve.delete("distrinews")
-    if (
-        not serve.status().applications
-    ):  # else somebody has added one meanwhile, and Serve is theirs now
+    # If somebody has added an application meanwhile, Serve is theirs now.
+    if not serve.status().applications:
         serve.shutdown()
     ray.shutdown()
 

@@ -31,7 +31,8 @@ def main() -> None:
         check_room(f"--num_workers {options.num_workers}", everything)
     elif not config.output_dir.is_absolute():
         raise UserError(
-            f"--output_dir {config.output_dir}: give an absolute path on storage that all machines of the cluster "
+            f"--output_dir {config.output_dir}: give an absolute path on storage that all machines "
+            "of the cluster "
             "share; a worker that starts elsewhere finds its checkpoints there",
             code="folder-not-shared",
         )
@@ -46,7 +47,8 @@ def main() -> None:
 
 
 def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict[str, Any]:
-    """Run the Trainer in Ray's workers, restarting them up to ``max_failures`` times from the newest checkpoint.
+    """Run the Trainer in Ray's workers, restarting them up to ``max_failures`` times from the
+    newest checkpoint.
 
     ``scaling``: the fields of Ray's ScalingConfig. Returns the model folder's ``metrics.json``.
 
@@ -83,6 +85,7 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
     except TrainingFailedError as error:
         raise TrainingFailure(_last_words(error), code="ray-train-failed") from None
     finally:
+        # Nothing of Ray's is resumed from: the run's own checkpoints are.
         shutil.rmtree(notes, ignore_errors=True)
     if "error" in outcome:
         raise UserError(outcome["error"], code=outcome["code"])
@@ -91,15 +94,15 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
 
 def _train_in_worker(task: dict[str, Any]) -> dict[str, Any]:
     config: TrainConfig = task["config"]
-    if Path(
-        task["folder"]
-    ).is_dir():  # relative paths mean what they mean where the command was typed
+    # Relative paths mean what they mean where the command was typed.
+    if Path(task["folder"]).is_dir():
         os.chdir(task["folder"])
     with join_ranks(task["device"]) as ranks:
         try:
             folder = Trainer(config, ranks).fit()
         except UserError as error:
-            # All ranks agree on it, and another start would end the same: an answer, no failure to recover from.
+            # All ranks agree on it, and another start would end the same: an answer, no failure to
+            # recover from.
             return {"error": str(error), "code": error.code}
     return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
 
@@ -116,10 +119,9 @@ def _last_words(error: Exception) -> str:
     """The error of the first rank that failed, in one line."""
     failures = getattr(error, "worker_failures", {}) or {0: error}
     rank, failure = min(failures.items())
-    line, own = (
-        str(failure).strip().splitlines()[-1],
-        f"{TrainingFailure.__module__}.TrainingFailure: ",
-    )
+    line = str(failure).strip().splitlines()[-1]
+    # Ray quotes the rank's traceback, whose last line begins with the error's own type.
+    own = f"{TrainingFailure.__module__}.TrainingFailure: "
     if line.startswith(own):
         return line.removeprefix(own)
     return f"rank {rank}: {line}; the last checkpoint is safe: to resume, rerun the same command"

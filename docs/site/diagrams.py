@@ -13,7 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # started by path: th
 from training.planning.memory import zero_states
 
 DOCS = Path(__file__).resolve().parents[1]
-# Okabe and Ito's colours, told apart by the colour-blind too, on a ground of their own for light and dark pages.
+# Okabe and Ito's colours, told apart by the colour-blind too, on a ground of their own for light
+# and dark pages.
 GROUND, INK, GREY, BLUE, ORANGE, GREEN = "#fbfbf8", "#222222", "#d9d9d6", "#8cc6ee", "#f2c14e", "#7fcfb4"
 
 
@@ -318,7 +319,8 @@ def step_memory() -> Drawing:
     drawing = Drawing(366, "Memory over a step: activations rise in the forward pass and fall in the backward pass")
     blocks, slot, floor = 4, 42, 268
     optimizer, weights, gradient, activation = 56, 28, 7, 27
-    # (activations, gradients) of how many blocks are held in each slot; a block goes backward with both.
+    # (activations, gradients) of how many blocks are held in each slot; a block goes backward with
+    # both.
     held = [(block + 1, 0) for block in range(blocks)]
     held += [(blocks - block, block + 1) for block in range(blocks)]
     held += [(0, blocks)]

@@ -1,9 +1,10 @@
-"""Write the notebooks of learn/notebooks: one of each lesson's page, and one that trains, exports and serves.
+"""Write the notebooks of learn/notebooks: one of each lesson's page, and one that trains, exports
+and serves.
 
     python docs/site/notebooks.py
 
-A notebook is its page, with each block of code as a cell: a script for several ranks is written to a file and started
-with torchrun, and the exercise of a lesson is a cell to fill in.
+A notebook is its page, with each block of code as a cell: a script for several ranks is written to
+a file and started with torchrun, and the exercise of a lesson is a cell to fill in.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[\w-]+): (?P<value>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```\n", re.M | re.S
 )
 _LINK = re.compile(r"\[([^]]*)\]\((?!\w+://)[^)]*\)")
-# Packages that the checker and the demonstrations import. None of them depends on PyTorch, so the one that the service
-# has is kept; most services have all of them.
+# Packages that the checker and the demonstrations import. None of them depends on PyTorch, so the
+# one that the service has is kept; most services have all of them.
 LESSON_NEEDS = "numpy pillow prometheus-client pydantic pyyaml rich tokenizers"
 CLONE = """import os
 

@@ -22,7 +22,8 @@ Run = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 class PeerClassifier:
     """An int8 artefact run by its own runtime.
 
-    ``sub_batch``: texts of near lengths per forward pass; None: all of a call in one pass, in their order.
+    ``sub_batch``: texts of near lengths per forward pass; None: all of a call in one pass, in their
+    order.
     """
 
     def __init__(self, folder: Path = FOLDER, sub_batch: int | None = None) -> None:
@@ -49,7 +50,8 @@ class PeerClassifier:
 
     def classify(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         ids = [encoded.ids for encoded in self._tokenizer.encode(texts)]
-        # Sorted by length, texts of a sub-batch are hardly padded; the answers go back to their texts' places.
+        # Sorted by length, texts of a sub-batch are hardly padded; the answers go back to their
+        # texts' places.
         order = (
             sorted(range(len(ids)), key=lambda i: len(ids[i]))
             if self._sub_batch

@@ -18,7 +18,8 @@ MODEL_FILE = "model_quantized.onnx"
 
 
 def make_folder(folder: Path) -> Path:
-    """Make the folder that Infinity loads: the ONNX file under its name for int8, and a tokenizer it can read.
+    """Make the folder that Infinity loads: the ONNX file under its name for int8, and a tokenizer
+    it can read.
 
     In the current folder, which the benchmark removes.
     """

@@ -1,8 +1,10 @@
-"""Load for a server from inside the cluster: clients that each send their next text when the last is answered.
+"""Load for a server from inside the cluster: clients that each send their next text when the last
+is answered.
 
-Needs the standard library alone, so that the served image can run it. Prints one JSON line; exit code 1 when any
-request was not answered with 200. `servers` counts the answers of each server process, so an uneven load shows, and a
-pod that joined gets a share only if `connections` are opened again.
+Needs the standard library alone, so that the served image can run it. Prints one JSON line; exit
+code 1 when any request was not answered with 200. `servers` counts the answers of each server
+process, so an uneven load shows, and a pod that joined gets a share only if `connections` are
+opened again.
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ class Client(Thread):
                 time.sleep(0.1)  # a server that refuses at once is not to be flooded
 
     def _ask(self, text: str) -> str:
-        self.num_connections += (
-            self._connection.sock is None
-        )  # it was never opened, or the last answer closed it
+        # Without a socket it was never opened, or the last answer closed it.
+        self.num_connections += self._connection.sock is None
         try:
             self._connection.request("POST", "/predict", json.dumps({"text": text}), self._headers)
             response = self._connection.getresponse()
             response.read()
-            # The server numbers its answers, after a name that each of its processes draws at its start.
+            # The server numbers its answers, after a name that each of its processes draws at its
+            # start.
             self.servers[response.headers.get("X-Request-ID", "unknown").partition("-")[0]] += 1
         except (OSError, HTTPException) as error:
             self._connection.close()
