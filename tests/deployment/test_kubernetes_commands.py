@@ -14,7 +14,7 @@ import yaml
 
 from tests.deployment.documented import REPOSITORY, documented
 from tests.deployment.kubernetes_schemas import NEWEST, problem
-from tests.deployment.manifests import KUBERNETES, kubectl, only, pod_selectors, selects
+from tests.deployment.manifests import KUBERNETES, only, pod_selectors, run, selects
 from tests.inference.servers import serving
 
 
@@ -26,17 +26,8 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(commands: str, folder: Path) -> str:
-    environment = {**os.environ, "PATH": f"{Path(kubectl()).parent}{os.pathsep}{os.environ['PATH']}"}
-    run = subprocess.run(
-        ["bash", "-e"], input=commands, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_an_overlay_of_ones_own_sets_image_namespace_and_settings(copy: Path) -> None:
-    manifests = list(yaml.safe_load_all(_run(documented("docs/deployment.md", "kubernetes-overlay"), copy)))
+    manifests = list(yaml.safe_load_all(run(documented("docs/deployment.md", "kubernetes-overlay"), copy)))
     assert [problem(manifest, NEWEST) for manifest in manifests] == [None] * len(manifests)
     assert {manifest["metadata"]["namespace"] for manifest in manifests} == {"news"}
     found = {manifest["kind"]: manifest for manifest in manifests}
@@ -49,7 +40,7 @@ def test_an_overlay_of_ones_own_sets_image_namespace_and_settings(copy: Path) ->
 
 
 def test_an_overlay_of_ones_own_trains_on_more_nodes_with_more_gpus(copy: Path) -> None:
-    manifests = list(yaml.safe_load_all(_run(documented("docs/deployment.md", "kubernetes-training-overlay"), copy)))
+    manifests = list(yaml.safe_load_all(run(documented("docs/deployment.md", "kubernetes-training-overlay"), copy)))
     assert [problem(manifest, NEWEST) for manifest in manifests] == [None] * len(manifests)
     found = {manifest["kind"]: manifest for manifest in manifests}
     assert found.keys() == {"Job", "Service", "NetworkPolicy"}
@@ -64,7 +55,7 @@ def test_an_overlay_of_ones_own_trains_on_more_nodes_with_more_gpus(copy: Path) 
 
 
 def test_the_alert_rules_become_a_prometheus_rule(copy: Path) -> None:
-    _run(documented("docs/deployment.md", "kubernetes-alert-rules"), copy)
+    run(documented("docs/deployment.md", "kubernetes-alert-rules"), copy)
     manifests = [one for one in yaml.safe_load_all((copy / "prometheus-rules.yaml").read_text()) if one]
     assert [problem(manifest, NEWEST) for manifest in manifests] == [None, None]
     files = (REPOSITORY / "deployment" / "prometheus" / name for name in ("alerts.yml", "kubernetes.yml"))
@@ -75,7 +66,7 @@ def test_the_alert_rules_become_a_prometheus_rule(copy: Path) -> None:
 def test_with_the_key_component_no_pod_starts_without_the_secret_and_no_server_without_a_key_in_it(
     copy: Path, model_folder: Path
 ) -> None:
-    manifests = list(yaml.safe_load_all(_run(documented("docs/deployment.md", "kubernetes-overlay"), copy)))
+    manifests = list(yaml.safe_load_all(run(documented("docs/deployment.md", "kubernetes-overlay"), copy)))
     found = {manifest["kind"]: manifest for manifest in manifests}
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["envFrom"][1]["secretRef"] == {"name": "distrinews-api-key", "optional": False}
@@ -88,8 +79,8 @@ def test_with_the_key_component_no_pod_starts_without_the_secret_and_no_server_w
 
 
 def test_two_installations_in_one_namespace_share_no_name_and_select_nothing_of_each_other(copy: Path) -> None:
-    first = list(yaml.safe_load_all(_run(documented("docs/deployment.md", "kubernetes-overlay"), copy)))
-    second = list(yaml.safe_load_all(_run(documented("docs/deployment.md", "kubernetes-second-overlay"), copy)))
+    first = list(yaml.safe_load_all(run(documented("docs/deployment.md", "kubernetes-overlay"), copy)))
+    second = list(yaml.safe_load_all(run(documented("docs/deployment.md", "kubernetes-second-overlay"), copy)))
     names = [
         {(one["kind"], one["metadata"]["namespace"], one["metadata"]["name"]) for one in x} for x in (first, second)
     ]
@@ -111,7 +102,7 @@ def test_the_component_for_vnni_asks_for_nodes_that_have_it(copy: Path) -> None:
     overlay = copy / "deployment" / "kubernetes" / "overlays" / "vnni"
     overlay.mkdir()
     (overlay / "kustomization.yaml").write_text("resources: [../../base]\ncomponents: [../../components/vnni]\n")
-    manifests = list(yaml.safe_load_all(_run(f"kubectl kustomize {overlay}", copy)))
+    manifests = list(yaml.safe_load_all(run(f"kubectl kustomize {overlay}", copy)))
     (deployment,) = [manifest for manifest in manifests if manifest["kind"] == "Deployment"]
     assert problem(deployment, NEWEST) is None
     affinity = deployment["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
@@ -123,5 +114,5 @@ def test_the_load_test_drives_any_server(copy: Path, model_folder: Path) -> None
     commands = documented("docs/deployment.md", "kubernetes-load")
     assert "http://localhost:7860" in commands
     with serving(model_folder) as client:
-        summary = json.loads(_run(commands.replace("http://localhost:7860", str(client.base_url)), copy))
+        summary = json.loads(run(commands.replace("http://localhost:7860", str(client.base_url)), copy))
     assert summary["errors"] == {}

@@ -19,7 +19,7 @@ from inference.app import create_app
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
 from tests.deployment.kubernetes_schemas import NEWEST, problem
-from tests.deployment.manifests import BESIDE, KUBERNETES, kubectl, only, pod_templates, rendered, selects
+from tests.deployment.manifests import BESIDE, KUBERNETES, only, pod_templates, rendered, run, selects
 from tests.inference.conftest import StartServer
 
 NEWS = REPOSITORY / "checkpoints" / "news"
@@ -38,16 +38,6 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "sample").symlink_to(NEWS)
     return tmp_path
-
-
-def run(commands: str, folder: Path) -> str:
-    path = os.pathsep.join([str(Path(kubectl()).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        ["bash", "-e"], input=commands, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def by_kind(output: str) -> dict[str, dict[str, Any]]:

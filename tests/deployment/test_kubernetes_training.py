@@ -1,4 +1,4 @@
-"""The manifests of training agree with training's flags, with torchrun and with each other."""
+"""The manifests of training and bulk scoring agree with their flags, with torchrun and with each other."""
 
 from __future__ import annotations
 
@@ -196,3 +196,44 @@ def test_the_train_job_runs_in_our_runtime_under_a_name_that_no_service_has() ->
     assert job["spec"]["runtimeRef"] == {"kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
     services = [only(folder, "Service")["metadata"]["name"] for folder in ("base", "training/indexed-job")]
     assert job["metadata"]["name"] not in services
+
+
+def _scorer() -> dict[str, Any]:
+    return pod_templates(SCORING)[0]["spec"]
+
+
+def test_every_pod_of_the_indexed_job_runs_the_same_command() -> None:
+    job = _job(SCORING)
+    (container,) = _scorer()["containers"]
+
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] > 1
+    assert container["command"] == ["python", "-m", "inference.score"]
+    assert "JOB_COMPLETION_INDEX" not in str(container)
+
+
+def test_rows_lie_on_a_volume_that_all_nodes_write_and_the_model_on_one_that_none_does() -> None:
+    claim = only("scoring/storage", "PersistentVolumeClaim")
+    claims = {volume["name"]: volume.get("persistentVolumeClaim", {}) for volume in _scorer()["volumes"]}
+    (container,) = _scorer()["containers"]
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    source, target, model = container["args"]
+
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claims[mounts["/rows"]["name"]] == {"claimName": claim["metadata"]["name"]}
+    assert source.startswith("/rows/")
+    assert target.startswith("/rows/")
+    trained = only("storage", "PersistentVolumeClaim")["metadata"]["name"]
+    assert claims[mounts["/app/checkpoints"]["name"]] == {"claimName": trained, "readOnly": True}
+    assert mounts["/app/checkpoints"]["readOnly"] is True
+    assert model.startswith("--model=checkpoints/")
+
+
+def test_an_input_that_cannot_be_read_fails_the_job_at_once_and_a_lost_node_never_does() -> None:
+    lost, unusable = _job(SCORING)["podFailurePolicy"]["rules"]
+
+    assert lost["action"] == "Ignore"
+    assert lost["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert unusable["action"] == "FailJob"
+    assert unusable["onExitCodes"] == {"containerName": "scorer", "operator": "In", "values": [EXIT_USER_ERROR]}
+    assert unusable["onExitCodes"]["containerName"] == _scorer()["containers"][0]["name"]

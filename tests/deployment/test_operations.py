@@ -1,4 +1,4 @@
-"""The operator's page: its commands work on a real server, its sizing table is the measured one."""
+"""The operator's page and its settings: the commands work on a real server, its sizing table is the measured one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
 from tests.inference.conftest import StartServer
 
@@ -80,3 +81,16 @@ def test_the_sizing_table_is_the_one_that_was_measured() -> None:
     measured = (REPOSITORY / "benchmarks" / "sizing.md").read_text()
     table = [line for line in measured.splitlines() if line.startswith("|")]
     assert "\n".join(table) in (REPOSITORY / PAGE).read_text()
+
+
+def test_every_line_of_the_production_file_changes_a_setting_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (REPOSITORY / "deployment" / "production.env").read_text().splitlines()
+    told = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+
+    settings = Settings.from_environment()
+
+    assert len(told) > 8
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert [name for name in told if getattr(settings, name.lower()) == defaults[name.lower()]] == []

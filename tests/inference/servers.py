@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -22,7 +20,7 @@ from inference.app import create_app
 from inference.http.server_parts import Parts
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
-from tests.processes import REPOSITORY, PythonProcess, wait_until
+from tests.processes import REPOSITORY, PythonProcess, free_port, wait_until
 
 STARTUP_SECONDS = 60
 
@@ -66,15 +64,6 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
-
-
-def free_port() -> int:
-    """Find a port that nobody listens on, below those that the kernel lends to clients before a server takes it."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @contextmanager

@@ -8,12 +8,9 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
-from socket import socket
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -23,6 +20,8 @@ import pytest
 import torch
 from transformers import DistilBertConfig, DistilBertModel
 
+from tests.http_servers import JsonHandler, served
+from tests.processes import free_port
 from training.data.dataset import AG_NEWS_LABELS
 from training.data.tokenized import load_tokenizer
 
@@ -102,28 +101,20 @@ def git_id(path: Path) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(JsonHandler):
     """Answers what huggingface_hub and datasets ask of repositories that lie as folders under ``root``."""
 
     root: Path
     asked: list[str]
     outage: list[int]  # the statuses of the next answers, before any that is good
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
+    protocol_version = "HTTP/1.0"  # not every body is read, so no connection is used twice
 
     def log_message(self, format: str, *values: object) -> None:
         self.asked.append(format % values)
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         if self.outage:
-            self._send(self.outage.pop(), {"error": "come back later"}, {})
+            self.send(self.outage.pop(), {"error": "come back later"}, {})
             return
         path = unquote(urlsplit(self.path).path)
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
@@ -131,32 +122,33 @@ class Hub(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/(.+))?", path):
             self._send_facts(match[1], match[2], match[3] or "revision", match[4] or "")
         else:
-            self._send(404, {"error": "no such page"}, {})
+            self.send(404, {"error": "no such page"}, {})
+
+    do_HEAD = do_POST = do_GET
 
     def _send_file(self, repository: Path, name: str) -> None:
         file = repository / name
         headers = {"X-Repo-Commit": COMMIT}
         if not file.is_file():
             code = "EntryNotFound" if repository.is_dir() else "RepoNotFound"
-            self._send(404, {"error": code}, {**headers, "X-Error-Code": code})
+            self.send(404, {"error": code}, {**headers, "X-Error-Code": code})
         else:
-            self._send(200, file.read_bytes(), {**headers, "ETag": f'"{git_id(file)}"'})
+            self.send(200, file.read_bytes(), {**headers, "ETag": f'"{git_id(file)}"'})
 
     def _send_facts(self, kind: str, name: str, what: str, rest: str) -> None:
         repository = self.root / kind / name
         if not repository.is_dir():
-            self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+            self.send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return
         files = sorted(path for path in repository.rglob("*") if path.is_file())
         if what == "revision":
             siblings = [{"rfilename": str(path.relative_to(repository))} for path in files]
             facts: dict[str, Any] = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
-            self._send(200, {**facts, kind.rstrip("s") + "Id": name, "lastModified": "2024-01-01T00:00:00.000Z"}, {})
+            self.send(200, {**facts, kind.rstrip("s") + "Id": name, "lastModified": "2024-01-01T00:00:00.000Z"}, {})
         elif what == "tree":
             self._send_listing(repository, rest.partition("/")[2])
         else:
-            length = int(self.headers.get("Content-Length", 0))
-            self._send(200, self._entries(repository, self._asked_paths(self.rfile.read(length).decode())), {})
+            self.send(200, self._entries(repository, self._asked_paths(self.body().decode())), {})
 
     def _asked_paths(self, body: str) -> list[str]:
         if body.startswith("{"):
@@ -166,11 +158,11 @@ class Hub(BaseHTTPRequestHandler):
     def _send_listing(self, repository: Path, folder: str) -> None:
         place = repository / folder
         if not place.is_dir():
-            self._send(404, {"error": "no such folder"}, {"X-Error-Code": "EntryNotFound"})
+            self.send(404, {"error": "no such folder"}, {"X-Error-Code": "EntryNotFound"})
             return
         deep = "recursive=true" in self.path.lower()
         found = sorted(place.rglob("*") if deep else place.iterdir())
-        self._send(200, self._entries(repository, [str(path.relative_to(repository)) for path in found]), {})
+        self.send(200, self._entries(repository, [str(path.relative_to(repository)) for path in found]), {})
 
     def _entries(self, repository: Path, names: list[str]) -> list[dict[str, Any]]:
         entries = []
@@ -182,16 +174,6 @@ class Hub(BaseHTTPRequestHandler):
                 size = path.stat().st_size
                 entries.append({"type": "file", "path": name, "oid": git_id(path), "size": size})
         return entries
-
-    def _send(self, status: int, content: Any, headers: dict[str, str]) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
 
 def write_encoder(folder: Path) -> None:
@@ -236,12 +218,8 @@ def write_configurations(folder: Path) -> None:
 def serving(repositories: Path, outage: Sequence[int] = ()) -> Iterator[tuple[str, list[str]]]:
     """A stand-in that answers with these statuses before it answers well: its address, and what it was asked."""
     handler = type("ThisHub", (Hub,), {"root": repositories, "asked": [], "outage": [*outage]})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", handler.asked
-        server.shutdown()
-        thread.join()
+    with served(handler) as address:
+        yield address, handler.asked
 
 
 @pytest.fixture
@@ -254,9 +232,7 @@ def hub(repositories: Path) -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture
 def closed_hub() -> str:
     """An address where nobody answers."""
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture
@@ -444,9 +420,7 @@ with join_ranks("cpu") as mine:
 def test_machines_that_share_a_cache_download_once(
     repositories: Path, start: Callable[..., Any], tmp_path: Path, shared: bool
 ) -> None:
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     with serving(repositories) as (address, asked):
         group = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         group |= {"MASTER_PORT": port, "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}

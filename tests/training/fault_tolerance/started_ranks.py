@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.errors import run_command
-from tests.processes import start_fork_server, wait_until
+from tests.processes import free_port, start_fork_server, wait_until
 from training import train_ddp
 from training.fault_tolerance.interruption import run_rank
 
@@ -36,9 +35,7 @@ class StartedRanks:
     ) -> None:
         self.folder = folder
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("forkserver")
         start_fork_server()
         self.processes = [

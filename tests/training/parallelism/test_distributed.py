@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ForeseenError, TrainingFailure, UserError
-from tests.processes import here, run_on_ranks
+from tests.processes import free_port, here, run_on_ranks
 from training.config import TrainConfig
 from training.parallelism import distributed
 from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, join_ranks, limit_collective_time
@@ -94,7 +94,7 @@ def test_an_attempt_reads_nothing_that_the_one_before_wrote(monkeypatch: pytest.
 
 
 def test_ranks_of_one_machine_keep_gloo_off_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    _place(monkeypatch, MASTER_PORT=_free_port())
+    _place(monkeypatch, MASTER_PORT=free_port())
     with join_ranks("cpu"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
@@ -133,14 +133,8 @@ def _place(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_an_interface_that_does_not_exist_is_named_when_the_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    _place(monkeypatch, MASTER_PORT=_free_port(), GLOO_SOCKET_IFNAME="ib0")
+    _place(monkeypatch, MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="ib0")
 
     refused = pytest.raises(TrainingFailure, match=r"the process group did not form \(.*ib0.*\).*GLOO_SOCKET_IFNAME")
     with refused, join_ranks("cpu"):
@@ -151,7 +145,7 @@ def test_an_interface_that_does_not_exist_is_named_before_data_and_model_are_rea
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The default group stands, as on NCCL, which has an interface of its own."""
-    _place(monkeypatch, MASTER_PORT=_free_port())
+    _place(monkeypatch, MASTER_PORT=free_port())
     with join_ranks("cpu") as mine:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
         config = TrainConfig(dataset="never read", output_dir=tmp_path / "model", device="cpu")
@@ -177,7 +171,7 @@ def test_no_interface_is_chosen_for_this_machine_or_one_that_is_unknown(host: st
 
 
 def test_restarts_of_several_launchers_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _place(monkeypatch, WORLD_SIZE=2, GROUP_WORLD_SIZE=2, TORCHELASTIC_MAX_RESTARTS=3, MASTER_PORT=_free_port())
+    _place(monkeypatch, WORLD_SIZE=2, GROUP_WORLD_SIZE=2, TORCHELASTIC_MAX_RESTARTS=3, MASTER_PORT=free_port())
     _wait_for_nobody(monkeypatch)
     # What torchrun sets without the variable that is missing.
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

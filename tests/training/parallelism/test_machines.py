@@ -1,7 +1,6 @@
 """Several machines without a scheduler: a launcher on each, and one folder for all."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deployment.documented import REPOSITORY, documented
+from tests.processes import free_port
 
 # Mounts an empty folder over the first argument, seen by the command after it alone: a disk of its own.
 ON_ITS_OWN_DISK = ("unshare", "--mount", "--map-root-user", "bash", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
@@ -31,9 +31,7 @@ def commands() -> list[list[str]]:
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, Any]:
     """How it is started on each: what it is told, and where."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = f"localhost:{free.getsockname()[1]}"
+    meeting = f"localhost:{free_port()}"
     shared = tmp_path / "shared"
     shared.mkdir()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

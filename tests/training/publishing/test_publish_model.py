@@ -6,9 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
-from socket import socket
 
 import pytest
 
@@ -22,6 +20,7 @@ from tests.deployment.hub_contents import Hub, Repository
 from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
+from tests.processes import free_port
 from tests.training.test_export import write_tiny
 from training.publishing.hub_upload import write_files
 from training.publishing.published_files import model_files
@@ -51,9 +50,7 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture
 def closed_hub() -> str:
     """An address where nobody answers."""
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.slow  # loads transformers, writes and exports a model that answers
