@@ -68,10 +68,7 @@ def main() -> None:
         "found": {str(rate): [] for rate in RATES},
         "accuracy": {action: [] for action in ACTIONS},
     }
-    # Several runs at a time, each in one process on one core, so that none waits for another.
-    cores: Queue[list[int]] = Queue()
-    for core in [[core] for core in usable_cores()[: usable_cpus()]] or [[]]:
-        cores.put(core)
+    cores = free_cores()
     with (
         tempfile.TemporaryDirectory(prefix="label-errors-") as name,
         ThreadPoolExecutor(cores.qsize()) as pool,
@@ -79,12 +76,10 @@ def main() -> None:
         folder, planted, runs = Path(name), {}, {}
         for seed, rate in product(range(options.seeds), RATES):
             planted[rate, seed] = plant(data, options, rate, seed, folder / f"{rate}_{seed}")
-        for action, rate, seed in product(ACTIONS, RATES, range(options.seeds)):
-            # What is done with the suspects is only compared where most labels are wrong.
-            if action == "list" or rate == max(RATES):
-                rows = folder / f"{rate}_{seed}"
-                future = pool.submit(train, options, rows, seed, action, cores)
-                runs[future] = (action, rate, seed)
+        for action, rate, seed in trials(options.seeds):
+            rows = folder / f"{rate}_{seed}"
+            future = pool.submit(train, options, rows, seed, action, cores)
+            runs[future] = (action, rate, seed)
         for future in as_completed(runs):
             (test, told), (action, rate, seed) = future.result(), runs[future]
             if action == "list":
@@ -96,6 +91,22 @@ def main() -> None:
                 run["accuracy"][action].append(test["accuracy"])
                 harness.report(f"seed {seed}, {action}: accuracy {test['accuracy']:.4f}")
             harness.write_page(options.output, render(run), run)
+
+
+def free_cores() -> Queue[list[int]]:
+    """Several runs train at a time, each in one process on one core, so that none waits for another."""
+    cores: Queue[list[int]] = Queue()
+    # Where the system does not number its cores, one run after the other takes them all.
+    for core in [[core] for core in usable_cores()[: usable_cpus()]] or [[]]:
+        cores.put(core)
+    return cores
+
+
+def trials(seeds: int) -> list[tuple[str, float, int]]:
+    """Every action, share of wrong labels and seed that is trained."""
+    everything = product(ACTIONS, RATES, range(seeds))
+    # What is done with the suspects is only compared where most labels are wrong.
+    return [case for case in everything if case[0] == "list" or case[1] == max(RATES)]
 
 
 def plant(data: NewsData, options: Namespace, rate: float, seed: int, folder: Path) -> set[int]:
@@ -185,13 +196,11 @@ def found(suspects: Path, told: dict[str, Any], planted: set[int]) -> dict[str, 
     """
     with suspects.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    ranking = [(int(row["row"]) in planted, row["flagged"] == "yes") for row in rows]
+    ranking = [int(row["row"]) in planted for row in rows]
     others = [row for row in rows if int(row["row"]) not in planted]
-    flagged = [is_planted for is_planted, is_flagged in ranking if is_flagged]
+    flagged = [int(row["row"]) in planted for row in rows if row["flagged"] == "yes"]
     return {
-        "precision_at_recall": precision_at_recall(
-            [is_planted for is_planted, _ in ranking], planted
-        ),
+        "precision_at_recall": precision_at_recall(ranking, planted),
         "flagged": len(flagged),
         "flagged_precision": mean(flagged) if flagged else 0.0,
         "flagged_recall": sum(flagged) / len(planted),

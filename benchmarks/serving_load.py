@@ -95,10 +95,6 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         facts["Held to AVX2"] = (
             "everything newer is hidden from all servers (`benchmarks/serving/hide_instructions.c`)"
         )
-    manifests = {
-        path.parent.name: json.loads(path.read_text())
-        for path in sorted(options.accuracy_model.glob("*/manifest.json"))
-    }
     return {
         "facts": facts,
         "instruction_set": instruction_set,
@@ -113,16 +109,22 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
             for name in servers
         },
         "accuracy_model": options.accuracy_model.name,
-        "accuracy": {
-            artefact: {name: manifest[name] for name in ("precision", "accuracy", "size")}
-            for artefact, manifest in manifests.items()
-        },
+        "accuracy": _accuracies(options.accuracy_model),
         "dollars_per_hour": options.dollars_per_hour,
         "seconds": options.seconds,
         "poisson": options.poisson,
         "wanted_rounds": options.rounds,
         "rounds": [],
     }
+
+
+def _accuracies(model: Path) -> dict[str, dict[str, Any]]:
+    """Of each artefact of a model, what its manifest says of precision, accuracy and size."""
+    found = {}
+    for path in sorted(model.glob("*/manifest.json")):
+        manifest = json.loads(path.read_text())
+        found[path.parent.name] = {key: manifest[key] for key in ("precision", "accuracy", "size")}
+    return found
 
 
 def _left_out(options: Namespace, pythons: dict[str, str]) -> dict[str, str]:

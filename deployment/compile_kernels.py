@@ -62,17 +62,9 @@ def main() -> int:
     (module,) = tomllib.loads(pyproject.read_text())["tool"]["setuptools"]["ext-modules"]
     target = Path(*module["name"].split(".")).with_suffix(EXTENSION_SUFFIXES[0])
     libraries = [f"-l{name}" for name in module["libraries"]]
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        *module["extra-compile-args"],
-        *module["sources"],
-        "-o",
-        target,
-        *libraries,
-    ]
-    return subprocess.run(command).returncode
+    # Without setuptools, which an image would need for this one command.
+    flags = ["-shared", "-fPIC", *module["extra-compile-args"], *module["sources"]]
+    return subprocess.run(["gcc", *flags, "-o", target, *libraries]).returncode
 
 
 def _browser_command(name: str) -> list[str]:
@@ -99,6 +91,7 @@ def _browser_command(name: str) -> list[str]:
 
 def sources_hash(name: str) -> bytes:
     """What a file for browsers was made of, and how: it ends with this hash."""
+    # The flags are part of it: the same sources compiled otherwise are another file.
     found = hashlib.sha256(" ".join(_browser_command(name)).encode())
     for source in _SOURCES:
         found.update((_ROOT / _KERNELS / source).read_bytes())

@@ -49,10 +49,8 @@ def main() -> None:
     if options.dry_run:
         show(files)
         write_files(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
-        print(
-            f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was "
-            "sent."
-        )
+        build = f"docker build {options.dry_run}"
+        print(f"Written to {options.dry_run}: {build} builds it. Nothing was sent.")
         print(f"On the hub {PLAN} ({PRICES}).")
         return
     weights, model = build_arguments(options.model)["MODEL_SHA256"], read_saved_model(options.model)
@@ -61,6 +59,8 @@ def main() -> None:
     if published := published_model(api, target, weights):
         files = linked(files, published)
     show(files)
+    # What these folders hold besides is of an earlier version, and the commit deletes it; files of
+    # the owner elsewhere in the Space stay.
     folders = {name.partition("/")[0] for name in files if "/" in name}
     reasons = {402: f"{PLAN}, see {PRICES}; --dry-run writes the same files into a folder"}
     commit = upload(api, target, files, folders, reasons)

@@ -33,9 +33,8 @@ _PAGE, _SERVICE_WORKER = "index.html", "service_worker.js"
 _OF_SERVER = ("docs.css", "docs.js")
 # Nothing but what lies beside the page, whatever a text or a model says.
 _POLICY = (
-    "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; object-src "
-    "'none'; "
-    "base-uri 'none'; form-action 'self'"
+    "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'"
 )
 # Threads need shared memory, which browsers allow to pages that are isolated in this way.
 _HEADERS = {
@@ -81,9 +80,11 @@ def static_files(model: Path) -> Files:
         and path.name not in (_SERVICE_WORKER, *_OF_SERVER)
     }
     files[_PAGE] = _static_page()
-    version = hashlib.sha256(b"".join(content_of(source) for source in files.values())).hexdigest()[
-        :16
-    ]
+    # The service worker serves what it has kept until its own bytes change, so the version is a
+    # hash of the page: whatever changes in it, visitors get all of it anew, never a mixture.
+    content = b"".join(content_of(source) for source in files.values())
+    version = hashlib.sha256(content).hexdigest()[:16]
+    # Each browser loads one of the kernels, and keeps that one when it has.
     kept = sorted(name for name in files if not name.endswith(".wasm"))
     worker = (_WEB / _SERVICE_WORKER).read_text(encoding="utf-8")
     worker = _replaced(worker, 'VERSION = ""', f'VERSION = "{version}"')
@@ -101,6 +102,7 @@ def _static_page() -> bytes:
 
 
 def _replaced(text: str, old: str, new: str) -> str:
+    # A page that was changed so that this no longer fits must not be published without it.
     assert text.count(old) == 1, old
     return text.replace(old, new)
 
@@ -116,6 +118,7 @@ def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | No
     """The account's model repository that has exactly these weights and that every viewer of the Space may see."""
     with suppress(HTTPError):  # a Space without a link is as good
         for model in api.list_models(author=target.name.split("/")[0], filter=TAG):
+            # A public Space that names a private model would show its name, and a dead link.
             if model.private and not target.private:
                 continue
             for file in api.get_paths_info(model.id, [WEIGHTS_FILE]):

@@ -163,13 +163,10 @@ class Client:
                 waiting.discard(connection)
                 self._count(connection, status, now)
                 # A client whose connection ends stops: reconnecting would hide the failure.
-                goes_on = now < end and status != BROKEN and not connection.is_last
-                if goes_on and self._send(connection, now):
+                if now < end and _can_go_on(connection, status) and self._send(connection, now):
                     waiting.add(connection)
         self.tally.outcomes[NO_ANSWER] += len(waiting)
-        self.tally.client_rates = [
-            c.answered / (c.last_answer - began) for c in connections if c.answered
-        ]
+        self.tally.client_rates = _client_rates(connections, began)
         return began
 
     def _count(self, connection: Connection, status: str, now: float) -> None:
@@ -217,7 +214,7 @@ class Client:
             elif connection in free:
                 free.remove(connection)  # the server closed an idle connection
                 continue
-            if status != BROKEN and not connection.is_last:
+            if _can_go_on(connection, status):
                 free.append(connection)
 
     def _answers(self, wait: float) -> Iterator[tuple[Connection, str]]:
@@ -255,6 +252,15 @@ class Client:
         self._connections[connection.socket.fileno()] = connection
         self._epoll.register(connection.socket.fileno(), select.EPOLLIN)
         return connection
+
+
+def _can_go_on(connection: Connection, status: str) -> bool:
+    return status != BROKEN and not connection.is_last
+
+
+def _client_rates(connections: Sequence[Connection], began: float) -> list[float]:
+    """Each client's answers per second, until its own last answer."""
+    return [one.answered / (one.last_answer - began) for one in connections if one.answered]
 
 
 def _send_times(load: Load, began: float) -> Iterator[float]:

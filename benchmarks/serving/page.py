@@ -205,6 +205,11 @@ class Results:
         found = (one.get(name, {}) for one in self.run["rounds"])
         return [measured for measured in found if "pss_loaded" in measured]
 
+    def loads(self) -> list[Measured]:
+        """What was measured in every load of every round, whichever server it was sent to."""
+        rounds = [one for name in self.names for one in self.rounds(name)]
+        return [one[load] for one in rounds for load in (*CLOSED, STEADY, OVERLOAD) if load in one]
+
     def series(self, name: str, figure: Figure) -> list[float]:
         """A figure in each round that has it."""
         return [
@@ -525,8 +530,7 @@ def _accuracy(results: Results) -> list[str]:
 
 
 def _trust(results: Results) -> str:
-    rounds = [one for name in results.names for one in results.rounds(name)]
-    loads = [one[load] for one in rounds for load in (*CLOSED, STEADY, OVERLOAD) if load in one]
+    loads = results.loads()
     if not loads:
         return ""
     kinds = ("client_share", "others_share", "stolen_share", "lateness_p99")

@@ -75,6 +75,7 @@ def _selected(labels: list[str]) -> str:
 
 def _choice(label: str, before: list[str], metric: str) -> Json:
     """A choice among the values that a label has within what is selected ``before`` it."""
+    # Without this, the choice of an instance would list those of all namespaces.
     within = f"{{{_selected(before)}}}" if before else ""
     return {
         "name": label,
@@ -102,6 +103,7 @@ def _laid_out(rows: dict[str, list[Panel]], selected: str) -> list[Json]:
         height = 4 if panels[0].kind == "stat" else 8
         for panel in panels:
             width = STAT_COLUMNS if panel.kind == "stat" else panel.width
+            # A row that is full goes on below, as words wrap in a text.
             if x + width > COLUMNS:
                 x, y = 0, y + height
             made.append(

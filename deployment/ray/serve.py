@@ -38,7 +38,8 @@ def main() -> None:
         check_room(f"--replicas {least}", {"CPU": least * options.cpus_per_replica})
     else:
         _refuse_running_serve()
-    # The handlers are set before the start: a SIGTERM while replicas load must stop them, too.
+    # Set before the start, so that a SIGTERM while replicas load is remembered, and ends the
+    # application in good order once it is up.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

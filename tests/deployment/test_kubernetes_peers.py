@@ -242,7 +242,7 @@ def test_the_ray_service_s_workers_have_room_for_all_replicas() -> None:
 def test_the_ray_service_s_pods_find_proxy_layers_model_and_port() -> None:
     config, head, worker = _ray()
     source = (REPOSITORY / "deployment" / "ray" / "serve.py").read_text()
-    name, value = re.search(r'\{"(RAY_SERVE_HTTP_PROXY\w+)": "([\w.]+)"\}', source).groups()
+    name, value = re.search(r'\{\s*"(RAY_SERVE_HTTP_PROXY\w+)": "([\w.]+)"\s*\}', source).groups()
     for pod in (head, worker):
         assert {"name": name, "value": value} in pod["containers"][0]["env"]
     (container,), (fetch,) = worker["containers"], worker["initContainers"]
