@@ -39,8 +39,9 @@ from learn.by_hand.data_parallel import average_gradients
 from learn.by_hand.demonstration import largest_gap
 from learn.by_hand.shapes import draw_shapes
 from learn.cards.training_step import all_reduce_gradients
+from training.distributed.group import join_ranks
+from training.distributed.ranks import Ranks
 from training.monitoring.profiler import communication
-from training.parallelism.distributed import Ranks, join_ranks
 
 MODULE = "benchmarks.by_hand"
 SCRIPT = "learn/by_hand/train_cifar10.py"

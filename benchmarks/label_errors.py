@@ -31,7 +31,7 @@ from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
 from training.config import parse_config
 from training.data.dataset import NewsData, load_news
-from training.parallelism.distributed import join_ranks
+from training.distributed.group import join_ranks
 from training.run.suspects import ask_words
 from training.run.trainer import Trainer
 

@@ -24,8 +24,9 @@ from benchmarks.harness import Parser
 from common.errors import run_command
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
+from training.distributed.group import join_ranks
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
-from training.parallelism.distributed import Ranks, join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.planning.layouts import Layout
 from training.planning.models import COMMON_KEYS, OWN_KEYS, ModelShape

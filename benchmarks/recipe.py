@@ -29,7 +29,7 @@ from common.rows import Columns
 from common.text import cleaner
 from training.config import STARTER, model_place
 from training.data.dataset import NewsData, default_cleaning, load_news
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.tasks import TASKS
 
 MODULE = "benchmarks.recipe"

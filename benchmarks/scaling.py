@@ -28,10 +28,10 @@ from common.hardware import usable_cpus
 from training.config import TrainConfig
 from training.data.batching import LengthBucketSampler, rank_share
 from training.data.dataset import SAMPLE
+from training.distributed.group import join_ranks
 from training.facts import TINY
 from training.model.classifier import NewsClassifier
 from training.parallelism.blocks import length_multiple
-from training.parallelism.distributed import join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 from training.run.step import optimizer_step

@@ -46,16 +46,16 @@ from training.config import TrainConfig, parse_config
 from training.data.batching import MicroBatch, rank_share
 from training.data.dataset import SAMPLE, load_news
 from training.data.tokenized import TokenizedRows, load_tokenizer
+from training.distributed.group import join_ranks
 from training.facts import TINY
 from training.model.classifier import NewsClassifier
 from training.monitoring.events import Event, EventStream, StepsAgreed, StepStarted, read_events
 from training.monitoring.replicas import first_difference
 from training.monitoring.run_folder import restart_split
 from training.monitoring.status import read_statuses
-from training.parallelism.distributed import join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.tensor_parallel import apply_tensor_parallel
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.run.step import optimizer_step
 from training.run.subscribers import COMPARE_EVERY
 from training.run.trainer import Trainer

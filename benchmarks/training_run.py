@@ -22,8 +22,8 @@ from common.errors import TrainingFailure
 from common.hardware import usable_cpus
 from training.config import parse_config
 from training.data.dataset import Rows
+from training.distributed.group import join_ranks
 from training.monitoring.events import read_metrics
-from training.parallelism.distributed import join_ranks
 from training.run.trainer import Trainer
 
 

@@ -31,12 +31,13 @@ from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_w
 from training.config import TrainConfig
 from training.data.batching import DataShard, LengthBucketSampler, pad, rank_share
 from training.data.tokenized import Blocks, TokenizedRows
+from training.distributed.group import join_ranks
+from training.distributed.ranks import Ranks
 from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
 from training.model.precision import DTYPES
 from training.parallelism.ddp import DDPStrategy
-from training.parallelism.distributed import Ranks, join_ranks
 from training.run.state import AverageMeter
 from training.run.step import StepLog, StepRecord, optimizer_step
 from training.tasks import TASKS, MultiLabelClassification

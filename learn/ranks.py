@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from training.parallelism.distributed import loopback_store, use_loopback
+from training.distributed.group import loopback_store, use_loopback
 
 END_SECONDS = 5.0  # for a process whose pipe is closed to be gone
 

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from learn.ranks import Ended, RankPool, send
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]

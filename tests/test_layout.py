@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,6 +35,11 @@ def _module_name(path: Path) -> str:
 
 
 MODULES = {_module_name(path): path for room in MAY_IMPORT for path in (REPOSITORY / room).rglob("*.py")}
+
+
+def _package(name: str) -> str:
+    """The package of training that a module is in; a module beside the packages, such as config, is one of its own."""
+    return ".".join(name.split(".")[:2]) if name.startswith("training.") else name.split(".")[0]
 
 
 def _imports(path: Path) -> set[str]:
@@ -71,11 +78,27 @@ def test_a_room_imports_only_what_lies_below_it(graph: dict[str, set[str]], room
     assert not strangers
 
 
-def test_no_imports_run_in_a_circle(graph: dict[str, set[str]]) -> None:
+def _check_one_direction(graph: Mapping[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_imports_run_in_a_circle(graph: dict[str, set[str]]) -> None:
+    _check_one_direction(graph)
+
+
+def test_the_packages_of_training_import_only_downwards(graph: dict[str, set[str]]) -> None:
+    """Two packages that import each other are one, however many folders they have. On top of all is `training.run`."""
+    packages = defaultdict(set)
+    for name, others in graph.items():
+        package = _package(name)
+        packages[package] |= {_package(other) for other in others} - {package}
+
+    _check_one_direction(packages)
+    importers = {package for package, others in packages.items() if "training.run" in others}
+    assert not {one for one in importers if (REPOSITORY / one.replace(".", "/") / "__init__.py").exists()}
 
 
 def test_nothing_imports_an_entry_point(graph: dict[str, set[str]]) -> None:

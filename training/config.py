@@ -34,16 +34,17 @@ from common.escaping import without_user
 from common.rows import Columns
 from common.windows import MOST_WINDOWS
 from training.conflicts import CONFLICTS
+from training.deepspeed_file import flags_of_file
 from training.facts import (
     EPSILON,
     FLAGS_OF_STRATEGIES,
     FLAGS_OF_TASKS,
     STRATEGY_FACTS,
     TASK_FACTS,
+    TINY,
     TaskFacts,
 )
 from training.other_names import FORMER_FIELDS, NOT_FLAGS, OTHER_NAMES, OTHER_VALUES
-from training.parallelism.deepspeed_file import flags_of_file
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 STARTER = "starter"
@@ -759,6 +760,21 @@ class TrainConfig(BaseModel):
     @property
     def task_facts(self) -> TaskFacts:
         return TASK_FACTS[self.task]
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the run fine-tunes an encoder for labels."""
+        return self.model != TINY and not self.network and self.task_facts.has_labels
+
+    @property
+    def fits_head(self) -> bool:
+        """Whether a head is fitted before the first step.
+
+        A run whose flags name a learning rate has its own recipe, and its results must stay what they were.
+        """
+        asked = self.method != "auto" or self.learning_rate is None
+        others = self.budget or self.lora or self.loss or self.long != "cut"
+        return asked and self.is_pretrained and not others
 
     @property
     def is_language_model(self) -> bool:

@@ -48,7 +48,7 @@ def main() -> None:
     check_faults(config, fail_on)
     # PyTorch takes seconds to import, so check the flags first.
     from training.data.report import fault_in_words, measure_files
-    from training.run.quiet import quiet_libraries
+    from training.quiet import quiet_libraries
 
     quiet_libraries()
     figures = measure_files(config, lambda line: print(line, file=sys.stderr, flush=True))

@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
     # PyTorch takes seconds to import, so check the flags first.
+    from training.distributed.group import join_ranks
     from training.evaluation.evaluator import evaluate_saved
-    from training.parallelism.distributed import join_ranks
 
     with join_ranks(options.device) as ranks:
         columns = (options.text_column, options.label_column, options.pair_column)

@@ -25,7 +25,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from common.errors import EXIT_USER_ERROR, LostRank, in_one_line, run_command
 from training.config import parse_config
-from training.fault_tolerance.restarts import BEGUN
+from training.distributed.restarts import BEGUN
 
 TRAIN = "train_ddp.py"
 # What a rank ends with that has not failed itself: another rank is lost, it was asked to stop, or torchrun ended it

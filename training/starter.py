@@ -32,11 +32,12 @@ from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
 from training.data.dataset import default_cleaning, load_news
+from training.data.stored_texts import in_chunks
 from training.data.tokenized import check_vocabulary, load_from
 from training.model.layers import keep_blocks
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.model.weights import read_network
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.tasks import Embedding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,7 +136,7 @@ def _shrink(options: Namespace, folder: Path) -> None:
     check_vocabulary(asked, highest, network.get_input_embeddings().num_embeddings)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    counts = count_ids(tokenizer, map(cleaner(cleaning), texts))
+    counts = count_ids(tokenizer, in_chunks(map(cleaner(cleaning), texts)))
     ids = choose_ids(tokenizer, counts, options.vocabulary)
     torch.manual_seed(SEED)  # for the head
     keep_blocks(network, options.layers, options.teacher)

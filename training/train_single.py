@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.fault_tolerance.restarts import end_on_ctrl_c
+from training.distributed.restarts import end_on_ctrl_c
 
 if __name__ == "__main__":  # before anything else is loaded
     end_on_ctrl_c()

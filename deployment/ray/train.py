@@ -17,7 +17,7 @@ if not __package__:  # started by path: the imports below need the repository
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from common.ray_cluster import check_room, connect
 from training.config import TrainConfig, parse_config
-from training.parallelism.distributed import group_backend, join_ranks, start_timeout
+from training.distributed.group import group_backend, join_ranks, start_timeout
 from training.run.trainer import Trainer
 
 

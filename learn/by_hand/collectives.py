@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from learn.by_hand.demonstration import demonstrate
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 Held = Iterator[torch.Tensor]  # what this rank holds before, and then after
 NOTHING = torch.empty(0)  # printed as -

@@ -33,7 +33,7 @@ from learn.by_hand.cnn import CNN
 from learn.by_hand.data_parallel import average_gradients, broadcast_parameters
 from learn.by_hand.demonstration import demonstrate, largest_gap
 from learn.by_hand.shapes import draw_shapes
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 STEPS = 10
 ROWS_PER_RANK = 16

@@ -31,7 +31,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from learn.by_hand.demonstration import demonstrate
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 WIDTH, DEPTH = 512, 4
 BUCKET_MB = 2  # the default of 25 is so large that this model would fill only one

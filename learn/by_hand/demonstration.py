@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from common.errors import UserError, run_command
-from training.parallelism.distributed import Ranks, join_ranks
+from training.distributed.group import join_ranks
+from training.distributed.ranks import Ranks
 
 MAX_RANKS = 16  # a wider table is unreadable
 

@@ -32,8 +32,8 @@ from rich.console import Console
 from torch import nn
 
 from learn.by_hand.demonstration import demonstrate, largest_gap
+from training.distributed.ranks import Ranks
 from training.parallelism import timeline
-from training.parallelism.distributed import Ranks
 from training.parallelism.schedules import Action
 
 Order = list[tuple[str, int]]  # "F" or "B", and the micro-batch

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from learn.by_hand.demonstration import demonstrate
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 REDUCE_SCATTER, ALL_GATHER = "reduce-scatter", "all-gather"
 

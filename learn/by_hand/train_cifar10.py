@@ -34,9 +34,10 @@ from learn.by_hand.cifar10 import ImageData, load_images
 from learn.by_hand.cnn import CNN
 from learn.checking.exercises import functions_of
 from learn.checking.solution import WrongSignature, compile_solution, load_function
+from training.distributed.group import join_ranks
+from training.distributed.ranks import Ranks
 from training.fault_tolerance.interruption import run_rank
 from training.monitoring.records import format_time
-from training.parallelism.distributed import Ranks, join_ranks
 
 # Without torchrun there is a group of one rank, so nothing below has to check for a group.
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

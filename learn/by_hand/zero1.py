@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from learn.by_hand.demonstration import demonstrate, largest_gap
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 
 def create_sharded_adam(

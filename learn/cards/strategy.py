@@ -244,7 +244,7 @@ def hand_to_deepspeed(
     """DeepSpeed's engine at ZeRO stage 0, where every rank keeps all of model and optimizer."""
     # Imported here because it imports the whole trainer.
     from training.parallelism.deepspeed import import_deepspeed
-    from training.run.quiet import quiet_libraries
+    from training.quiet import quiet_libraries
 
     quiet_libraries()
     deepspeed = import_deepspeed(device)

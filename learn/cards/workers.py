@@ -26,7 +26,8 @@ from learn.cards.model import record_held
 from learn.cards.registry import named_card
 from learn.cards.storage import Storage
 from learn.ranks import Ended, RankPool, receive, send
-from training.parallelism.distributed import interface_to, is_lost_rank, use_loopback
+from training.distributed.group import interface_to, use_loopback
+from training.distributed.ranks import is_lost_rank
 
 # When a rank reports that it lost another, the other one's own error, which is the cause, may take
 # this long to come.

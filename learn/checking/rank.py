@@ -20,7 +20,7 @@ from common.errors import ForeseenError, first_line
 from learn.checking.exercises import EXERCISES
 from learn.checking.solution import WrongSignature, load_function
 from learn.ranks import receive, send
-from training.parallelism.distributed import join_ranks
+from training.distributed.group import join_ranks
 
 READY = "ready"
 LATE_SECONDS = 0.1  # a rank that does not wait for rank 0 has returned by then

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from common.errors import TrainingFailure, run_command
+from training.distributed.group import join_ranks
+from training.distributed.restarts import begin, finalize_exit_code, stop_with_launcher, stopped_exit_code
 from training.fault_tolerance.interruption import Interruption, run_rank
-from training.fault_tolerance.restarts import begin, finalize_exit_code, stop_with_launcher, stopped_exit_code
-from training.parallelism.distributed import join_ranks
 
 VOLUME = Path("checkpoints")
 

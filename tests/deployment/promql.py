@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deployment.documented import REPOSITORY
 from tests.inference.servers import free_port, serving
 from training.config import TrainConfig
+from training.distributed.ranks import Ranks
 from training.monitoring import Exporter
 from training.monitoring.events import CollectivesRecorded, StepStarted
+from training.monitoring.phases import Phases
 from training.monitoring.records import CollectiveUse
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 
 ALERTS = REPOSITORY / "deployment" / "prometheus" / "alerts.yml"
 KUBERNETES_ALERTS = ALERTS.with_name("kubernetes.yml")

@@ -23,7 +23,7 @@ from tests.training.small_teacher import WIDTH, WORDS, fixture_teacher, fixture_
 from training.data.array_file import ArrayFile
 from training.model.pooling import POOLER, trained_pooling
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -38,7 +38,7 @@ def _flags(text: Path, teacher: Path, output: Path) -> tuple[object, ...]:
 def shrunk(teacher: Path) -> tuple[Tokenizer, list[int], Counter[int]]:
     """The teacher's tokenizer, and the ids that a vocabulary of 83 pieces keeps of it."""
     tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
-    counts = count_ids(tokenizer, ["storm and sun", "storms at sea", "storm"])
+    counts = count_ids(tokenizer, [["storm and sun", "storms at sea"], ["storm"]])
     return tokenizer, choose_ids(tokenizer, counts, 83), counts
 
 

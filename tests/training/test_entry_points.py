@@ -13,8 +13,9 @@ import torch
 
 from common.errors import UserError
 from training.config import TrainConfig, parse_config
+from training.distributed.group import join_ranks
+from training.distributed.ranks import Ranks
 from training.evaluation.evaluator import evaluate_saved
-from training.parallelism.distributed import Ranks, join_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAINING = REPOSITORY / "training"

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaCo
 from tests.processes import run_on_ranks
 from training.config import TrainConfig
 from training.data.tokenized import TokenizedRows
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
-from training.model.head import read_on_all_ranks
 from training.model.pooling import MEAN, POOLING_FILE
-from training.parallelism.distributed import Ranks
+from training.run.fitted_head import read_on_all_ranks
 from training.run.head_start import start_from_head
 from training.tasks import Classification
 

@@ -405,7 +405,7 @@ def test_without_a_network_what_is_in_the_cache_is_used(
 PREPARE = """
 import os
 from training.config import TrainConfig
-from training.parallelism.distributed import join_ranks, use_loopback
+from training.distributed.group import join_ranks, use_loopback
 from training.data.prepare import prepare_model, prepare_news
 use_loopback()
 with join_ranks("cpu") as mine:

@@ -30,7 +30,7 @@ from common.model_folder import read_saved_model
 from tests.deployment.documented import REPOSITORY, documented
 from training.data.tokenized import Blocks, load_tokenizer
 from training.model.classifier import NewsClassifier, try_unknown_family
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.tasks import CausalLanguageModel, MaskedLanguageModel, Vocabulary
 
 Train = Callable[..., int]

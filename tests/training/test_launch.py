@@ -13,8 +13,8 @@ import pytest
 
 from tests.deployment.documented import documented
 from tests.training.conftest import TRAINING, Run
+from training.distributed.group import loopback_store
 from training.monitoring.events import read_events
-from training.parallelism.distributed import loopback_store
 
 LISTEN = "0A"  # as /proc/net/tcp writes it
 

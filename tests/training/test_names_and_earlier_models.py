@@ -18,8 +18,8 @@ from tests.processes import save_blank
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, load_news
 from training.data.unlabelled import in_sentences
+from training.distributed.ranks import Ranks
 from training.evaluation.evaluator import evaluate_saved
-from training.parallelism.distributed import Ranks
 from training.run.head_start import _mean_of_each
 from training.run.start import train
 

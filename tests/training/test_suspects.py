@@ -14,7 +14,7 @@ import torch
 
 from tests.training.parallelism.saved_states import WholeState
 from training.data.tokenized import TokenizedRows
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.run.suspects import TENSOR, Suspects, ask_words
 from training.run.utilization import gpu_utilization
 from training.tasks import Classification

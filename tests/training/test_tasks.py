@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, pipelin
 from common.model_folder import read_manifest, read_saved_model
 from inference import export
 from tests.deployment.documented import REPOSITORY, documented
+from training.distributed.group import join_ranks
 from training.evaluation.evaluator import evaluate_saved
 from training.model.classifier import NewsClassifier
-from training.parallelism.distributed import join_ranks
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.tasks import PairClassification
 
 Train = Callable[..., int]

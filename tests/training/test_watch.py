@@ -19,12 +19,12 @@ from common.errors import run_command
 from tests.processes import made_once, run_on_ranks
 from tests.training.monitoring.small_training import train_on_ranks
 from training import watch
+from training.distributed.ranks import Ranks
 from training.monitoring.events import RunStarted, StepsAgreed
+from training.monitoring.phases import Phases
 from training.monitoring.records import SavedCheckpoint, StepMetrics
 from training.monitoring.run_folder import RunFolder
 from training.monitoring.status import StatusFile, read_statuses, status_path
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 from training.watch import draw, sparkline
 
 WIDTH = 80

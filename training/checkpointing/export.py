@@ -25,8 +25,8 @@ from common.files import (
     writing_whole,
 )
 from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE, read_tokenizer
+from training.distributed.ranks import Ranks
 from training.model.pooling import POOLER, POOLING_KEY
-from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
 from training.tasks import Classification, Task
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 PIECE_BYTES = 16 * 1024**2
 

@@ -11,7 +11,7 @@ from training.checkpointing.local_storage import LocalStorage
 from training.checkpointing.remote_storage import RemoteStorage
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 
 def open_storage(config: TrainConfig) -> Storage:

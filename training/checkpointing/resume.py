@@ -18,9 +18,9 @@ from training.checkpointing.sharded import SavedShards
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig, on_resume
 from training.data.batching import DataShard
+from training.distributed.ranks import Ranks
+from training.distributed.restarts import has_begun
 from training.facts import EPSILON
-from training.fault_tolerance.restarts import has_begun
-from training.parallelism.distributed import Ranks
 
 
 @dataclass(frozen=True)

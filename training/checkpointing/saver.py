@@ -29,8 +29,9 @@ from training.checkpointing.sharded import (
 )
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
+from training.distributed.group import saving_group
+from training.distributed.ranks import Ranks
 from training.monitoring import SavedCheckpoint
-from training.parallelism.distributed import Ranks, saving_group
 from training.parallelism.state import StrategyState
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from training.data.batching import DataShard, MicroBatch
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 # The first step pays for one-time work. After a few steps the ranks compare speeds, then again now and then.
 SKIPPED_STEPS = 1

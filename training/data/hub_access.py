@@ -19,7 +19,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from common.errors import ForeseenError, HubUnavailable, UserError, first_line, near_names
 
 if TYPE_CHECKING:
-    from training.parallelism.distributed import Ranks
+    from training.distributed.ranks import Ranks
 
 T = TypeVar("T")
 # Seconds before each retry. Within each attempt, the hub's own client retries for up to 23 seconds.

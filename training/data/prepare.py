@@ -32,6 +32,7 @@ from training.data.dataset import (
     split_rows,
 )
 from training.data.duplicates import Repeats
+from training.data.earlier import with_earlier_rows
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.report import lines_of, measure_run
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
@@ -53,6 +54,7 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.data.unlabelled import add_unlabelled, names_of_labels, rows_of_names
+from training.distributed.ranks import Ranks
 from training.facts import TINY
 from training.model.classifier import (
     PROBE_PADDING,
@@ -65,9 +67,6 @@ from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
 from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
-from training.parallelism.distributed import Ranks
-from training.run.extend import with_earlier_rows
-from training.run.recipe import validation_fraction
 from training.tasks import (
     TASKS,
     Embedding,
@@ -81,6 +80,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_TO_TRY = 4
+# Up to so many rows all are trained on, see run/recipe.py; unless a flag is given that needs validation rows.
+FEW_ROWS = 1_000
+NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "early_stopping"}
 UNCUT = 2**31 - 1  # tokens
 
 
@@ -519,6 +521,14 @@ def _split(
             code="rows-too-few",
         )
     return train, validation
+
+
+def validation_fraction(config: TrainConfig, num_rows: int) -> float:
+    """The share of so many labelled rows that is kept for validation: none if folds validate the head."""
+    has_folds = config.fits_head and (config.method == "head" or num_rows <= FEW_ROWS)
+    if has_folds and not NEED_VALIDATION & config.model_fields_set:
+        return 0.0
+    return config.validation_fraction
 
 
 def _check_no_validation_needed(config: TrainConfig) -> None:

@@ -33,7 +33,7 @@ from training.config import TrainConfig
 from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData
 from training.data.tokenized import TokenizedNews
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.serving_commands import run_command_of_serving
 from training.tasks import TASKS
 

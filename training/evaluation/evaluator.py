@@ -22,12 +22,12 @@ from training.config import Selection, TrainConfig
 from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
+from training.distributed.ranks import Ranks
 from training.evaluation.robustness import measure_robustness
 from training.model.classifier import NewsClassifier
 from training.monitoring import Console
-from training.parallelism.distributed import Ranks
 from training.publishing.model_card import recorded_name
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.tasks import TASK_OF_PROBLEM, Task
 
 ROUNDS_BETWEEN_ASKING = 4
@@ -128,7 +128,6 @@ def evaluate_saved(
     Raises:
         UserError: model or data cannot be read, or their labels differ.
     """
-
     quiet_libraries()
 
     def read() -> tuple[SavedModel, NewsData]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from training.distributed.ranks import Ranks
+from training.monitoring.phases import Phases
 from training.monitoring.status import LOST, RankStatus, read_statuses, writing_period
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 
 # Seconds that a network file system may hold back a file, in addition to three status intervals.
 MARGIN_SECONDS = 1.0

@@ -11,6 +11,9 @@ from types import TracebackType
 from typing import NoReturn
 
 from common.errors import LostRank, in_one_line
+from training.config import TrainConfig
+from training.distributed.group import limit_collective_time, start_timeout
+from training.distributed.ranks import is_lost_rank
 from training.fault_tolerance.hangs import (
     BUSY,
     LOST,
@@ -20,10 +23,9 @@ from training.fault_tolerance.hangs import (
     is_any_gone,
     write_hang_record,
 )
-from training.fault_tolerance.interruption import STOP_SECONDS, leave
+from training.fault_tolerance.interruption import STOP_SECONDS, Interruption, leave
 from training.monitoring.events import Event, RunStarted, StepsAgreed, Subscriber
-from training.parallelism.distributed import is_lost_rank, limit_collective_time, start_timeout
-from training.run.context import RunContext
+from training.monitoring.monitors import Monitors
 
 TICK = 0.5  # seconds
 # A launcher asks the others to stop when a rank has died. Whoever still waits for it after so long will wait in vain.
@@ -42,19 +44,17 @@ class Watchdog(Subscriber):
     the same.
 
     Args:
-        context: the run. Its ``--collective_timeout`` applies after the first steps, and at least an hour before.
+        config: of the run. Its ``--collective_timeout`` applies after the first steps, and at least an hour before.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        self._run_dir = context.config.run_dir
-        self._resume_hint = (
-            f"The last checkpoint is safe: to resume, {context.config.how_to_resume}"
-        )
-        self._timeout = context.config.collective_timeout
+    def __init__(self, config: TrainConfig, monitors: Monitors, interruption: Interruption) -> None:
+        self._run_dir = config.run_dir
+        self._resume_hint = f"The last checkpoint is safe: to resume, {config.how_to_resume}"
+        self._timeout = config.collective_timeout
         self._limit = start_timeout(self._timeout)
         self._has_stepped = False
-        self._ranks, self._phases, self._events = context.ranks, context.phases, context.events
-        self._status, self._interruption = context.status, context.interruption
+        self._ranks, self._phases, self._events = monitors.ranks, monitors.phases, monitors.events
+        self._status, self._interruption = monitors.status, interruption
         self._report_lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -27,10 +27,10 @@ from transformers import (
 from common.encoders import max_positions
 from common.errors import ModelLoadError, UserError, first_line
 from common.model_folder import SavedModel
+from common.rows import AG_NEWS_LABELS
 from common.weights import changes_nothing, read_weights
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import model_place
-from training.data.dataset import AG_NEWS_LABELS
 from training.facts import TINY
 from training.model.architectures import (
     ROW_ATTENTION,

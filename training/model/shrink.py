@@ -18,13 +18,12 @@ from torch import nn
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedModel
 
 from common.encoders import DISTILBERT, EncoderFamily
-from training.data.stored_texts import in_chunks
 
 
-def count_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[int]:
-    """How often each id occurs in the texts, without the special ones around them."""
+def count_ids(tokenizer: Tokenizer, chunks: Iterable[list[str]]) -> Counter[int]:
+    """How often each id occurs in the texts of all chunks, without the special ones around them."""
     counts: Counter[int] = Counter()
-    for chunk in in_chunks(texts):
+    for chunk in chunks:
         for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
             counts.update(encoding.ids)
     return counts

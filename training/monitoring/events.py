@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import reason_to_record
 from common.files import write_whole
+from training.monitoring.phases import Phases
 from training.monitoring.records import (
     CollectiveUse,
     EpochMetrics,
@@ -23,11 +24,10 @@ from training.monitoring.records import (
     StepMetrics,
     metrics_of,
 )
-from training.run.phases import Phases
 
 if TYPE_CHECKING:
     from training.data.batching import MicroBatch
-    from training.parallelism.distributed import Ranks
+    from training.distributed.ranks import Ranks
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"

@@ -43,8 +43,8 @@ from training.monitoring.records import METRICS, CollectiveUse, EpochMetrics, Sa
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
-    from training.parallelism.distributed import Ranks
-    from training.run.phases import Phases
+    from training.distributed.ranks import Ranks
+    from training.monitoring.phases import Phases
 
 # Without this, half the page says when each series began.
 disable_created_metrics()

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList, FunctionEvent
 
     from training.config import TrainConfig
+    from training.distributed.ranks import Ranks
     from training.monitoring.console import Console
-    from training.parallelism.distributed import Ranks
-    from training.run.phases import Phases
+    from training.monitoring.phases import Phases
 
 FOLDER = "profile"
 SUMMARY_FILE = "summary.json"

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from common.errors import TrainingFailure
 from training.config import TrainConfig
-from training.fault_tolerance.failures import translate_errors
+from training.distributed.failures import translate_errors
+from training.distributed.ranks import Ranks
 from training.monitoring.events import (
     CheckpointStarted,
     Event,
@@ -32,9 +33,8 @@ from training.monitoring.events import (
     Subscriber,
 )
 from training.monitoring.exporter import Exporter
+from training.monitoring.phases import Phases
 from training.monitoring.records import SavedCheckpoint
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 
 Part = tuple[
     str, tuple[int, ...]

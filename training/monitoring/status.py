@@ -28,8 +28,8 @@ from training.monitoring.events import (
 from training.monitoring.records import SavedCheckpoint
 
 if TYPE_CHECKING:
-    from training.parallelism.distributed import Ranks
-    from training.run.phases import Phases
+    from training.distributed.ranks import Ranks
+    from training.monitoring.phases import Phases
 
 PERIOD = 1.0  # seconds between two writings, with few ranks
 MOST_WRITES = 250  # per second, of all ranks: each is a rename, and a shared file system has one server for them

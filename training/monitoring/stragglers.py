@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
+from training.config import TrainConfig
 from training.data.balance import Stopwatch
-from training.fault_tolerance.failures import translate_errors
+from training.distributed.failures import translate_errors
 from training.monitoring.events import (
     CollectivesRecorded,
     Event,
@@ -36,9 +37,9 @@ from training.monitoring.events import (
     Subscriber,
 )
 from training.monitoring.exporter import COMPARED
+from training.monitoring.monitors import Monitors
 from training.monitoring.profiler import merge_intervals
 from training.monitoring.records import CollectiveUse
-from training.run.context import RunContext
 
 BACKENDS = ("gloo", "nccl")
 # By the profiler's names of types; one byte for those that are not here.
@@ -204,19 +205,36 @@ def _stop_recording(*, on_gpu: bool) -> tuple[list[Collective], list[Collective]
 
 
 class Stragglers(Subscriber):
-    """Compares the ranks every ``every`` steps; one that is slow several times in a row is named, once."""
+    """Compares the ranks every ``every`` steps; one that is slow several times in a row is named, once.
+
+    Args:
+        model: whose passes wait for no other rank; None if the strategy has collectives in all of them.
+        parameters: the names of those that this rank trains.
+    """
 
     follows_steps = True
 
-    def __init__(self, context: RunContext, collectives: CollectiveRecorder, every: int) -> None:
-        self.context = context
-        self.ranks = context.ranks
+    def __init__(
+        self,
+        monitors: Monitors,
+        config: TrainConfig,
+        collectives: CollectiveRecorder,
+        every: int,
+        model: nn.Module | None,
+        parameters: Iterable[str],
+    ) -> None:
+        self.monitors = monitors
+        self.ranks = monitors.ranks
         self.collectives = collectives
         self.every = every
         # Balanced ranks have rows according to their speed, so their seconds per token are compared.
-        self.by_tokens = context.config.balance == "auto"
+        self.by_tokens = config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
-        if (model := context.strategy.unsynchronized_model) is not None:
+        # Ranks with the same parameters do the same work: those of one stage of a pipeline.
+        self.stage = zlib.crc32(" ".join(parameters).encode())
+        # Other strategies communicate within their passes or, as zero1, in the optimizer.
+        self.knows_own_time = model is not None and config.strategy == "ddp"
+        if model is not None:
             device = self.ranks.device
             self.watches = {
                 "forward": Stopwatch(model, device),
@@ -237,10 +255,10 @@ class Stragglers(Subscriber):
         match event:
             case StepStarted():
                 # Of what came between two steps, such as a save, only the agreement belongs to them.
-                agreed = self.context.phases.elapsed("stragglers").get("agree", 0.0)
+                agreed = self.monitors.phases.elapsed("stragglers").get("agree", 0.0)
                 self.elapsed += agreed if self.steps else 0.0
             case StepDone():
-                spent = self.context.phases.elapsed("stragglers")
+                spent = self.monitors.phases.elapsed("stragglers")
                 self.steps += 1
                 self.tokens += sum(batch.input_ids.numel() for batch in event.micro_batches)
                 self.data += spent.get("data", 0.0)
@@ -262,10 +280,8 @@ class Stragglers(Subscriber):
                 if self.steps >= self.every:
                     self._compare_ranks()
             case RunStarted():
-                # Ranks with the same parameters do the same work: those of one stage of a pipeline.
-                stage = zlib.crc32(" ".join(self.context.strategy.parameters).encode())
                 self.hosts, self.stages = zip(
-                    *self.ranks.gather((platform.node(), stage)), strict=True
+                    *self.ranks.gather((platform.node(), self.stage)), strict=True
                 )
 
     def _compare_ranks(self) -> None:
@@ -273,19 +289,17 @@ class Stragglers(Subscriber):
         seconds |= {phase: watch.seconds() / self.steps for phase, watch in self.watches.items()}
         if self.compute is not None:
             seconds["compute"] = self.compute
-        with self.context.phases("agree"), translate_errors(self.ranks, self.context.phases.step):
+        with self.monitors.phases("agree"), translate_errors(self.ranks, self.monitors.phases.step):
             own = self.beside + sum(seconds.get(phase, 0.0) for phase in PASSES) * self.steps
             measured = self.ranks.gather((self.tokens, seconds, own, self.elapsed))
         by_rank = [(tokens, seconds) for tokens, seconds, _, _ in measured]
-        # Other strategies communicate within their passes or, as zero1, in the optimizer.
-        is_known = bool(self.watches) and self.context.config.strategy == "ddp"
         efficiency = (
             scaling_efficiency([(tokens, own, all_) for tokens, _, own, all_ in measured])
-            if is_known
+            if self.knows_own_time
             else None
         )
         self._reset()
-        self.context.events.publish(RanksCompared(self.context.phases.step, efficiency))
+        self.monitors.events.publish(RanksCompared(self.monitors.phases.step, efficiency))
         # From here on every rank has all figures and comes to the same verdicts; each exports only its own.
         if self.by_tokens:
             by_rank = at_equal_tokens(by_rank)
@@ -298,7 +312,7 @@ class Stragglers(Subscriber):
             before = self.times_slow.get((rank, phase), 0)
             self.times_slow[rank, phase] = before + 1 if is_slow else 0
             if rank == self.ranks.rank:
-                self.context.exporter.slowness.labels(phase).set(
+                self.monitors.exporter.slowness.labels(phase).set(
                     seconds / median if median else 1.0
                 )
             if self.times_slow[rank, phase] == CHECKS_IN_A_ROW:
@@ -309,7 +323,7 @@ class Stragglers(Subscriber):
     def _report(self, rank: int, phase: str, seconds: float, median: float, *, slow: bool) -> None:
         who = f"rank {rank} on {self.hosts[rank]}"
         figures = f"{phase} takes {seconds:.3f} s per step, the median of the ranks {median:.3f} s"
-        self.context.say(
+        self.monitors.say(
             f"Straggler: {who} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median ({figures})."
             if slow
             else f"No longer a straggler: {who} ({figures})."
@@ -321,13 +335,13 @@ class Stragglers(Subscriber):
             "median": median,
             "slow": slow,
         }
-        self.context.events.write_on_rank0("straggler", slow_rank=rank, **fields)
+        self.monitors.events.write_on_rank0("straggler", slow_rank=rank, **fields)
         if rank == self.ranks.rank:
-            self.context.exporter.straggler.labels(phase).set(int(slow))
+            self.monitors.exporter.straggler.labels(phase).set(int(slow))
             slow_in = [
                 name for name in COMPARED if self.times_slow.get((rank, name), 0) >= CHECKS_IN_A_ROW
             ]
-            self.context.status.status.slow_phases = slow_in
+            self.monitors.status.status.slow_phases = slow_in
 
 
 class BackwardStopwatch(Stopwatch):

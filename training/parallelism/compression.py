@@ -18,8 +18,8 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from training.distributed.ranks import Ranks
 from training.model.precision import DTYPES
-from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState, StrategyState
 
 DEFAULT_RANK = 4

@@ -6,6 +6,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,6 @@ from training.model.precision import LossScale
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
-from training.parallelism.distributed import set_deepspeed_accelerator
 from training.parallelism.state import SavedState, StrategyState
 from training.parallelism.strategy import Strategy
 
@@ -172,7 +172,8 @@ class DeepSpeedStrategy(Strategy):
 
 def import_deepspeed(device: torch.device) -> ModuleType:
     """Import DeepSpeed for this kind of device."""
-    set_deepspeed_accelerator(device)
+    # Otherwise it looks for a device when it is imported, and prints that it does.
+    os.environ["DS_ACCELERATOR"] = device.type
     # DeepSpeed still calls collectives by names that newer PyTorch warns about.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     try:

@@ -9,8 +9,8 @@ import json
 
 from common.errors import UserError
 from training.config import TrainConfig
+from training.deepspeed_file import FLAGS, SCHEDULES, Settings, look_up, read_file
 from training.facts import EPSILON
-from training.parallelism.deepspeed_file import FLAGS, SCHEDULES, Settings, look_up, read_file
 
 # Elements reduced or gathered at once. DeepSpeed's default of 500,000,000 would cost a small model a 2 GB buffer.
 LARGEST_BUCKET = 50_000_000

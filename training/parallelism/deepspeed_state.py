@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from training.distributed.ranks import Ranks
 from training.model.optimizer import MOMENTS
-from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState
 
 

@@ -19,13 +19,14 @@ from torch import nn
 
 from training.config import TrainConfig
 from training.data.batching import DataShard, MicroBatch
+from training.distributed.ranks import Ranks
 from training.model.architectures import mask_of
 from training.model.average import WeightAverage
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import build_optimizer, make_moments
 from training.model.precision import LossScale, autocast
+from training.monitoring.phases import Phases
 from training.parallelism.blocks import length_multiple
-from training.parallelism.distributed import Ranks
 from training.parallelism.float8 import check_float8
 from training.parallelism.state import (
     SavedState,
@@ -35,7 +36,6 @@ from training.parallelism.state import (
     optimizer_tensors,
     read_optimizer,
 )
-from training.run.phases import Phases
 from training.tasks import Task
 
 

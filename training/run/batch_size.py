@@ -22,8 +22,8 @@ from common.errors import TrainingFailure
 from common.hardware import available_memory
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
+from training.distributed.ranks import Ranks
 from training.facts import STRATEGY_FACTS
-from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
 from training.run.step import forward_backward
 from training.tasks import Task

@@ -29,6 +29,7 @@ from common.errors import UserError
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
+from training.distributed.ranks import Ranks
 from training.evaluation.baseline import seconds_for_baseline
 from training.evaluation.evaluator import evaluate
 from training.facts import STRATEGY_FACTS, TINY
@@ -37,7 +38,6 @@ from training.model.layers import FAMILY_OF, freeze_layers
 from training.model.precision import autocast
 from training.monitoring.events import process_started
 from training.monitoring.records import format_percent, format_time
-from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
 from training.run.recipe import rate_for
 from training.run.suspects import ask_words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,12 @@ from common.text import in_one_line
 from training.checkpointing import Storage
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews
+from training.distributed.ranks import Ranks
 from training.fault_tolerance.interruption import Interruption
-from training.monitoring import Console, EventStream, Exporter
-from training.monitoring.status import StatusFile
-from training.parallelism.distributed import Ranks
+from training.monitoring.monitors import Monitors
+from training.monitoring.phases import Phases
 from training.parallelism.strategy import Strategy
 from training.run.head_start import Start
-from training.run.phases import Phases
 from training.run.state import RunState
 
 
@@ -64,14 +63,13 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class RunContext:
+class RunContext(Monitors):
     """One rank's view of a run, created before the first step, when everything is known to fit together.
 
     The objects in it may change, as ``state`` does in every step; which objects it holds does not.
     """
 
     config: TrainConfig
-    ranks: Ranks
     news: PreparedNews
     strategy: Strategy
     plan: StepPlan
@@ -81,13 +79,7 @@ class RunContext:
     num_trained: int  # of them
     state: RunState
     storage: Storage
-    phases: Phases
-    events: EventStream
-    exporter: Exporter
-    status: StatusFile
     interruption: Interruption
-    console: Console | None  # on rank 0
-    say: Callable[[str], None]  # prints a line, on rank 0
 
     def stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; a collective call, for long phases such as an evaluation."""

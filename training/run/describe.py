@@ -11,9 +11,9 @@ from common.escaping import some_of
 from common.text import counted
 from training.config import TrainConfig
 from training.data.report import lengths_in_words, run_lengths
+from training.distributed.ranks import Ranks
 from training.model.pooling import MEAN
 from training.monitoring.records import format_time
-from training.parallelism.distributed import Ranks
 from training.run.budget import Budget, expect_accuracy
 from training.run.context import RunContext, StepPlan
 

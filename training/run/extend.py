@@ -8,189 +8,23 @@ are read again, and its test rows say in the end what each of its labels has los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from common.errors import ForeseenError, UserError
-from common.escaping import some_of
-from common.model_folder import SavedModel, read_saved_model
-from common.problem_types import SINGLE_LABEL
-from common.rows import Columns
 from common.text import counted
-from training.config import Selection, TrainConfig
+from training.config import TrainConfig
 from training.data.batching import DataShard
-from training.data.dataset import NewsData, Rows, load_news
-from training.data.duplicates import folded
-from training.data.stored_texts import JoinedTexts
+from training.data.earlier import read_earlier
 from training.data.tokenized import TokenizedRows
+from training.distributed.ranks import Ranks
 from training.evaluation.evaluator import evaluate
 from training.model.classifier import NewsClassifier
-from training.model.head import Linear
 from training.monitoring.records import format_percent
-from training.parallelism.distributed import Ranks
+from training.run.fitted_head import Linear
 
-# Rows of the earlier data that are read again: enough to hold what is known, and read in seconds.
-ROWS_AGAIN, ROWS_AGAIN_PER_LABEL = 4_096, 32
 LABELS_SHOWN = 8
-
-
-def read_earlier(config: TrainConfig) -> SavedModel:
-    """The model that ``--from`` names.
-
-    Raises:
-        UserError: it is none, or not one that gives single texts one label.
-    """
-    path = Path(config.from_model).expanduser()
-    if not path.is_dir():
-        raise UserError(
-            f"--from {config.from_model}: no folder of that name", code="model-not-found"
-        )
-    saved = read_saved_model(path)
-    what = ""
-    if saved.weights is None:
-        what = (
-            "has only the exported artefact, without weights that could be trained; name the "
-            "folder that training wrote"
-        )
-    elif saved.problem_type is not SINGLE_LABEL or saved.reads_pairs or saved.windows:
-        what = "only a model that gives single texts one label can learn more; train on all rows instead"
-    if what:
-        raise UserError(f"--from {config.from_model}: {what}", code="model-unusable")
-    return saved
-
-
-def with_earlier_settings(config: TrainConfig) -> TrainConfig:
-    """The configuration with what the earlier model fixes: how texts are cut and cleaned."""
-    saved = read_earlier(config)
-    kept = {"max_length": saved.max_length, "clean": saved.cleaning}
-    return config.model_copy(
-        update={name: value for name, value in kept.items() if not config.gives(name)}
-    )
-
-
-def with_earlier_rows(
-    config: TrainConfig, load: Callable[..., NewsData], say: Callable[[str], None]
-) -> NewsData:
-    """The new rows, and behind them rows of the data that the earlier model was trained on, with the labels of both.
-
-    ``load``: reads the new rows, told the labels that are known. No row that the earlier model was trained on becomes a
-    test row, and no test row of its own is trained on.
-
-    Raises:
-        UserError: the earlier data is gone, and the new rows do not have all of its labels.
-    """
-    saved = read_earlier(config)
-    new = load(labels=saved.labels, more_labels=True)
-    if added := new.label_names[len(saved.labels) :]:
-        note = f"{some_of(added)}: new to {config.from_model}, which knows {some_of(saved.labels)}"
-        new = replace(new, notes=[note, *new.notes])
-    try:
-        old = _read_again(config, saved, new.label_names, say)
-    except ForeseenError as error:
-        counts = np.bincount(new.train.labels, minlength=len(new.label_names))
-        missing = [name for name, count in zip(saved.labels, counts, strict=False) if not count]
-        if missing:
-            raise UserError(
-                f"--from {config.from_model}: the rows that it learned {some_of(missing)} from cannot be read again "
-                f"({error}); give rows of these labels too",
-                code="data-not-found",
-            ) from error
-        what = f"the data that {config.from_model} was trained on cannot be read again ({error})"
-        note = f"{what}, so the new rows stand for all"
-        return replace(new, notes=[note, *new.notes])
-    was_trained, was_tested = (
-        {folded(text) for text in rows.texts} for rows in (old.train, old.test)
-    )
-    trained = _without(new.train, was_tested)
-    tested = _without(new.test, was_trained | was_tested)
-    again = _drawn(config, old.train, len(saved.labels))
-    note = (
-        f"{counted(len(again), 'row')} of {old.name}, on which {config.from_model} was trained, "
-        f"{'is' if len(again) == 1 else 'are'} read again"
-    )
-    return replace(
-        new,
-        train=_both(trained, again),
-        test=_both(old.test, tested),
-        validation=None,
-        notes=[note, *new.notes],
-        left_out=new.left_out + old.left_out,
-        has_test_rows=True,
-    )
-
-
-def _read_again(
-    config: TrainConfig, saved: SavedModel, labels: Sequence[str], say: Callable[[str], None]
-) -> NewsData:
-    found: list[NewsData] = []
-    for about in sources_of(saved):
-        if "dataset" not in about:
-            raise UserError("it does not say which", code="data-not-found")
-        columns = Columns(
-            str(about.get("text_column", "text")), str(about.get("label_column", "label")), ""
-        )
-        selection = {
-            field.name: str(about[field.name])
-            for field in fields(Selection)
-            if about.get(field.name)
-        }
-        data = load_news(
-            about["dataset"],
-            about.get("seed", config.seed),
-            str(about.get("bad_rows", "stop")),
-            columns,
-            say,
-            Selection(**selection),
-            texts_in=config.cache_folder,
-            labels=labels,
-        )
-        if found:
-            joined = {
-                "train": _both(found[0].train, data.train),
-                "test": _both(found[0].test, data.test),
-            }
-            data = replace(data, name=f"{found[0].name} and {data.name}", **joined)
-        found = [data]
-    return found[0]
-
-
-def sources_of(saved: SavedModel) -> list[dict[str, Any]]:
-    """How the data is read that a model has learned from: its own, then that of the models which it extends."""
-    names = (
-        "dataset",
-        "text_column",
-        "label_column",
-        "seed",
-        "bad_rows",
-        *(field.name for field in fields(Selection)),
-    )
-    own = {name: saved.metadata[name] for name in names if name in saved.metadata}
-    return [own, *saved.metadata.get("learned_before", [])]
-
-
-def _without(rows: Rows, known: set[Any]) -> Rows:
-    kept = np.array([folded(text) not in known for text in rows.texts], dtype=bool)
-    return rows if kept.all() else rows.take(np.flatnonzero(kept))
-
-
-def _drawn(config: TrainConfig, rows: Rows, num_labels: int) -> Rows:
-    most = max(ROWS_AGAIN, ROWS_AGAIN_PER_LABEL * num_labels)
-    if len(rows) <= most:
-        return rows
-    return rows.take(
-        np.sort(np.random.default_rng([config.seed, 31]).permutation(len(rows))[:most])
-    )
-
-
-def _both(first: Rows, second: Rows) -> Rows:
-    return Rows(
-        JoinedTexts(first.texts, second.texts), np.concatenate([first.labels, second.labels])
-    )
 
 
 def earlier_head(config: TrainConfig) -> Linear:

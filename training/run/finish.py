@@ -22,6 +22,7 @@ from common.text import counted, in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
+from training.data.earlier import read_earlier, sources_of
 from training.data.report import run_lengths
 from training.data.teacher import notes_on_teachers
 from training.evaluation.baseline import Baseline, measure_baseline, seconds_for_baseline
@@ -36,7 +37,7 @@ from training.parallelism.strategy import Strategy
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
-from training.run.extend import Change, measure_change, read_earlier, sources_of
+from training.run.extend import Change, measure_change
 from training.run.hints import Evidence, hints_of, trust_in
 from training.run.suspects import Suspects, notes_on_suspects
 from training.serving_commands import run_command_of_serving

@@ -14,12 +14,12 @@ from training.config import TrainConfig, model_place
 from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
 from training.data.unlabelled import WORD, in_sentences
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier, widen
-from training.model.head import can_be_fitted, fit_head, read_on_all_ranks
 from training.model.pooling import FIRST, MEAN, POOLING_KEY, trained_pooling
 from training.monitoring.records import METRICS
-from training.parallelism.distributed import Ranks
 from training.run.extend import earlier_head
+from training.run.fitted_head import can_be_fitted, fit_head, read_on_all_ranks
 
 # Rows to fit a head to that is only a start: reading them takes a third of an epoch at most.
 ROWS_TO_START, ROWS_PER_LABEL = 4_096, 32

@@ -28,8 +28,9 @@ import numpy as np
 
 from common.problem_types import MULTI_LABEL
 from training.config import CHOSEN, TrainConfig
+from training.data.prepare import FEW_ROWS, validation_fraction
 from training.facts import TINY
-from training.model.head import can_be_fitted
+from training.run.fitted_head import can_be_fitted
 
 if TYPE_CHECKING:
     from training.model.classifier import NewsClassifier
@@ -39,39 +40,9 @@ HIGHEST_RATE = 1e-3
 RATE_OF_LORA, RATE_OF_RANDOM, USUAL_RATE = 2e-4, 1e-3, 2e-5
 STEPS, STEPS_PER_LABEL, LEAST_EPOCHS, MOST_EPOCHS = 150, 5, 3, 20
 BATCHES = ((2_000, 16), (math.inf, 32))  # up to so many rows, rows per batch
-FEW_ROWS, FEW_EPOCHS = 1_000, 10
+FEW_EPOCHS = 10
 # Where a label has less than this of its even share of the rows, accuracy says little about it.
 RARE = 0.1
-# Who gives one of these wants rows to validate on.
-NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "early_stopping"}
-
-
-def is_pretrained(config: TrainConfig) -> bool:
-    """Whether the run fine-tunes an encoder for labels."""
-    return config.model != TINY and not config.network and config.task_facts.has_labels
-
-
-def fits_head(config: TrainConfig) -> bool:
-    """Whether a head is fitted before the first step.
-
-    Who gives a rate has a recipe of his own, whose results must stay what they were.
-    """
-    asked = config.method != "auto" or config.learning_rate is None
-    return (
-        asked
-        and is_pretrained(config)
-        and not (config.budget or config.lora or config.loss or config.long != "cut")
-    )
-
-
-def validation_fraction(config: TrainConfig, num_rows: int) -> float:
-    """The share of so many labelled rows that is kept for validation: none where folds validate the head."""
-    has_folds = fits_head(config) and (config.method == "head" or num_rows <= FEW_ROWS)
-    return (
-        0.0
-        if has_folds and not NEED_VALIDATION & config.model_fields_set
-        else config.validation_fraction
-    )
 
 
 def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
@@ -90,7 +61,7 @@ def rate_for(config: TrainConfig, model: NewsClassifier) -> float:
 
 
 def _has_fitted_head(config: TrainConfig, model: NewsClassifier) -> bool:
-    return fits_head(config) and can_be_fitted(model)
+    return config.fits_head and can_be_fitted(model)
 
 
 def settle_recipe(
@@ -123,7 +94,7 @@ def _choose(
     config: TrainConfig, model: NewsClassifier, labels: np.ndarray, num_rows: int, num_train: int
 ) -> dict[str, Any]:
     rate, num_labels = rate_for(config, model), len(model.task.label_names)
-    if not is_pretrained(config):
+    if not config.is_pretrained:
         return {"learning_rate": rate}
     is_few = _has_fitted_head(config, model) and num_rows <= FEW_ROWS
     size = next(rows for most, rows in BATCHES if num_train <= most)
@@ -138,7 +109,7 @@ def _choose(
         "method": config.method
         if config.method != "auto"
         else "fine_tune"
-        if fits_head(config)
+        if config.fits_head
         else "auto",
         "learning_rate": rate,
         "validation_fraction": validation_fraction(config, num_rows),

@@ -17,6 +17,7 @@ from common.errors import UserError
 from training.checkpointing import Storage
 from training.checkpointing.resume import cleaning_of, state_of_run
 from training.config import TrainConfig
+from training.data.earlier import with_earlier_settings
 from training.data.prepare import (
     PreparedNews,
     class_weights_of,
@@ -24,15 +25,14 @@ from training.data.prepare import (
     prepare_news,
     settle_model,
 )
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
 from training.model.lora import frozen_hash
 from training.model.own import Own
 from training.model.precision import choose_precision
-from training.parallelism.distributed import Ranks
 from training.run.budget import settle_flags, settle_learning
-from training.run.extend import with_earlier_settings
 from training.run.head_start import Start, start_from_head, wanted_pooling
-from training.run.recipe import fits_head, settle_recipe
+from training.run.recipe import settle_recipe
 from training.run.utilization import flops_per_token, peak_flops
 
 
@@ -74,7 +74,7 @@ def settle(
     given = earlier.get("class_weights")
     class_weights = ranks.from_first(lambda: class_weights_of(of_data, news, given))
 
-    fits = fits_head(of_data)
+    fits = of_data.fits_head
     pooling = earlier.get("pooling", "") if earlier else wanted_pooling(of_data) if fits else ""
     load = partial(prepare_model, of_data, ranks, news, wanted, own=own)
     model, precision = load(say, pooling=pooling)

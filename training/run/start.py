@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from training.config import TrainConfig
+from training.distributed.group import join_ranks
+from training.distributed.restarts import begin
 from training.fault_tolerance.interruption import Interruption
-from training.fault_tolerance.restarts import begin
 from training.model.own import MakeNetwork, Metric, Own, RowLoss
 from training.monitoring.events import Subscriber
-from training.parallelism.distributed import join_ranks
 from training.run.finish import export_model
 from training.run.trainer import Trainer
 

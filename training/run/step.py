@@ -18,17 +18,17 @@ import torch
 from common.errors import TrainingFailure
 from training.data.balance import Balance
 from training.data.batching import MicroBatch, rank_share
-from training.fault_tolerance.bad_steps import BadStep
-from training.fault_tolerance.failures import translate_errors
+from training.distributed.failures import translate_errors
+from training.distributed.ranks import Ranks
 from training.model.optimizer import learning_rate_at
 from training.model.precision import LossScale
 from training.model.window_attention import pool_windows
 from training.monitoring import StepMetrics
 from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
-from training.parallelism.distributed import Ranks
 from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
 from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses
+from training.run.bad_steps import BadStep
 from training.run.context import RunContext
 from training.run.suspects import Suspects
 from training.run.utilization import gpu_utilization

@@ -36,7 +36,16 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
         # After the profiler, which is to see a whole step; CollectiveRecorder leaves a step to it that both want.
         collectives = CollectiveRecorder(events, ranks.backend, RECORD_EVERY)
         subscribers.append(collectives)
-        subscribers.append(Stragglers(context, collectives, COMPARE_EVERY))
+        subscribers.append(
+            Stragglers(
+                context,
+                config,
+                collectives,
+                COMPARE_EVERY,
+                context.strategy.unsynchronized_model,
+                context.strategy.parameters,
+            )
+        )
         copies = {**context.strategy.parameters, **context.strategy.buffers}
         subscribers.append(ReplicaCheck(copies, config, ranks, context.phases, exporter, events))
     return subscribers

@@ -33,7 +33,7 @@ import torch
 
 from training.config import TrainConfig
 from training.data.tokenized import TokenizedRows
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.state import SavedState
 from training.tasks.classification import log_softmax
 

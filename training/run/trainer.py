@@ -29,9 +29,9 @@ from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
 from training.data.teacher import read_teachers
+from training.distributed.failures import translate_errors
+from training.distributed.ranks import Ranks, seed_everything
 from training.evaluation.evaluator import EvaluationStopped
-from training.fault_tolerance.bad_steps import BadStep, BadSteps
-from training.fault_tolerance.failures import translate_errors
 from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
 from training.model.lora import check_lora
@@ -39,7 +39,7 @@ from training.model.optimizer import scaled_learning_rate
 from training.model.own import Own
 from training.model.pooling import POOLING_KEY
 from training.model.precision import allow_tf32
-from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
+from training.monitoring import SavedCheckpoint
 from training.monitoring.events import (
     CheckpointFailed,
     CheckpointStarted,
@@ -52,19 +52,19 @@ from training.monitoring.events import (
     StepStarted,
     Subscriber,
 )
-from training.monitoring.status import StatusFile
+from training.monitoring.monitors import Monitors
+from training.monitoring.phases import Phases
 from training.monitoring.trackers import check_trackers
-from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.state import StrategyState
 from training.parallelism.strategy import Strategy
+from training.quiet import quiet_libraries
+from training.run.bad_steps import BadStep, BadSteps
 from training.run.batch_size import settle_batch_size
 from training.run.budget import start_budget
 from training.run.context import RunContext, StepPlan, stop_agreed
 from training.run.describe import describe_run
 from training.run.finish import finish_run
-from training.run.phases import Phases
-from training.run.quiet import quiet_libraries
 from training.run.settle import Settled, settle
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
@@ -92,18 +92,16 @@ class Trainer:
         subscribers: Sequence[Subscriber] = (),
     ) -> None:
         quiet_libraries()
-        console, phases = Console() if ranks.is_first else None, Phases()
-        say = console.say if console else _say_nothing
-        events = EventStream(config.run_dir, ranks, phases, config.log_every)
         interruption = interruption or Interruption(
             config.not_saved_exit_code, is_first=ranks.is_first
         )
         storage = _check_run(config, ranks)
+        monitors = Monitors.of(config, ranks)
+        phases, say = monitors.phases, monitors.say
         # Before data and model, which take minutes, because its process group may fail to form.
         self.saver = Saver(
             config, ranks, storage, say, partial(stop_agreed, ranks, phases, interruption)
         )
-        exporter = ranks.run_on_all_ranks(lambda: Exporter(config, ranks, phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         allow_tf32(wanted=config.tf32, device=ranks.device)
 
@@ -132,8 +130,8 @@ class Trainer:
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         parameters = list(model.network.parameters())
         self.context = RunContext(
+            **vars(monitors),
             config=config,
-            ranks=ranks,
             news=news,
             strategy=strategy,
             plan=StepPlan(
@@ -157,15 +155,9 @@ class Trainer:
             ),
             state=RunState(),
             storage=storage,
-            phases=phases,
-            events=events,
-            exporter=exporter,
-            status=StatusFile(config.run_dir, ranks, phases),
             interruption=interruption,
-            console=console,
-            say=say,
         )
-        self.watchdog, self.subscribers = Watchdog(self.context), subscribers
+        self.watchdog, self.subscribers = Watchdog(config, monitors, interruption), subscribers
         if resumed:
             self._resume(resumed)
         if self.budget:
@@ -583,6 +575,3 @@ def _distribute(
         strategy = ranks.run_on_all_ranks(make)
         targets = news.tokens.train.labels[news.train_index]
         return strategy, *settle_batch_size(strategy, ranks, targets, settled.earlier, say)
-
-
-def _say_nothing(text: str) -> None: ...

@@ -12,9 +12,9 @@ import time
 import torch
 from torch import nn
 
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
 from training.model.precision import DTYPES
-from training.parallelism.distributed import Ranks
 from training.planning.hardware import GPUS
 from training.tasks import MASKED_SHARE, MaskedLanguageModel
 

@@ -6,8 +6,8 @@ import math
 from functools import partial
 
 from common.errors import TrainingFailure
+from training.distributed.failures import translate_errors
 from training.evaluation.evaluator import evaluate
-from training.fault_tolerance.failures import translate_errors
 from training.monitoring import EpochMetrics
 from training.monitoring.records import score_of
 from training.run.context import RunContext

@@ -16,7 +16,7 @@ from typing import Protocol
 from common.errors import UserError
 from common.files import lock_run_folder
 from common.hardware import threads_asked_for, usable_cpus
-from training.fault_tolerance.restarts import PR_SET_PDEATHSIG
+from training.distributed.restarts import PR_SET_PDEATHSIG
 from training.search.space import SearchSpace
 
 TRAINING = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 from tests.processes import here
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 
 def printed_by(show: Callable[[Ranks], None]) -> str:

@@ -19,7 +19,7 @@ from learn.by_hand.cifar10 import ImageData, Split
 from learn.by_hand.shapes import SHAPES, draw_shapes
 from learn.by_hand.train_cifar10 import evaluate, load_solution, main, one_cycle, train, train_epoch
 from tests.processes import here
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 RunOnRanks = Callable[..., list[Any]]
 Start = Callable[..., "Run"]  # noqa: F821 - the fixture's class, in ../conftest.py

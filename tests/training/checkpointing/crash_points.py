@@ -23,7 +23,7 @@ from tests.training.checkpointing.saves import content, newest_whole
 from training.checkpointing import Storage
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.state import StrategyState
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

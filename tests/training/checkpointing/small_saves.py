@@ -14,7 +14,7 @@ from training.checkpointing import Storage, open_location
 from training.checkpointing.resume import open_checkpoint
 from training.checkpointing.saver import RETRY_SECONDS, Saver
 from training.config import TrainConfig
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.state import StrategyState
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

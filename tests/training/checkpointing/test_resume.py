@@ -27,8 +27,8 @@ from training.checkpointing.resume import (
 )
 from training.config import TrainConfig
 from training.data.batching import DataShard
-from training.fault_tolerance.restarts import begin
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
+from training.distributed.restarts import begin
 from training.parallelism.state import StrategyState
 from training.run.finish import _load_best_or_fail
 

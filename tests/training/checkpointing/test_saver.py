@@ -29,7 +29,7 @@ from training.checkpointing.ownership import Ownership
 from training.checkpointing.resume import find_shared_damage, open_checkpoint
 from training.checkpointing.saver import RETRY_SECONDS, Saver
 from training.checkpointing.sharded import Staging
-from training.fault_tolerance.failures import translate_errors
+from training.distributed.failures import translate_errors
 from training.parallelism.state import StrategyState
 
 # One process saves as one process.

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpointing.saves import FILES, content, names_in, newest_whole, save, value_in, write_files
 from training.checkpointing import Storage, check_storage
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 

@@ -123,7 +123,7 @@ def test_the_stopwatch_leaves_out_evaluation() -> None:
 SLOWED_SCRIPT = """
 import sys
 from training.config import parse_config
-from training.parallelism.distributed import join_ranks
+from training.distributed.group import join_ranks
 from training.run.trainer import Trainer
 
 config = parse_config(sys.argv[1:])

@@ -16,7 +16,7 @@ from training.config import TrainConfig
 from training.data.dataset import NewsData, Rows
 from training.data.duplicates import LEAST_SIMILARITY, Repeats
 from training.data.prepare import prepare_news
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 

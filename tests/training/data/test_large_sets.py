@@ -27,7 +27,7 @@ from training.data.prepare import PreparedNews, prepare_news
 from training.data.report import measure_run
 from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts, in_chunks
 from training.data.tokenized import load_tokenizer, write_tokens
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.tasks import Classification
 
 T = TypeVar("T")

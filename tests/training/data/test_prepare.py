@@ -18,7 +18,7 @@ from training.data.dataset import load_news
 from training.data.prepare import class_weights_of, prepare_model, prepare_news
 from training.data.teacher_vectors import write_vectors
 from training.data.tokenized import load_tokenizer
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.tasks import Embedding
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

@@ -18,9 +18,9 @@ from sklearn.svm import LinearSVC
 
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews, prepare_news
+from training.distributed.ranks import Ranks
 from training.evaluation import baseline as module
 from training.evaluation.baseline import Baseline, Gain, fit_linear, measure_baseline, seconds_for_baseline
-from training.parallelism.distributed import Ranks
 from training.tasks import TASKS, Classification, Task
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from common.errors import LostRank
 from tests.training.checkpointing.small_saves import ALONE
 from tests.training.fault_tolerance.started_ranks import StartedRanks
-from training.fault_tolerance.failures import translate_errors
+from training.distributed.failures import translate_errors
 from training.monitoring.status import read_statuses
 from training.run import step as step_module
 

@@ -17,8 +17,8 @@ from common.rows import SAMPLE_NEWS
 from training import train_ddp
 from training.data.dataset import load_news
 from training.data.tokenized import load_tokenizer
+from training.distributed.group import _choose_device
 from training.model.classifier import NewsClassifier
-from training.parallelism.distributed import _choose_device
 
 TRAIN_DDP = Path(train_ddp.__file__)
 GOOD_ROWS = [[str(1 + i % 4), f"Headline {i}", "Prices rise as the season opens."] for i in range(40)]

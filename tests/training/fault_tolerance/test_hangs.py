@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from training.fault_tolerance.hangs import record_path, write_hang_record
+from training.monitoring.phases import Phases
 from training.monitoring.status import RankStatus
-from training.run.phases import Phases
 
 EMPTY = {"version": "2.10", "pg_config": {}}
 

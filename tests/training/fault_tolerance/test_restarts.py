@@ -28,7 +28,7 @@ TWO_RANKS = ("--batch_size", "4", "--save_every", "3", "--keep_last", "9")
 RANK = """
 import os, pathlib, sys
 from common.errors import StopAsked, UserError
-from training.fault_tolerance.restarts import begin, exit_if_already_failed, finalize_exit_code, stopped_exit_code
+from training.distributed.restarts import begin, exit_if_already_failed, finalize_exit_code, stopped_exit_code
 
 exit_if_already_failed()
 if "SCRIPT_ASKED" in os.environ:  # run_ddp.sh has had a SIGTERM meanwhile
@@ -195,7 +195,7 @@ def _wait_until_gone(pid: int) -> None:
 
 @pytest.mark.parametrize("kind", ["UserError", "TrainingFailure"])
 def test_the_launchers_report_ends_with_the_error_of_the_rank(tmp_path: Path, kind: str) -> None:
-    code = f"from common.errors import {kind}\nfrom training.fault_tolerance.restarts import finalize_exit_code\n"
+    code = f"from common.errors import {kind}\nfrom training.distributed.restarts import finalize_exit_code\n"
     code += f"with finalize_exit_code(): raise {kind}('--epochs 0: must be at least 1', code='flag-value')"
     error_file = tmp_path / "launch" / "attempt_0" / "0" / "error.json"
     error_file.parent.mkdir(parents=True)

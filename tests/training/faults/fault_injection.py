@@ -27,7 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from training.run.phases import Phases
+from training.monitoring.phases import Phases
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDER = Path(os.environ["FAULT_FOLDER"])

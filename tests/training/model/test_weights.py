@@ -27,7 +27,7 @@ from transformers import (
 from common.errors import UserError
 from training.model.classifier import NewsClassifier
 from training.model.weights import read_network
-from training.run.quiet import quiet_libraries
+from training.quiet import quiet_libraries
 from training.tasks import TASKS
 
 SIZE = {

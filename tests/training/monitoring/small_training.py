@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from training.config import parse_config
-from training.parallelism.distributed import join_ranks
+from training.distributed.group import join_ranks
 from training.run.trainer import Trainer
 
 

@@ -23,6 +23,7 @@ from common.errors import TrainingFailure
 from tests.processes import RankFailure, here, run_on_ranks
 from tests.training.conftest import TRAINING
 from tests.training.monitoring.small_training import train_on_ranks
+from training.distributed.ranks import Ranks
 from training.monitoring import StepMetrics
 from training.monitoring.events import (
     EventStream,
@@ -35,9 +36,8 @@ from training.monitoring.events import (
     read_lines,
     read_metrics,
 )
+from training.monitoring.phases import Phases
 from training.monitoring.run_folder import restart_split
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 
 Step = Callable[..., StepMetrics]
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

@@ -21,7 +21,7 @@ from tests.training.parallelism.cases import ALONE
 from training.config import TrainConfig
 from training.monitoring import EpochMetrics, Exporter
 from training.monitoring.events import RunStarted
-from training.run.phases import Phases
+from training.monitoring.phases import Phases
 
 Scrape = dict[str, float]
 

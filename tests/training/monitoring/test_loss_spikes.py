@@ -15,7 +15,7 @@ from training.config import TrainConfig
 from training.monitoring import EventStream, Exporter, StepMetrics
 from training.monitoring.events import RolledBack, StepsAgreed, read_events
 from training.monitoring.loss_spikes import LossSpikes
-from training.run.phases import Phases
+from training.monitoring.phases import Phases
 
 NOISE = np.random.default_rng(3).normal(size=400)
 

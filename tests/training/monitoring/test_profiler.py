@@ -16,10 +16,10 @@ from torch.autograd import DeviceType
 from tests.processes import made_once, run_on_ranks
 from tests.training.monitoring.small_training import train_on_ranks
 from training.config import TrainConfig
+from training.distributed.ranks import Ranks
 from training.monitoring.events import RunStarted
+from training.monitoring.phases import Phases
 from training.monitoring.profiler import Profiler, RankProfile, communication, merge_intervals, overlap, read_summary
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

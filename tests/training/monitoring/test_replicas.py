@@ -15,8 +15,8 @@ from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
 from training.monitoring import Exporter
 from training.monitoring.events import EventStream, RunStarted, StepDone, read_events
+from training.monitoring.phases import Phases
 from training.monitoring.replicas import CHUNK, ReplicaCheck, check_gradient_sync, checksum, first_difference
-from training.run.phases import Phases
 
 EMBEDDINGS = "network.distilbert.embeddings.word_embeddings.weight"
 NORM = "network.distilbert.transformer.layer.1.sa_layer_norm.weight"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from training.distributed.ranks import Ranks
 from training.monitoring import StepMetrics
 from training.monitoring.events import RolledBack, RunEnded, RunStarted, StepsAgreed
+from training.monitoring.phases import Phases
 from training.monitoring.records import SavedCheckpoint
 from training.monitoring.run_folder import RunSnapshot
 from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path, writing_period
-from training.parallelism.distributed import Ranks
-from training.run.phases import Phases
 
 
 def _ranks(rank: int = 0, world_size: int = 2) -> Ranks:

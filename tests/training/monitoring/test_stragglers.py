@@ -31,6 +31,7 @@ from training.monitoring.events import (
     read_events,
     read_metrics,
 )
+from training.monitoring.phases import Phases
 from training.monitoring.records import CollectiveUse
 from training.monitoring.report import collective_table
 from training.monitoring.status import StatusFile
@@ -46,7 +47,6 @@ from training.monitoring.stragglers import (
     scaling_efficiency,
 )
 from training.parallelism.strategy import Strategy
-from training.run.phases import Phases
 from training.run.step import optimizer_step
 
 SECONDS = 0.5  # by which a rank is held up in a step, far more than a busy machine holds up the other
@@ -74,7 +74,10 @@ def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list
         context = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
         context.events, context.say, context.status = events, said.append, StatusFile(folder, ranks, phases)
         collectives = CollectiveRecorder(events, "gloo", EVERY)
-        events.subscribers += [collectives, Stragglers(context, collectives, EVERY)]
+        events.subscribers += [
+            collectives,
+            Stragglers(context, config, collectives, EVERY, strategy.unsynchronized_model, []),
+        ]
         with closing(events):
             events.publish(RunStarted(0, 100, []))
             let_go = _hold_up(strategy, phase) if ranks.rank == 1 and phase != "data" else lambda: None
@@ -134,13 +137,10 @@ def test_a_rank_that_is_slow_in_two_phases_and_recovers_in_one_is_still_slow(tmp
     phases = Phases()
     with closing(Exporter(TrainConfig(), ALONE, phases)) as exporter:
         status, events = StatusFile(tmp_path, ALONE, phases), EventStream(tmp_path, ALONE, phases)
-        context = SimpleNamespace(config=TrainConfig(), ranks=ALONE, phases=phases, exporter=exporter, status=status)
-        context.events, context.say, context.strategy = (
-            events,
-            lambda line: None,
-            SimpleNamespace(unsynchronized_model=None),
-        )
-        stragglers = Stragglers(context, CollectiveRecorder(events, "gloo", EVERY), EVERY)
+        context = SimpleNamespace(ranks=ALONE, phases=phases, exporter=exporter, status=status)
+        context.events, context.say = events, lambda line: None
+        collectives = CollectiveRecorder(events, "gloo", EVERY)
+        stragglers = Stragglers(context, TrainConfig(), collectives, EVERY, None, [])
         stragglers.hosts = ["here"]
         for _ in range(CHECKS_IN_A_ROW):
             stragglers._judge({(0, "data"): (2.0, 1.0), (0, "forward"): (2.0, 1.0)})
@@ -261,7 +261,11 @@ def _efficiency(folder: Path, slow_ranks: tuple[int, ...], strategy_name: str) -
         context = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
         context.events, context.say, context.status = events, print, StatusFile(folder, ranks, phases)
         collectives = CollectiveRecorder(events, "gloo", EVERY)
-        events.subscribers += [exporter, collectives, Stragglers(context, collectives, 3)]
+        events.subscribers += [
+            exporter,
+            collectives,
+            Stragglers(context, config, collectives, 3, strategy.unsynchronized_model, []),
+        ]
         events.publish(RunStarted(0, 100, []))
         if ranks.rank in slow_ranks:
             _hold_up(strategy, "backward")

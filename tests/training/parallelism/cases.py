@@ -19,7 +19,7 @@ from tests.training.parallelism.small_models import LABELS, small_batch, small_c
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing import write_model
 from training.config import TrainConfig
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.checkpointing.ownership import chunk_of
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.state import StrategyState
 from training.parallelism.strategy import Strategy
 

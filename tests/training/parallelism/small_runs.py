@@ -14,7 +14,7 @@ from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_mo
 from training.config import TrainConfig
 from training.data.batching import rank_share
 from training.data.tokenized import TokenizedRows
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 from training.run.step import optimizer_step

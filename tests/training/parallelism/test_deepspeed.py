@@ -21,10 +21,10 @@ from tests.training.parallelism.saved_states import WholeState, whole_state
 from training.config import TrainConfig
 from training.data.batching import pad, rank_share
 from training.data.tokenized import TokenizedRows
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.deepspeed import DeepSpeedStrategy
-from training.parallelism.distributed import Ranks
 from training.run.step import optimizer_step
 
 pytestmark = [

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from common.errors import ForeseenError, TrainingFailure, UserError
 from tests.processes import free_port, here, run_on_ranks
 from training.config import TrainConfig
-from training.parallelism import distributed
-from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, join_ranks, limit_collective_time
+from training.distributed import group
+from training.distributed.group import TIMEOUT_MARGIN, join_ranks, limit_collective_time
+from training.distributed.ranks import Ranks
 from training.run.trainer import Trainer
 
 
@@ -55,8 +56,8 @@ def test_a_port_in_use_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "START_TIMEOUT", 0.0)
-    monkeypatch.setattr(distributed, "TIMEOUT_MARGIN", 0.1)
+    monkeypatch.setattr(group, "START_TIMEOUT", 0.0)
+    monkeypatch.setattr(group, "TIMEOUT_MARGIN", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +162,13 @@ def test_an_interface_that_does_not_exist_is_named_before_data_and_model_are_rea
 def test_an_interface_is_known_by_its_own_address() -> None:
     [loopback] = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
 
-    assert distributed._interface_of(ipaddress.ip_address("127.0.0.1")) == loopback
-    assert distributed._interface_of(ipaddress.ip_address("192.0.2.7")) is None
+    assert group._interface_of(ipaddress.ip_address("127.0.0.1")) == loopback
+    assert group._interface_of(ipaddress.ip_address("192.0.2.7")) is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""])
 def test_no_interface_is_chosen_for_this_machine_or_one_that_is_unknown(host: str) -> None:
-    assert distributed.interface_to(host) is None
+    assert group.interface_to(host) is None
 
 
 def test_restarts_of_several_launchers_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

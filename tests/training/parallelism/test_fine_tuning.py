@@ -17,8 +17,8 @@ from tests.training.parallelism.small_models import small_batch, small_model
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing.resume import open_checkpoint
 from training.config import TrainConfig
+from training.distributed.ranks import Ranks
 from training.model.layers import freeze_layers
-from training.parallelism.distributed import Ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 

@@ -19,7 +19,7 @@ GLOBAL_BATCH = 8
 HASHING_SCRIPT = """
 import hashlib, json, sys
 from training.config import parse_config
-from training.parallelism.distributed import join_ranks
+from training.distributed.group import join_ranks
 from training.run.trainer import Trainer
 
 config = parse_config(sys.argv[1:])

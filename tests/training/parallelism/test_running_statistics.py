@@ -12,7 +12,7 @@ from common.errors import TrainingFailure
 from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
 from training.config import TrainConfig
-from training.fault_tolerance.failures import translate_errors
+from training.distributed.failures import translate_errors
 from training.model.classifier import NewsClassifier
 from training.monitoring.replicas import first_difference
 from training.parallelism.registry import STRATEGIES

@@ -9,7 +9,7 @@ from tests.training.parallelism.saved_states import WholeState, whole_state
 from tests.training.parallelism.small_models import small_model
 from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights
 from training.config import TrainConfig
-from training.parallelism.distributed import Ranks
+from training.distributed.ranks import Ranks
 from training.parallelism.registry import STRATEGIES
 
 Weights = dict[str, torch.Tensor]

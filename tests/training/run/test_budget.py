@@ -26,8 +26,8 @@ from training.config import TrainConfig, parse_config
 from training.data.dataset import Rows, load_news
 from training.data.prepare import PreparedNews, prepare_model, prepare_news
 from training.data.tokenized import encode_rows, load_tokenizer
+from training.distributed.ranks import Ranks
 from training.model.dropout import RowDropout
-from training.parallelism.distributed import Ranks
 from training.run import budget as module
 from training.run.budget import Budget, expect_accuracy, settle_flags, settle_learning
 

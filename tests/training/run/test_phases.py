@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from training.run.phases import Phases
+from training.monitoring.phases import Phases
 
 
 def _pass_time() -> float:

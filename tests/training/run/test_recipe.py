@@ -15,8 +15,9 @@ from transformers import (
 )
 
 from training.config import TrainConfig
+from training.data.prepare import validation_fraction
 from training.model.classifier import NewsClassifier
-from training.run.recipe import fits_head, rate_for, settle_recipe, validation_fraction
+from training.run.recipe import rate_for, settle_recipe
 from training.tasks import Classification
 
 
@@ -139,6 +140,6 @@ def test_a_resumed_run_keeps_what_it_began_with_when_its_data_has_grown() -> Non
     ids=lambda flags: next(iter(flags)),
 )
 def test_a_recipe_of_the_users_own_begins_with_a_random_head(flags: dict[str, Any]) -> None:
-    assert not fits_head(TrainConfig(**flags))
-    assert fits_head(TrainConfig())
-    assert fits_head(TrainConfig(method="fine_tune", learning_rate=1e-5))
+    assert not TrainConfig(**flags).fits_head
+    assert TrainConfig().fits_head
+    assert TrainConfig(method="fine_tune", learning_rate=1e-5).fits_head

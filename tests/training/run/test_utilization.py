@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
+from training.distributed.group import join_ranks
 from training.model.classifier import NewsClassifier
-from training.parallelism.distributed import join_ranks
 from training.run import utilization
 from training.run.utilization import flops_per_token, peak_flops
 from training.tasks import MASKED_SHARE, CausalLanguageModel, MaskedLanguageModel

@@ -26,11 +26,11 @@ from torch import nn
 
 from training.data.batching import pad
 from training.data.tokenized import TokenizedRows
+from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
 from training.model.layers import FAMILY_OF
 from training.model.pooling import FIRST, MEAN, POOLER, POOLING_KEY
 from training.model.precision import autocast
-from training.parallelism.distributed import Ranks
 from training.tasks import MultiLabelClassification, Regression, Task
 
 # Penalties are weak for large numbers: scikit-learn's C, on vectors of length 1.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from common.errors import LostRank, TrainingFailure, in_one_line
-from training.parallelism.distributed import Ranks, is_lost_rank
+from training.distributed.ranks import Ranks, is_lost_rank
 
 
 @contextmanager
