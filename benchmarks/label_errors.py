@@ -172,13 +172,16 @@ def train_rank(flags: list[str]) -> dict[str, Any]:
     with join_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         for owner, names in (
-            (trainer.suspects, ("add", "merge", "end_epoch", "is_left", "weights", "ranking")),
+            (
+                trainer.context.suspects,
+                ("add", "merge", "end_epoch", "is_left", "weights", "ranking"),
+            ),
             (trainer.context.strategy.task, ("check_labels",)),
         ):
             for name in names:
                 setattr(owner, name, timed(getattr(owner, name)))
         trainer.fit()
-        suspects, tokens = trainer.suspects, trainer.context.news.tokens
+        suspects, tokens = trainer.context.suspects, trainer.context.news.tokens
         began = time.perf_counter()
         ask_words(tokens.train, suspects.index, len(tokens.label_names))
         seconds += time.perf_counter() - began

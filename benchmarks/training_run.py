@@ -46,9 +46,9 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
         gradients = sum(parameter.numel() * 4 for parameter in strategy.parameters.values())
         return {
             "global_batch": trainer.context.plan.global_batch_size,
-            "steps_per_epoch": len(trainer.sampler),
+            "steps_per_epoch": len(trainer.context.sampler),
             "rows_per_epoch": len(trainer.context.news.train_index),
-            "speeds": trainer.balance.speeds,
+            "speeds": trainer.context.balance.speeds,
             "uncompressed": traffic.uncompressed if traffic else gradients,
             "sent": traffic.sent if traffic else gradients,
             "records": read_metrics(config.run_dir) if ranks.is_first else [],

@@ -8,15 +8,16 @@ on.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 
-from common.errors import TrainingFailure
-from training.monitoring.events import JsonLines
+from common.errors import TrainingFailure, UserError
+from training.monitoring.events import JsonLines, RolledBack
 from training.monitoring.records import StepMetrics
+from training.run.checkpoints import Checkpoints
 from training.run.context import RunContext
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -94,7 +95,33 @@ class BadSteps:
                 count.end_row(last_good=metrics.step)
         return None
 
-    def rows_to_leave_out(self, last: BadStep) -> set[int]:
+    def roll_back(self, last: BadStep, checkpoints: Checkpoints) -> None:
+        """Restore the newest checkpoint, and leave out the rows of the bad steps from then on.
+
+        The bad steps did not change the weights, so only the rows differ the second time.
+
+        Raises:
+            TrainingFailure: there is no checkpoint, or a rollback has not helped before.
+        """
+        rows, context = self._rows_to_leave_out(last), self.context
+        checkpoints.wait()
+        try:
+            path = checkpoints.go_back(last.step)
+        except UserError as error:
+            self._fail(last, f"There is no way back ({error}); lower --learning_rate")
+        if path is None:
+            self._fail(
+                last,
+                "There is no checkpoint yet to return to; lower --learning_rate or fix the rows",
+            )
+        context.state.bad.leave_out(rows, last.step)
+        context.events.publish(RolledBack(context.state.step, last.step, sorted(rows)))
+        context.say(
+            f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a "
+            f"row; from here on {len(rows)} rows are left out: {_listed(sorted(rows))}"
+        )
+
+    def _rows_to_leave_out(self, last: BadStep) -> set[int]:
         """The rows to leave out after a rollback from step ``last``.
 
         Raises:
@@ -103,26 +130,20 @@ class BadSteps:
         """
         count = self.context.state.bad
         if not self.budget:
-            self.fail(
+            self._fail(
                 last,
                 "The last checkpoint is good and is kept; lower --learning_rate or fix the rows",
             )
         # No step has succeeded beyond the one that caused the last rollback: the rows were not to blame.
         if count.last_good < count.went_back_from:
-            self.fail(
+            self._fail(
                 last,
                 f"Going back from step {count.went_back_from} and leaving out {len(count.excluded_rows)} rows did not "
                 "help: lower --learning_rate",
             )
         return {*count.excluded_rows, *count.suspects}
 
-    def report_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
-        self.context.say(
-            f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "
-            f"here on {len(rows)} rows are left out: {_listed(sorted(rows))}"
-        )
-
-    def fail(self, last: BadStep, advice: str) -> NoReturn:
+    def _fail(self, last: BadStep, advice: str) -> NoReturn:
         message = f"{last}{self._shown(last)}. {advice}, then {self.context.config.how_to_resume}"
         raise TrainingFailure(
             message, quiet=not self.context.ranks.is_first, code="loss-not-finite"

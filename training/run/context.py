@@ -12,14 +12,18 @@ from common.escaping import some_of
 from common.text import in_one_line
 from training.checkpointing import Storage
 from training.config import TrainConfig
+from training.data.balance import Balance
+from training.data.batching import LengthBucketSampler
 from training.data.prepare import PreparedNews
 from training.distributed.ranks import Ranks
 from training.fault_tolerance.interruption import Interruption
 from training.monitoring.monitors import Monitors
 from training.monitoring.phases import Phases
 from training.parallelism.strategy import Strategy
+from training.run.budget import Budget
 from training.run.head_start import Start
 from training.run.state import RunState
+from training.run.suspects import Suspects
 
 
 def stop_agreed(ranks: Ranks, phases: Phases, interruption: Interruption) -> bool:
@@ -33,6 +37,7 @@ class StepPlan:
     """How many steps of which size a run has, the same on all ranks. Only ``total_steps`` changes, with a time budget.
 
     ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
+    ``tokens_per_step``: of a global batch on average, without padding;
     ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same;
     ``sources``: hashes of what checkpoints leave out and a resumed run must find unchanged, by their names in the
     checkpoint: the data, the weights that are not trained (None if checkpoints hold all), the teacher's answers (None
@@ -43,6 +48,7 @@ class StepPlan:
 
     global_batch_size: int
     accumulation: int
+    tokens_per_step: float
     steps_per_epoch: int
     total_steps: int
     peak_learning_rate: float
@@ -73,6 +79,7 @@ class RunContext(Monitors):
     news: PreparedNews
     strategy: Strategy
     plan: StepPlan
+    sampler: LengthBucketSampler  # of the global batches of an epoch
     precision: str  # of the training steps
     model_config: PreTrainedConfig
     num_parameters: int
@@ -80,6 +87,38 @@ class RunContext(Monitors):
     state: RunState
     storage: Storage
     interruption: Interruption
+    balance: Balance
+    budget: Budget | None  # of --budget
+    suspects: Suspects | None  # of --suspects
+
+    @property
+    def samples_done(self) -> int:
+        """Rows trained on so far, those of a batch counted as often as it was seen."""
+        epochs_done, steps = divmod(self.state.step, self.plan.steps_per_epoch)
+        return epochs_done * len(self.news.epoch_index) + steps * self.plan.global_batch_size
+
+    def validates_at(self, step: int) -> bool:
+        """Whether the run validates after this step; step 0 tells what the fitted head is worth without training."""
+        every, plan, has_budget = self.config.evaluate_every, self.plan, bool(self.config.budget)
+        if step == 0:
+            return plan.start is not None and not has_budget
+        ends_epoch = step % plan.steps_per_epoch == 0 and not has_budget
+        return step == plan.total_steps or ends_epoch or (every > 0 and step % every == 0)
+
+    def steps_left(self) -> int:
+        """How many more steps this rank's clock allows."""
+        assert self.budget
+        return self.budget.steps_left(self.plan.tokens_per_step)
+
+    def end_in(self, steps: int) -> bool:
+        """Let the run end after so many more steps, if its epochs have as many; returns whether that is a change.
+
+        Called with the same number on all ranks, whose learning rates follow from it.
+        """
+        before, plan = self.plan.total_steps, self.plan
+        most = self.config.epochs * plan.steps_per_epoch
+        plan.total_steps = max(1, self.state.step, min(self.state.step + steps, most))
+        return plan.total_steps != before
 
     def stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; a collective call, for long phases such as an evaluation."""

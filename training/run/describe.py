@@ -14,7 +14,7 @@ from training.data.report import lengths_in_words, run_lengths
 from training.distributed.ranks import Ranks
 from training.model.pooling import MEAN
 from training.monitoring.records import format_time
-from training.run.budget import Budget, expect_accuracy
+from training.run.budget import expect_accuracy
 from training.run.context import RunContext, StepPlan
 
 
@@ -25,7 +25,7 @@ def describe_device(ranks: Ranks) -> str:
     return f"CPU, {threads} thread{'s' * (threads > 1)} per process"
 
 
-def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str, str]:
+def describe_run(context: RunContext) -> dict[str, str]:
     config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
     shares = context.strategy.data_shard.size
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
@@ -73,7 +73,7 @@ def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str,
         "Precision": context.precision,
         **size,
         **_head(context),
-        **_steps(context, budget),
+        **_steps(context),
         **learning,
         "Run folder": str(config.run_dir),
     }
@@ -103,11 +103,11 @@ def _head(context: RunContext) -> dict[str, str]:
     return {"Head": f"fitted to {read}{found}"}
 
 
-def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
+def _steps(context: RunContext) -> dict[str, str]:
     config, plan = context.config, context.plan
     if config.method == "head":
         return {"Steps": "none, since --method head trains the head alone"}
-    if budget is None:
+    if (budget := context.budget) is None:
         return {
             "Steps": f"{plan.total_steps:,} = {counted(config.epochs, 'epoch')} x {plan.steps_per_epoch:,}"
         }

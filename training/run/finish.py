@@ -39,12 +39,12 @@ from training.run.context import RunContext
 from training.run.describe import describe_environment
 from training.run.extend import Change, measure_change
 from training.run.hints import Evidence, hints_of, trust_in
-from training.run.suspects import Suspects, notes_on_suspects
+from training.run.suspects import notes_on_suspects
 from training.serving_commands import run_command_of_serving
 from training.tasks.task import RowAnswer
 
 
-def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
+def finish_run(context: RunContext) -> Path:
     """Test the weights of the best epoch, in fp32 if the strategy can, and write the model folder and the report.
 
     Without validation rows the last epoch takes the place of the best.
@@ -57,7 +57,7 @@ def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
     # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
     best = _load_best_or_fail(context)
     with context.strategy.averaged():
-        return _test_and_write(context, best, suspects)
+        return _test_and_write(context, best)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Result:
     hints: list[str]
 
 
-def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects | None) -> Path:
+def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
     config, task, tokens = context.config, context.strategy.task, context.news.tokens
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     test, logits = _test(context, best)
@@ -89,7 +89,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
         baseline = _baseline(context, best, logits)
         hints = hints_of(_evidence(context, test, answers, baseline)) if test["rows"] else []
         result = _Result(best, test, answers, change, baseline, hints)
-        report = _write(context, result, weights, suspects)
+        report = _write(context, result, weights)
         _show(context, result, report)
     # The other ranks wait: if they left first, a launcher could take the run for finished.
     context.ranks.barrier()
@@ -116,12 +116,7 @@ def _test(context: RunContext, best: EpochMetrics) -> tuple[dict[str, Any], np.n
         )
 
 
-def _write(
-    context: RunContext,
-    result: _Result,
-    weights: dict[str, torch.Tensor],
-    suspects: Suspects | None,
-) -> Path:
+def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor]) -> Path:
     """Write the model, the answers and the report; returns the report's path."""
     config, task, metrics = context.config, context.strategy.task, _metrics(context, result)
     try:
@@ -137,8 +132,8 @@ def _write(
         )
         if task.has_labels:
             _write_predictions(context, result.answers)
-        doubted = _doubted_texts(context, suspects)
-        if suspects:
+        doubted = _doubted_texts(context)
+        if context.suspects:
             _write_suspects(context, doubted)
         return write_report(config.run_dir, _report_data(context, result, doubted))
     except OSError as error:
@@ -364,7 +359,7 @@ def _write_predictions(context: RunContext, answers: Sequence[RowAnswer]) -> Non
     write_csv(context.config.run_dir / "predictions.csv", header, rows)
 
 
-def _doubted_texts(context: RunContext, suspects: Suspects | None) -> list[DoubtedText]:
+def _doubted_texts(context: RunContext) -> list[DoubtedText]:
     names, texts = context.news.tokens.label_names, context.news.texts.train.texts
     return [
         DoubtedText(
@@ -375,7 +370,7 @@ def _doubted_texts(context: RunContext, suspects: Suspects | None) -> list[Doubt
             one.is_flagged,
             in_one_line(texts[one.row]),
         )
-        for one in (suspects.ranking() if suspects else ())
+        for one in (context.suspects.ranking() if context.suspects else ())
     ]
 
 

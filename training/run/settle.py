@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from training.checkpointing import Storage
+from training.checkpointing import Storage, check_storage, open_storage
+from training.checkpointing.export import check_output, check_shared
 from training.checkpointing.resume import cleaning_of, state_of_run
 from training.config import TrainConfig
 from training.data.earlier import with_earlier_settings
@@ -25,15 +26,38 @@ from training.data.prepare import (
     prepare_news,
     settle_model,
 )
-from training.distributed.ranks import Ranks
+from training.data.teacher import read_teachers
+from training.distributed.ranks import Ranks, seed_everything
 from training.model.classifier import NewsClassifier
-from training.model.lora import frozen_hash
+from training.model.lora import check_lora, frozen_hash
 from training.model.own import Own
-from training.model.precision import choose_precision
+from training.model.precision import allow_tf32, choose_precision
+from training.monitoring.trackers import check_trackers
 from training.run.budget import settle_flags, settle_learning
 from training.run.head_start import Start, start_from_head, wanted_pooling
 from training.run.recipe import settle_recipe
 from training.run.utilization import flops_per_token, peak_flops
+
+
+def check_run(config: TrainConfig, ranks: Ranks) -> Storage:
+    """Check what can be refused before data and model are read, the cheapest first; nothing is written.
+
+    Returns:
+        Where the checkpoints are.
+    """
+
+    # A rank that fails a check must not leave the others waiting in the next one, so each is a collective call.
+    def on_first(check: Callable[[], object]) -> None:
+        ranks.run_on_all_ranks(lambda: check() if ranks.is_first else None)
+
+    storage = ranks.run_on_all_ranks(lambda: open_storage(config))
+    on_first(lambda: check_output(config.output_dir))
+    on_first(lambda: check_trackers(config.tracker_names))
+    ranks.run_on_all_ranks(lambda: check_lora(config))
+    on_first(lambda: read_teachers(config) if config.is_distilled else None)
+    check_shared(config.output_dir, ranks)
+    check_storage(storage, ranks)
+    return storage
 
 
 @dataclass(frozen=True)
@@ -56,13 +80,21 @@ class Settled:
 
 
 def settle(
-    config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[str], None], own: Own
+    config: TrainConfig,
+    ranks: Ranks,
+    storage: Storage,
+    say: Callable[[str], None],
+    own: Own | None,
 ) -> Settled:
-    """Decide, read and load; a collective call.
+    """Decide, read and load; a collective call. ``own``: None for what the flags name.
 
     Raises:
         UserError: the data, the model and the flags do not fit each other.
     """
+    # Before the first random number: weights that no file has are drawn while the model is loaded.
+    seed_everything(config.seed, deterministic=config.deterministic)
+    allow_tf32(wanted=config.tf32, device=ranks.device)
+    own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
     # Rank 0 chooses: on CPUs the choice is timed, and all ranks must use the same.
     wanted = ranks.broadcast(
         ranks.run_on_all_ranks(lambda: choose_precision(config.precision, ranks.device))

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.text import counted
 from training.config import TrainConfig
-from training.monitoring import EpochMetrics
+from training.monitoring import EpochMetrics, StepMetrics
 from training.monitoring.records import score_of
 
 
@@ -86,6 +86,23 @@ class RunState:
     @property
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
+
+    def begin_epoch(self) -> None:
+        self.epoch_loss, self.epoch_accuracy, self.epoch_seconds = (
+            AverageMeter(),
+            AverageMeter(),
+            0.0,
+        )
+
+    def count(self, steps: Iterable[StepMetrics]) -> None:
+        """Add what all ranks know about the last steps to the means of this epoch."""
+        for step in steps:
+            if step.bad:
+                continue
+            self.epoch_loss.update(step.loss, step.rows)
+            if step.accuracy is not None:
+                self.epoch_accuracy.update(step.accuracy, step.rows)
+            self.skipped_steps += step.skipped
 
     @property
     def best(self) -> EpochMetrics | None:

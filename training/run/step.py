@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from common.errors import TrainingFailure
-from training.data.balance import Balance
 from training.data.batching import MicroBatch, rank_share
 from training.distributed.failures import translate_errors
 from training.distributed.ranks import Ranks
@@ -52,13 +51,9 @@ class StepRecord:
 
 
 def train_step(
-    context: RunContext,
-    balance: Balance,
-    epoch: int,
-    batch: np.ndarray,
-    row_weights: np.ndarray | None = None,
+    context: RunContext, epoch: int, batch: np.ndarray
 ) -> tuple[StepRecord, Sequence[MicroBatch]]:
-    """Train on one global batch; every rank calls this with the same row numbers, and the same weights of the rows.
+    """Train on one global batch; every rank calls this with the same row numbers.
 
     Returns:
         The step for the log, and the micro-batches that this rank computed.
@@ -68,6 +63,7 @@ def train_step(
     """
     config, plan, strategy, ranks = context.config, context.plan, context.strategy, context.ranks
     tokens, step = context.news.tokens.read_in_training, context.state.step + 1
+    originals, suspects = tokens.originals(batch), context.suspects
 
     # This rank's share of the batch, cut into micro-batches. All ranks pad to the same length, so all have equal work.
     with context.phases("data"):
@@ -78,11 +74,11 @@ def train_step(
             plan.accumulation,
             pad_to_multiple_of=length_multiple(config, ranks.device.type),
             max_length=config.max_length,
-            speeds=balance.speeds,
+            speeds=context.balance.speeds,
             class_weights=plan.class_weights,
             task=strategy.task,
             seed=(config.seed, 4, step),
-            row_weights=row_weights,
+            row_weights=suspects.weights(originals) if suspects else None,
             teacher=context.news.teacher,
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
@@ -93,12 +89,10 @@ def train_step(
     )
     with context.phases("step"), translate_errors(ranks, step, micro_batches[0].input_ids.shape):
         result = optimizer_step(strategy, on_device, step, learning_rate)
-        balance.step_done(micro_batches)
+        context.balance.step_done(micro_batches)
     num_tokens = int(tokens.lengths[batch].sum())
     local_rows = np.concatenate([micro_batch.rows for micro_batch in micro_batches])
-    record = StepRecord(
-        step, epoch, learning_rate, tokens.originals(batch), num_tokens, local_rows, result
-    )
+    record = StepRecord(step, epoch, learning_rate, originals, num_tokens, local_rows, result)
     return record, micro_batches
 
 

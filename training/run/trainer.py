@@ -4,76 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from common.errors import UserError
-from common.files import lock_run_folder, write_whole
-from training.checkpointing import SaveSchedule, Storage, check_storage, open_storage
-from training.checkpointing.export import check_output, check_shared
-from training.checkpointing.resume import (
-    Resumed,
-    find_resume_point,
-    global_batch_size,
-    move_later_aside,
-    newest_checkpoint,
-    open_checkpoint,
-)
-from training.checkpointing.saver import Saver
+from training.checkpointing.resume import find_resume_point
 from training.config import TrainConfig
-from training.data.balance import Balance
-from training.data.batching import LengthBucketSampler
-from training.data.teacher import read_teachers
-from training.distributed.failures import translate_errors
-from training.distributed.ranks import Ranks, seed_everything
+from training.distributed.ranks import Ranks
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
-from training.model.lora import check_lora
-from training.model.optimizer import scaled_learning_rate
 from training.model.own import Own
-from training.model.pooling import POOLING_KEY
-from training.model.precision import allow_tf32
-from training.monitoring import SavedCheckpoint
-from training.monitoring.events import (
-    CheckpointFailed,
-    CheckpointStarted,
-    Rescheduled,
-    RolledBack,
-    RunEnded,
-    RunStarted,
-    StepDone,
-    StepsAgreed,
-    StepStarted,
-    Subscriber,
-)
+from training.monitoring.events import RunEnded, RunStarted, StepDone, StepStarted, Subscriber
 from training.monitoring.monitors import Monitors
-from training.monitoring.phases import Phases
-from training.monitoring.trackers import check_trackers
-from training.parallelism.registry import STRATEGIES
-from training.parallelism.state import StrategyState
-from training.parallelism.strategy import Strategy
 from training.quiet import quiet_libraries
+from training.run.agreement import Agreement
+from training.run.assemble import distribute, make_context
 from training.run.bad_steps import BadStep, BadSteps
-from training.run.batch_size import settle_batch_size
-from training.run.budget import start_budget
-from training.run.context import RunContext, StepPlan, stop_agreed
+from training.run.checkpoints import Checkpoints, make_saver
 from training.run.describe import describe_run
 from training.run.finish import finish_run
-from training.run.settle import Settled, settle
-from training.run.state import AverageMeter, RunState
-from training.run.step import StepLog, SyncedSteps, train_step
+from training.run.settle import check_run, settle
+from training.run.step import train_step
 from training.run.subscribers import make_subscribers
-from training.run.suspects import TENSOR, suspects_of
 from training.run.validation import validate
 
-# A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
-SYNC_SECONDS = 1.0
+
+@dataclass(frozen=True)
+class _Due:
+    """What is to be done after a step, the same on all ranks; ``rollback``: the bad step that is one too many."""
+
+    rollback: BadStep | None = None
+    save: bool = False
+    stop: bool = False
+    validation: bool = False
 
 
 class Trainer:
@@ -92,78 +59,27 @@ class Trainer:
         subscribers: Sequence[Subscriber] = (),
     ) -> None:
         quiet_libraries()
-        interruption = interruption or Interruption(
-            config.not_saved_exit_code, is_first=ranks.is_first
-        )
-        storage = _check_run(config, ranks)
+        asked = interruption or Interruption(config.not_saved_exit_code, is_first=ranks.is_first)
+        storage = check_run(config, ranks)
         monitors = Monitors.of(config, ranks)
-        phases, say = monitors.phases, monitors.say
         # Before data and model, which take minutes, because its process group may fail to form.
-        self.saver = Saver(
-            config, ranks, storage, say, partial(stop_agreed, ranks, phases, interruption)
-        )
-        seed_everything(config.seed, deterministic=config.deterministic)
-        allow_tf32(wanted=config.tf32, device=ranks.device)
+        saver = make_saver(config, storage, monitors, asked)
 
-        own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
-        settled = settle(config, ranks, storage, say, own)
-        news, model = settled.news, settled.model
-        strategy, config, rows_that_fit = _distribute(settled, ranks, phases, say)
+        settled = settle(config, ranks, storage, monitors.say, own)
+        settled, strategy, rows_that_fit = distribute(settled, monitors)
         # The last of the checks, because it may move an earlier run aside.
         resumed = find_resume_point(
-            config, ranks, strategy.data_shard, storage, settled.sources, say
+            settled.config, ranks, strategy.data_shard, storage, settled.sources, monitors.say
         )
-
-        global_batch, accumulation = global_batch_size(
-            rows_that_fit, config, strategy.data_shard, resumed
+        self.context = make_context(
+            settled, strategy, rows_that_fit, resumed, storage, monitors, asked
         )
-        train = news.tokens.read_in_training
-        lengths = train.lengths[news.epoch_index]
-        balanced = train.labels[news.epoch_index] if config.sampling == "balanced" else None
-        self.sampler = LengthBucketSampler(lengths, global_batch, config.seed, balanced)
-        self.suspects = suspects_of(
-            config, news.tokens.train, news.train_index, len(news.tokens.label_names)
-        )
-        self.budget = start_budget(config, strategy, ranks, news, resumed.state if resumed else {})
-        self.tokens_per_step = global_batch * float(lengths.mean())
-        timed = model if config.balance == "auto" else None
-        self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
-        parameters = list(model.network.parameters())
-        self.context = RunContext(
-            **vars(monitors),
-            config=config,
-            news=news,
-            strategy=strategy,
-            plan=StepPlan(
-                global_batch_size=global_batch,
-                accumulation=accumulation,
-                steps_per_epoch=len(self.sampler),
-                total_steps=0 if config.method == "head" else config.epochs * len(self.sampler),
-                peak_learning_rate=resumed.state["peak_learning_rate"]
-                if resumed
-                else scaled_learning_rate(config, strategy.data_shard.size),
-                class_weights=settled.class_weights,
-                sources=settled.sources,
-                ideal_seconds=settled.ideal_seconds,
-                start=settled.start,
-            ),
-            precision=settled.precision,
-            model_config=model.config,
-            num_parameters=sum(parameter.numel() for parameter in parameters),
-            num_trained=sum(
-                parameter.numel() for parameter in parameters if parameter.requires_grad
-            ),
-            state=RunState(),
-            storage=storage,
-            interruption=interruption,
-        )
-        self.watchdog, self.subscribers = Watchdog(config, monitors, interruption), subscribers
+        self.checkpoints = Checkpoints(self.context, saver)
+        self.watchdog, self.subscribers = Watchdog(settled.config, monitors, asked), subscribers
         if resumed:
-            self._resume(resumed)
-        if self.budget:
-            self.context.plan.total_steps = self._steps_that_fit(
-                ranks.broadcast(self._steps_left())
-            )
+            self.checkpoints.resume(resumed)
+        if self.context.budget:
+            self.context.end_in(ranks.broadcast(self.context.steps_left()))
 
     def fit(self) -> Path | None:
         """Train to the end and write the model, or stop at a checkpoint when asked to.
@@ -174,22 +90,16 @@ class Trainer:
         Raises:
             TrainingFailure: a non-finite loss, no memory, a lost rank, a full disk.
         """
-        context, config, ranks = self.context, self.context.config, self.context.ranks
+        context = self.context
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(context.exporter))
-            ranks.run_on_all_ranks(lambda: self._open_folders(stack))
+            context.ranks.run_on_all_ranks(lambda: self.checkpoints.open_folders(stack))
             stack.enter_context(context.events.recording())
-            stack.enter_context(
-                context.interruption.saving()
-            )  # from here on a stop signal means: save, then stop
-            stack.enter_context(self.saver)
-            self.save_schedule = SaveSchedule(
-                config.save_every, config.save_minutes, time.monotonic()
-            )
-            context.events.subscribers += [
-                *make_subscribers(context, self.watchdog),
-                *self.subscribers,
-            ]
+            # From here on a stop signal means: save, then stop.
+            stack.enter_context(context.interruption.saving())
+            stack.enter_context(self.checkpoints.saver)
+            context.events.subscribers += make_subscribers(context, self.watchdog)
+            context.events.subscribers += self.subscribers
             stack.enter_context(contextlib.closing(context.events))
             # Entered last, so that a failing rank reports itself before it waits for anything else.
             stack.enter_context(context.status)
@@ -198,380 +108,143 @@ class Trainer:
                 RunStarted(context.state.step, context.plan.total_steps, context.state.epochs)
             )
             if context.console:
-                context.console.banner(describe_run(context, self.budget))
+                context.console.banner(describe_run(context))
             model_folder = self._train_and_finish()
             if model_folder is None:
-                step = context.state.step
                 context.say(
-                    f"Stopped at step {step}; everything is saved. To resume, {config.how_to_resume}."
+                    f"Stopped at step {context.state.step}; everything is saved. To resume, "
+                    f"{context.config.how_to_resume}."
                 )
             context.events.publish(RunEnded(finished=model_folder is not None))
             return model_folder
 
-    def _open_folders(self, stack: contextlib.ExitStack) -> None:
-        """On rank 0, make the run folder and keep other runs out of it and of the checkpoint storage until ``stack`` is
-        closed.
-        """
-        if not self.context.ranks.is_first:
-            return
-        config = self.context.config
-        try:
-            config.run_dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock_run_folder(config.run_dir))
-            # A start from this file resumes the run, however this one began.
-            later = config.model_copy(update={"resume": "auto"})
-            write_whole(config.run_dir / "config.yaml", later.to_yaml().encode())
-        except OSError as error:
-            raise UserError(
-                f"--output_dir {config.output_dir}: {config.run_dir} cannot be written ({error.strerror})",
-                code="not-writable",
-            ) from error
-        stack.enter_context(self.context.storage.lock())
-
     def _train_and_finish(self) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
-        state, plan = self.context.state, self.context.plan
-        validation_pending = self._validates_at(state.step) and state.step not in {
-            one.step for one in state.epochs
-        }
-        if (state.step < plan.total_steps or validation_pending) and not self._train(
-            validation_pending
-        ):
+        context, state, plan = self.context, self.context.state, self.context.plan
+        validated = {evaluation.step for evaluation in state.epochs}
+        is_pending = context.validates_at(state.step) and state.step not in validated
+        if (state.step < plan.total_steps or is_pending) and not self._train(is_pending):
             return None
         if state.best and state.step < plan.total_steps:
-            config = self.context.config
+            config = context.config
             best = state.first_best(config.best_metric).epoch
-            self.context.say(
-                f"Stopping after epoch {state.epochs[-1].epoch} of {config.epochs}: the last {config.early_stopping} "
-                f"evaluations had no better {config.best_metric} than epoch {best}"
+            context.say(
+                f"Stopping after epoch {state.epochs[-1].epoch} of {config.epochs}: the last "
+                f"{config.early_stopping} evaluations had no better {config.best_metric} than "
+                f"epoch {best}"
             )
         try:
-            with self.context.phases("finish"):
-                return finish_run(self.context, self.suspects)
+            with context.phases("finish"):
+                return finish_run(context)
         except EvaluationStopped:
             return None  # tested again when the run is resumed
 
-    def _train(self, validation_pending: bool) -> bool:
+    def _train(self, validation_is_pending: bool) -> bool:
         """Run the steps that are left, after a pending validation; returns whether all of it was done."""
         context, state, plan = self.context, self.context.state, self.context.plan
-        self.step_log = StepLog(context.ranks, plan.ideal_seconds, self.suspects)
+        self.agreement = Agreement(context, self.checkpoints)
         self.bad_steps = BadSteps(context)
-        epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
-        samples_done = (
-            epochs_done * len(context.news.epoch_index) + steps_into_epoch * plan.global_batch_size
-        )
-        progress = (
-            context.console.progress(
-                total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done
-            )
-            if context.console and plan.total_steps
-            else contextlib.nullcontext()
-        )
-        self.first_step = state.step + 1
-        with progress as bar:
-            if bar:
-                context.events.subscribers.append(bar)
-            done = not validation_pending or self._validate()
-            while (
-                done
-                and state.step < plan.total_steps
-                and not state.no_longer_improves(context.config)
-            ):
+        with contextlib.ExitStack() as stack:
+            if context.console and plan.total_steps:
+                bar = context.console.progress(
+                    total_steps=plan.total_steps,
+                    first_step=state.step,
+                    samples_done=context.samples_done,
+                )
+                context.events.subscribers.append(stack.enter_context(bar))
+            done = not validation_is_pending or self._validate()
+            while done and not self._is_at_end():
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
-            self.report_saves(self.saver.wait)
-            self.saver.release()
+            self.checkpoints.wait()
+            self.checkpoints.saver.release()
         return done
+
+    def _is_at_end(self) -> bool:
+        state = self.context.state
+        is_last = state.step >= self.context.plan.total_steps
+        return is_last or state.no_longer_improves(self.context.config)
 
     def _train_epoch(self, epoch: int) -> bool:
         """Run what is left of an epoch; returns whether the run continues, which it also does after a rollback."""
-        state, config, steps_per_epoch = (
-            self.context.state,
-            self.context.config,
-            self.context.plan.steps_per_epoch,
-        )
-        self.sampler.set_epoch(epoch)
-        resumed_at, began = state.step % steps_per_epoch, time.perf_counter()
-        seconds_before = state.epoch_seconds if resumed_at else 0.0
-        if not resumed_at:
-            state.epoch_loss, state.epoch_accuracy = AverageMeter(), AverageMeter()
-        next_sync, news = state.step + 1, self.context.news
-        for batch in islice(self.sampler, resumed_at, None):
-            self._train_step(epoch, self._remaining(news.epoch_index[batch]))
+        context, state, sampler = self.context, self.context.state, self.context.sampler
+        sampler.set_epoch(epoch)
+        steps_done, began = state.step % context.plan.steps_per_epoch, time.perf_counter()
+        if not steps_done:
+            state.begin_epoch()
+        seconds_before, self.agreement.next_step = state.epoch_seconds, state.step + 1
+        # The order of an epoch's batches is a function of seed and epoch, so a resumed run skips those it has seen.
+        for batch in islice(sampler, steps_done, None):
+            self._train_step(epoch, self._remaining(context.news.epoch_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
-            validates = self._validates_at(state.step)
-            saves = self.save_schedule.due_by_step(state.step)
-            stop = False
-            if validates or saves or state.step >= next_sync or state.step % config.log_every == 0:
-                synced = self._sync()
-                validates = self._validates_at(state.step)  # the last step, if time is up
-                next_sync = state.step + self._steps_until_next_sync(synced)
-                if too_many := self.bad_steps.count(synced.steps, synced.bad):
-                    self._roll_back(too_many)
-                    return True  # the caller continues in the epoch of the restored step
-                stop, saves = synced.flags["stop"] > 0, synced.flags["save"] > 0
-            # Consecutive bad steps left the weights unchanged, and a rollback must go back past them: save none of
-            # these.
-            if stop or (saves and not validates and not state.bad.in_a_row):
+            due = self._agree_on_what_is_due()
+            if due.rollback:
+                self.bad_steps.roll_back(due.rollback, self.checkpoints)
+                self.agreement.log.restart_clock()
+                return True  # the caller continues in the epoch of the restored step
+            if due.save:
                 self._save()
-            if stop:
+            if due.stop:
                 return False
-            if validates:
+            if due.validation:
                 seconds = time.perf_counter()
                 if not self._validate():
                     return False
                 began += time.perf_counter() - seconds  # an evaluation is no training time
-                if state.no_longer_improves(config) or state.step >= self.context.plan.total_steps:
+                if self._is_at_end():
                     return True
         return True
 
     def _remaining(self, rows: np.ndarray) -> np.ndarray:
         """Without what the run leaves out, and its rough copies."""
+        suspects = self.context.suspects
         originals = self.context.news.tokens.read_in_training.originals(rows)
         is_left = self.bad_steps.is_left(originals)
-        return rows[is_left & self.suspects.is_left(originals)] if self.suspects else rows[is_left]
-
-    def _validates_at(self, step: int) -> bool:
-        every, plan = self.context.config.evaluate_every, self.context.plan
-        ends = step == plan.total_steps or (step % plan.steps_per_epoch == 0 and not self.budget)
-        if step == 0:  # what the fitted head is worth without a step of training
-            return self.context.plan.start is not None and not self.budget
-        return ends or (every > 0 and step % every == 0)
-
-    def _steps_left(self) -> int:
-        """How many more steps this rank's clock allows."""
-        assert self.budget
-        return self.budget.steps_left(self.tokens_per_step)
-
-    def _steps_that_fit(self, steps_left: int) -> int:
-        plan, epochs = self.context.plan, self.context.config.epochs
-        return max(
-            1,
-            self.context.state.step,
-            min(self.context.state.step + steps_left, epochs * plan.steps_per_epoch),
-        )
+        return rows[is_left & suspects.is_left(originals)] if suspects else rows[is_left]
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         context, step = self.context, self.context.state.step + 1
         if len(batch):
             context.events.publish(StepStarted(step))
-            originals = context.news.tokens.read_in_training.originals(batch)
-            weights = self.suspects.weights(originals) if self.suspects else None
-            record, micro_batches = train_step(context, self.balance, epoch, batch, weights)
+            record, micro_batches = train_step(context, epoch, batch)
             context.events.publish(StepDone(step, micro_batches))
-            self.step_log.add(record)
+            self.agreement.add(record)
         # If all rows of the batch are left out, the schedule advances without an update.
         context.state.step = context.phases.step = step
 
-    def _sync(self) -> SyncedSteps:
-        """Exchange with all ranks the losses of the last steps, and what only single ranks know."""
-        context, state = self.context, self.context.state
-        with context.phases("agree"), translate_errors(context.ranks, state.step + 1):
-            synced = self.step_log.sync(state.seconds, self._flags())
-        for step in synced.steps:
-            if not step.bad:
-                state.epoch_loss.update(step.loss, step.rows)
-                if step.accuracy is not None:
-                    state.epoch_accuracy.update(step.accuracy, step.rows)
-                state.skipped_steps += step.skipped
-        context.events.publish(StepsAgreed(synced.steps))
-        if self.budget:
-            self._reschedule(synced)
-        if synced.flags["saved"] == context.ranks.world_size:
-            self.report_saves(self.saver.collect)
-        if synced.flags["retry"] and not synced.flags["save"]:
-            self.saver.retry()
-        return synced
-
-    def _reschedule(self, synced: SyncedSteps) -> None:
-        """Let the run end where rank 0 says, which knows the pace of the steps before these."""
-        assert self.budget
-        if (
-            total_steps := self._steps_that_fit(synced.flags["steps_left"])
-        ) != self.context.plan.total_steps:
-            self.context.plan.total_steps = total_steps
-            self.context.events.publish(Rescheduled(total_steps))
-        if (
-            synced.steps and synced.steps[0].step > self.first_step
-        ):  # the first one starts threads and allocates
-            seconds = self.step_log.step_seconds * len(synced.steps)
-            self.budget.observe(
-                synced.steps[-1].tokens_per_second * seconds, seconds, self.tokens_per_step
-            )
-
-    def _flags(self) -> dict[str, int]:
-        """What only this rank knows. All ranks act on the sums, so that they act alike."""
-        return {
-            "stop": self.context.interruption.asked,
-            "save": self.context.ranks.is_first
-            and self.save_schedule.due(self.context.state.step, time.monotonic()),
-            "saved": self.saver.done,
-            "retry": self.saver.retry_due,
-            **(
-                {"steps_left": self._steps_left() if self.context.ranks.is_first else 0}
-                if self.budget
-                else {}
-            ),
-            **(
-                {}
-                if self._syncs_each_step
-                else {"microseconds": round(self.step_log.step_seconds * 1e6)}
-            ),
-        }
-
-    @property
-    def _syncs_each_step(self) -> bool:
-        """On a CPU that costs nothing. On a GPU, reading a number makes the host wait for all queued work."""
-        return self.context.ranks.device.type == "cpu"
-
-    def _steps_until_next_sync(self, synced: SyncedSteps) -> int:
-        """Steps that fit into SYNC_SECONDS, so that a stop is noticed in time however rarely the run logs.
-
-        All ranks must compute the same number, so it is computed from synchronized numbers only.
-        """
-        if self._syncs_each_step:
-            return 1
-        step_seconds = synced.flags["microseconds"] / 1e6 / self.context.ranks.world_size
-        return max(1, int(SYNC_SECONDS / step_seconds)) if step_seconds else 1
+    def _agree_on_what_is_due(self) -> _Due:
+        """Without an agreement after this step nothing is due: each of these forces one, or comes from one."""
+        context, step = self.context, self.context.state.step
+        if not (context.validates_at(step) or self.agreement.is_due(step)):
+            return _Due()
+        synced = self.agreement.reach()
+        if too_many := self.bad_steps.count(synced.steps, synced.bad):
+            return _Due(rollback=too_many)
+        stop, save = synced.flags["stop"] > 0, synced.flags["save"] > 0
+        # Asked again, because this is the last step if the agreement says that time is up.
+        validation = context.validates_at(step)
+        # A validation saves, too. Consecutive bad steps left the weights unchanged, and a rollback must go back past
+        # them: save none of these.
+        save = save and not validation and not context.state.bad.in_a_row
+        return _Due(save=stop or save, stop=stop, validation=validation)
 
     def _validate(self) -> bool:
         """Validate and save; returns whether it was completed. After a stop the validation is still pending."""
-        if self.context.state.step == 0 and (start := self.context.plan.start):
-            self.context.state.epoch_loss.update(start.loss)
+        context, state = self.context, self.context.state
+        if state.step == 0 and (start := context.plan.start):
+            state.epoch_loss.update(start.loss)
         try:
-            metrics = validate(self.context)
+            metrics = validate(context)
         except EvaluationStopped:
             self._save()
             return False
-        self.context.state.epochs.append(metrics)
-        self.context.events.publish(metrics)
-        state, plan = self.context.state, self.context.plan
-        if self.suspects and state.step and state.step % plan.steps_per_epoch == 0:
-            self.suspects.merge(self.context.ranks)
-            self.suspects.end_epoch()
+        state.epochs.append(metrics)
+        context.events.publish(metrics)
+        if context.suspects and state.step and state.step % context.plan.steps_per_epoch == 0:
+            context.suspects.merge(context.ranks)
+            context.suspects.end_epoch()
         self._save()
         return True
 
     def _save(self) -> None:
-        context, state = self.context, self.context.state
-        context.events.publish(CheckpointStarted(state.step))
-        run = state.to_plain() | {
-            "config": context.config.model_dump(mode="json"),
-            "global_batch_size": context.plan.global_batch_size,
-            "peak_learning_rate": context.plan.peak_learning_rate,
-            "steps_per_epoch": context.plan.steps_per_epoch,
-            # The file that they came from may have changed or gone by the time the run resumes.
-            "class_weights": None
-            if context.plan.class_weights is None
-            else context.plan.class_weights.tolist(),
-            "budget": self.budget.to_plain() if self.budget else None,
-            "start": context.plan.start and asdict(context.plan.start),
-            "pooling": getattr(context.model_config, POOLING_KEY, ""),
-            **context.plan.sources,
-        }
-        if self.suspects:
-            self.suspects.merge(context.ranks)
-        best_step = state.best.step if state.best else None
-        self.report_saves(lambda: self.saver.save(state.step, self._tensors, run, best_step))
-        self.save_schedule.saved(time.monotonic())
-        self.step_log.restart_clock()
-
-    def _tensors(self) -> StrategyState:
-        held = self.context.strategy.state_dict()
-        return (
-            replace(held, tensors=held.tensors | {TENSOR: self.suspects.tensor})
-            if self.suspects
-            else held
-        )
-
-    def report_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
-        step, failed = self.context.state.step, self.saver.num_failed
-        with self.context.phases("save"), translate_errors(self.context.ranks, step + 1):
-            saved = call()
-        for _ in range(failed, self.saver.num_failed):
-            self.context.events.publish(CheckpointFailed(step))
-        for checkpoint in saved:
-            self.context.events.publish(checkpoint)
-
-    def _resume(self, resumed: Resumed) -> None:
-        """Begin where the checkpoint was saved."""
-        before, now = resumed.state["config"]["epochs"], self.context.config.epochs
-        if before != now and not self.budget:
-            total_steps = self.context.plan.total_steps
-            self.context.say(
-                f"--epochs was {before} and is now {now}, so the schedule ends at step {total_steps:,}"
-            )
-        with translate_errors(self.context.ranks, step=1):
-            self.restore(resumed)
-
-    def restore(self, resumed: Resumed) -> None:
-        context = self.context
-        context.state.take(resumed.state)
-        context.phases.step = context.state.step
-        context.ranks.run_on_all_ranks(lambda: context.strategy.load_state_dict(resumed.tensors))
-        if self.suspects:
-            context.ranks.run_on_all_ranks(lambda: self.suspects.read(resumed.tensors))
-        context.events.write_on_rank0("resumed", checkpoint=str(resumed.path))
-
-    def _roll_back(self, last: BadStep) -> None:
-        """Restore the newest checkpoint, and leave out the rows of the bad steps from then on.
-
-        The bad steps did not change the weights, so only the rows differ the second time.
-
-        Raises:
-            TrainingFailure: there is no checkpoint, or a rollback has not helped before.
-        """
-        context, ranks = self.context, self.context.ranks
-        rows = self.bad_steps.rows_to_leave_out(last)
-        self.report_saves(self.saver.wait)
-        try:
-            path = newest_checkpoint(ranks, context.storage, context.say)
-            if path is None:
-                self.bad_steps.fail(
-                    last,
-                    "There is no checkpoint yet to return to; lower --learning_rate or fix the rows",
-                )
-            with translate_errors(ranks, last.step):
-                self.restore(open_checkpoint(path, ranks))
-            move_later_aside(ranks, context.storage, context.state.step, context.say)
-        except UserError as error:
-            self.bad_steps.fail(last, f"There is no way back ({error}); lower --learning_rate")
-        context.state.bad.leave_out(rows, last.step)
-        self.step_log.restart_clock()
-        context.events.publish(RolledBack(context.state.step, last.step, sorted(rows)))
-        self.bad_steps.report_rollback(last, str(path), rows)
-
-
-def _check_run(config: TrainConfig, ranks: Ranks) -> Storage:
-    """Check what can be refused before data and model are read, the cheapest first; nothing is written.
-
-    Returns:
-        Where the checkpoints are.
-    """
-    storage = ranks.run_on_all_ranks(lambda: open_storage(config))
-    ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
-    ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
-    ranks.run_on_all_ranks(lambda: check_lora(config))
-    ranks.run_on_all_ranks(
-        lambda: read_teachers(config) if config.is_distilled and ranks.is_first else None
-    )
-    check_shared(config.output_dir, ranks)
-    check_storage(storage, ranks)
-    return storage
-
-
-def _distribute(
-    settled: Settled, ranks: Ranks, phases: Phases, say: Callable[[str], None]
-) -> tuple[Strategy, TrainConfig, int]:
-    """Distribute the model over the ranks, and find with it the batch size that ``auto`` leaves open.
-
-    Returns:
-        The strategy, the configuration with a batch size, and how many rows a micro-batch may have here.
-    """
-    config, news = settled.config, settled.news
-    make = partial(
-        STRATEGIES[config.strategy], settled.model, config, ranks, settled.precision, phases
-    )
-    with translate_errors(ranks, step=1):
-        strategy = ranks.run_on_all_ranks(make)
-        targets = news.tokens.train.labels[news.train_index]
-        return strategy, *settle_batch_size(strategy, ranks, targets, settled.earlier, say)
+        self.checkpoints.save()
+        self.agreement.log.restart_clock()

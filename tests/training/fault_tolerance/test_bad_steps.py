@@ -116,7 +116,9 @@ def train(config: TrainConfig) -> Ended:
     except TrainingFailure as error:
         return Ended({}, str(error))
     # It holds the best epoch's weights now.
-    trainer.restore(open_checkpoint(newest_checkpoint(here(), trainer.context.storage, trainer.context.say), here()))
+    trainer.checkpoints.restore(
+        open_checkpoint(newest_checkpoint(here(), trainer.context.storage, trainer.context.say), here())
+    )
     assert trainer.context.state.step == LAST_STEP
     return Ended(trainer.context.strategy.state_dict().tensors)
 
@@ -220,7 +222,7 @@ def train_beside_damage(config: TrainConfig, at_step: int, file: Path) -> str:
 
     def tear_and_begin(learning_rate: float) -> None:
         if trainer.context.state.step + 1 == at_step:
-            trainer.report_saves(trainer.saver.wait)
+            trainer.checkpoints.wait()
             file.write_bytes(b"torn")
         begin_step(learning_rate)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.data import prepare
 from training.monitoring.status import read_statuses
-from training.run import finish, trainer, validation
+from training.run import agreement, finish, validation
 from training.run import step as step_module
 
 FLAGS = ("--batch_size", 8, "--save_every", 0)
@@ -107,7 +107,7 @@ def test_all_ranks_interrupt_an_evaluation_if_one_of_them_is_asked_to_stop(
 
 def _takes_its_time_between_agreements(rank: int) -> None:
     """As on a GPU, where agreeing costs a wait for the device: not after each step. Rank 1 is the slow one."""
-    trainer.Trainer._syncs_each_step = False
+    agreement.Agreement._syncs_each_step = False
     share = step_module.rank_share
 
     def slow(*arguments: Any, **options: Any) -> Any:

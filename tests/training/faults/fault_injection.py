@@ -214,19 +214,19 @@ def _note_end() -> None:
 
     finish = trainer.finish_run
 
-    def noted(context: Any, log: Any) -> Path:
+    def noted(context: Any) -> Path:
         tensors = context.strategy.state_dict().tensors
         digest = sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
         (FOLDER / f"state_{RANK}").write_text(digest)
-        return finish(context, log)
+        return finish(context)
 
     trainer.finish_run = noted
 
 
 def _retry_soon() -> None:
-    from training.run import trainer
+    from training.run import checkpoints
 
-    trainer.Saver = partial(trainer.Saver, retry_seconds=RETRY_SECONDS)
+    checkpoints.Saver = partial(checkpoints.Saver, retry_seconds=RETRY_SECONDS)
 
 
 def _leave_out(steps: list[int], rows: list[int]) -> None:
