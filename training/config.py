@@ -888,11 +888,7 @@ def parse_config(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     environment = os.environ if environment is None else environment
-    in_file = read_yaml(Path(config_file), f"--config {config_file}") if config_file else {}
-    in_file = {
-        name: value for name, value in in_file.items() if not _is_of_earlier_version(name, value)
-    }
-    check_fields(in_file, f"--config {config_file}")
+    in_file = _read_config_file(config_file) if config_file else {}
     for origin, source in (
         (str(config_file), in_file),
         ("environment", _read_environment(environment)),
@@ -908,15 +904,27 @@ def parse_config(
         origins = dict.fromkeys(in_file, f"--deepspeed_config {file}") | origins
     config = make_config(values, origins)
     if print_config:
-        for line in config.to_yaml().splitlines():
-            name = line.partition(":")[0]
-            print(
-                f"# {line}  # unset: chosen from the rows"
-                if name in CHOSEN and not config.gives(name)
-                else line
-            )
+        _print_with_remarks(config)
         raise SystemExit(0)
     return config
+
+
+def _read_config_file(file: str) -> dict[str, Any]:
+    what = f"--config {file}"
+    values = {
+        name: value
+        for name, value in read_yaml(Path(file), what).items()
+        if not _is_of_earlier_version(name, value)
+    }
+    check_fields(values, what)
+    return values
+
+
+def _print_with_remarks(config: TrainConfig) -> None:
+    for line in config.to_yaml().splitlines():
+        name = line.partition(":")[0]
+        is_open = name in CHOSEN and not config.gives(name)
+        print(f"# {line}  # unset: chosen from the rows" if is_open else line)
 
 
 def _asks_for_all_help(arguments: Sequence[str]) -> bool:

@@ -153,16 +153,7 @@ def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
         _checkpoint(snapshot),
         Text(""),
     ]
-    # Why ranks failed. Those that only lost another rank say nothing if that one gives a reason.
-    failed = [rank for rank in snapshot.statuses if rank.message]
-    with_reason = [rank for rank in failed if not rank.message.startswith(LOST)]
-    remarks = [f"rank {rank.rank}: {rank.message}" for rank in with_reason or failed]
-    remarks += [
-        f"rank {rank.rank} is slower than the others in: {', '.join(rank.slow_now)}"
-        for rank in snapshot.statuses
-        if rank.slow_now
-    ]
-    parts += [Text(printable(remark), "red") for remark in remarks[:MOST_REMARKS]]
+    parts += [Text(printable(remark), "red") for remark in _remarks(snapshot)[:MOST_REMARKS]]
     if snapshot.statuses:
         hidden = len(snapshot.statuses) - most_ranks
         legend = f"and {hidden} more ranks; " if hidden > 0 else ""
@@ -173,6 +164,19 @@ def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
     if snapshot.events:
         parts += [Text(""), *(_event(event) for event in list(snapshot.events)[-MOST_EVENTS:])]
     return Group(*parts)
+
+
+def _remarks(snapshot: RunSnapshot) -> list[str]:
+    """Why ranks failed, then which are slow."""
+    failed = [rank for rank in snapshot.statuses if rank.message]
+    # Those that only lost another rank say nothing if that one gives a reason.
+    with_reason = [rank for rank in failed if not rank.message.startswith(LOST)]
+    remarks = [f"rank {rank.rank}: {rank.message}" for rank in with_reason or failed]
+    return remarks + [
+        f"rank {rank.rank} is slower than the others in: {', '.join(rank.slow_now)}"
+        for rank in snapshot.statuses
+        if rank.slow_now
+    ]
 
 
 def sparkline(values: Sequence[float], cells: int = SPARKLINE_CELLS) -> str:

@@ -168,22 +168,12 @@ def join_ranks(
     milestones = {"imported": time.time()}
     launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if launched else 0
-    # DeepSpeed's launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
-    local_size = int(os.environ.get("LOCAL_SIZE", 1)) if launched else 1
-    places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
-    rank, world_size, local_rank, local_world_size = (
-        int(os.environ.get(name, alone)) if launched else alone for name, alone in places.items()
-    )
+    rank, world_size, local_rank, local_world_size = _place_of_process(launched=launched)
     with rank0_only_output():
         chosen = _choose_device(device, local_rank, local_world_size)
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
-        torch.set_num_threads(threads_per_process(local_world_size))
-        for cache in (
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-            "LRU_CACHE_CAPACITY",
-        ):  # read at the first operation
-            os.environ.setdefault(cache, CACHED_KERNELS)
+        _share_processors(local_world_size)
     joins = launched and not dist.is_initialized()
     if joins:
         with rank0_only_output():
@@ -200,12 +190,47 @@ def join_ranks(
             timeout=start_timeout(collective_timeout),
         )
         milestones["group_formed"] = time.time()
-    try:
+    with _reporting_errors(rank):
         yield Ranks(
             rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones
         )
+    if joins and dist.is_initialized():
+        # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and the
+        # process aborts at its end.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _place_of_process(*, launched: bool) -> tuple[int, int, int, int]:
+    """Rank, world size, rank on this machine and ranks of this machine; of a process alone without a launcher."""
+    if not launched:
+        return 0, 1, 0, 1
+    # DeepSpeed's launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
+    local_size = int(os.environ.get("LOCAL_SIZE", 1))
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
+    rank, size, local_rank, local_size = (
+        int(os.environ.get(name, value)) for name, value in alone.items()
+    )
+    return rank, size, local_rank, local_size
+
+
+def _share_processors(local_world_size: int) -> None:
+    """Without a share of its own every rank would start as many threads as the machine has cores."""
+    torch.set_num_threads(threads_per_process(local_world_size))
+    # Read at the first operation.
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, CACHED_KERNELS)
+
+
+@contextmanager
+def _reporting_errors(rank: int) -> Iterator[None]:
+    """Print what ends this rank before its group falls.
+
+    torchrun ends a rank as soon as another is gone, and a line that is printed any later would be lost.
+    """
+    try:
+        yield
     except ForeseenError as error:
-        # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
         if error.quiet:  # rank 0 has the same error and prints it
             time.sleep(SECONDS_FOR_RANK_0)
         error.say()
@@ -218,11 +243,6 @@ def join_ranks(
         )
         failure.say()
         raise failure from error
-    if joins and dist.is_initialized():
-        # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and the
-        # process aborts at its end.
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:

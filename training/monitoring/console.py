@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,71 @@ from training.monitoring.records import (
 PLAIN_WIDTH = 120
 PLAIN_SECONDS = 30.0
 PLAIN_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run has achieved and left behind; ``exports``: it goes on and exports the model."""
+
+    seconds: float
+    best_epoch: int
+    validation: Mapping[str, Any]
+    test: Mapping[str, Any]
+    model_folder: Path
+    checkpoint_file: Path | None
+    report: Path
+    exports: bool = False
+    by_folds: str = ""
+    baseline: str = ""
+    earlier_labels: str = ""
+    hints: Sequence[str] = ()
+
+    def facts(self) -> dict[str, str]:
+        """Name and value of each line to print."""
+        no_rows = "" if self.test["rows"] else "none, no row has a label"
+        others = {
+            "Test": no_rows,
+            "Linear baseline": self.baseline,
+            "Its old labels": self.earlier_labels,
+            "Model folder": str(self.model_folder),
+            "One file": str(self.checkpoint_file or ""),
+            "Report": str(self.report),
+            "Next": self._next_command(),
+        }
+        given = {name: value for name, value in others.items() if value}
+        return self._chosen_by() | self._tested() | given
+
+    def _chosen_by(self) -> dict[str, str]:
+        if self.validation:
+            name, metric = next(iter(metrics_of(self.validation).items()))
+            value = f"validation {metric.title} {metric.shown(self.validation[name])}"
+            return {"Best epoch": f"{self.best_epoch}, {value}"}
+        why = "there were no validation rows to choose another one by"
+        facts = {"Last epoch": f"{self.best_epoch}, {why}"} if self.best_epoch else {}
+        return facts | ({"Fitted head": self.by_folds} if self.by_folds else {})
+
+    def _tested(self) -> dict[str, str]:
+        main, facts = next(iter(metrics_of(self.validation or self.test)), None), {}
+        for name, metric in metrics_of(self.test).items():
+            value, title = metric.shown(self.test[name]), metric.title[0].upper() + metric.title[1:]
+            if name == main:
+                title = f"Test {metric.title}"
+                value += f" on {counted(self.test['rows'], 'row')}"
+            if name == "accuracy":
+                low, high = map(format_percent, wilson_interval(self.test[name], self.test["rows"]))
+                value += f" (95% interval {low} to {high})"
+            facts[title] = value
+        return facts
+
+    def _next_command(self) -> str:
+        folder = shlex.quote(str(self.model_folder))
+        if not self.checkpoint_file:
+            # A language model: it is not served, but it can be trained further.
+            return f"python -m training.train_single --model {folder} --dataset YOURS"
+        if self.exports:  # which names the next command
+            return ""
+        rows = "" if self.test["rows"] else " --rows LABELLED.csv"
+        return f"python -m inference.export {folder}{rows}"
 
 
 class Console:
@@ -144,63 +210,13 @@ class Console:
             table.add_column(heading, justify="right", header_style="bold", no_wrap=True)
         return table
 
-    def finish(
-        self,
-        *,
-        seconds: float,
-        best_epoch: int,
-        by_folds: str = "",
-        validation: Mapping[str, Any],
-        test: Mapping[str, Any],
-        model_folder: Path,
-        checkpoint_file: Path | None,
-        report: Path,
-        exports: bool = False,
-        baseline: str = "",
-        earlier_labels: str = "",
-        hints: Sequence[str] = (),
-    ) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """Print the results of the run, where its files are, and what would make it better."""
-        main = next(iter(metrics_of(validation or test)), None)
-        if validation:
-            metric = metrics_of(validation)[main]
-            facts = {
-                "Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"
-            }
-        else:
-            facts = {
-                "Last epoch": f"{best_epoch}, there were no validation rows to choose another one by"
-            }
-            facts = facts if best_epoch else {}
-            facts |= {"Fitted head": by_folds} if by_folds else {}
-        for name, metric in metrics_of(test).items():
-            value, title = metric.shown(test[name]), metric.title[0].upper() + metric.title[1:]
-            if name == main:
-                title, value = f"Test {metric.title}", f"{value} on {counted(test['rows'], 'row')}"
-            if name == "accuracy":
-                low, high = map(format_percent, wilson_interval(test[name], test["rows"]))
-                value += f" (95% interval {low} to {high})"
-            facts[title] = value
-        if not test["rows"]:
-            facts["Test"] = "none, no row has a label"
-        if baseline:
-            facts["Linear baseline"] = baseline
-        if earlier_labels:
-            facts["Its old labels"] = earlier_labels
-        facts |= {"Model folder": str(model_folder)}
-        facts |= {"One file": str(checkpoint_file)} if checkpoint_file else {}
-        facts |= {"Report": str(report)}
-        if not checkpoint_file:  # a language model: it is not served, but it can be trained further
-            facts["Next"] = (
-                f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
-            )
-        elif not exports:  # otherwise the export names the next command
-            rows = "" if test["rows"] else " --rows LABELLED.csv"
-            facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}{rows}"
-        self.facts(f"Done in {format_time(seconds)}", facts)
-        for hint in hints:
+        facts = outcome.facts()
+        self.facts(f"Done in {format_time(outcome.seconds)}", facts)
+        for hint in outcome.hints:
             self.say(hint)
-        if hints:
+        if outcome.hints:
             self.say("")
 
     def facts(self, title: str, facts: Mapping[str, str]) -> None:

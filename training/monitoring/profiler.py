@@ -233,24 +233,29 @@ def communication(events: Iterable[FunctionEvent], *, on_gpu: bool) -> dict[str,
     """
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     ran = [event for event in events if event.device_type == device]
-    # gloo marks its work as an annotation, as user code would; NCCL's kernels are kernels.
-    collectives = [
-        e
-        for e in ran
-        if e.name.startswith(_COMMUNICATION) and not (on_gpu and e.is_user_annotation)
-    ]
-    # Of other nested events only the innermost: an outer one, such as a node of autograd, may be waiting.
-    operators = [
-        e
-        for e in ran
-        if not e.is_user_annotation and (e.name.startswith("aten::") or not e.cpu_children)
-    ]
-    computing = [e for e in operators if not e.name.startswith(_COMMUNICATION + _ASKED)]
-    communicating = merge_intervals((e.time_range.start, e.time_range.end) for e in collectives)
-    working = merge_intervals(interval for e in computing for interval in _own_times(e))
+    communicating = merge_intervals(
+        (event.time_range.start, event.time_range.end)
+        for event in ran
+        if _communicates(event, on_gpu=on_gpu)
+    )
+    working = merge_intervals(
+        interval for event in ran if _computes(event) for interval in _own_times(event)
+    )
     microseconds = math.fsum(end - start for start, end in communicating)
     hidden = overlap(communicating, working) / microseconds if microseconds else None
     return {"communication": microseconds / 1e6, "hidden": hidden}
+
+
+def _communicates(event: FunctionEvent, *, on_gpu: bool) -> bool:
+    # gloo marks its work as an annotation, as user code would; NCCL's kernels are kernels.
+    return event.name.startswith(_COMMUNICATION) and not (on_gpu and event.is_user_annotation)
+
+
+def _computes(event: FunctionEvent) -> bool:
+    # Of nested events only the innermost, or operators: an outer one, such as a node of autograd, may be waiting.
+    is_operator = event.name.startswith("aten::") or not event.cpu_children
+    is_other = event.is_user_annotation or event.name.startswith(_COMMUNICATION + _ASKED)
+    return is_operator and not is_other
 
 
 def _own_times(event: FunctionEvent) -> Iterator[Interval]:

@@ -168,14 +168,18 @@ def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -
     for rank, parts in enumerate(ranks.gather(own)):
         for part, number in parts:
             copies.setdefault(part, {})[rank] = number
-    for (name, _), by_rank in copies.items():
-        counts = Counter(by_rank.values()).most_common()
-        if len(counts) > 1:
-            # The majority is taken to be right; without one, nothing says who is.
-            is_tie = counts[0][1] == counts[1][1]
-            odd = [rank for rank, number in by_rank.items() if is_tie or number != counts[0][0]]
-            return Difference(name, odd, list(by_rank))
-    return None
+    different = (_odd_ones(name, by_rank) for (name, _), by_rank in copies.items())
+    return next(filter(None, different), None)
+
+
+def _odd_ones(name: str, by_rank: Mapping[int, int | None]) -> Difference | None:
+    counts = Counter(by_rank.values()).most_common()
+    if len(counts) == 1:
+        return None
+    # The majority is taken to be right; without one, nothing says who is.
+    is_tie = counts[0][1] == counts[1][1]
+    odd = [rank for rank, number in by_rank.items() if is_tie or number != counts[0][0]]
+    return Difference(name, odd, list(by_rank))
 
 
 @torch.no_grad()

@@ -98,14 +98,6 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     for name, png in light.items():
         write_whole(run_dir / "plots" / f"{name}.png", png)
 
-    efficiencies = [
-        record["scaling_efficiency"] for record in records if record["kind"] == "efficiency"
-    ]
-    collectives = [record["operations"] for record in records if record["kind"] == "collectives"]
-    wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[
-        :MOST_WRONG_TEXTS
-    ]
-
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -113,45 +105,58 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {
+    environment.filters |= {
         "percent": format_percent,
         "decimal": _decimal,
         "duration": format_time,
         "shorten": _shorten,
     }
-    epoch_metrics = (
-        list(metrics_of(curves.validated[-1]["validation"]).items())[:2] if curves.validated else []
-    )
-    environment.filters |= filters
     page = environment.get_template(REPORT_FILE).render(
         report=report,
         test=report.test,
-        headline=_headline(report, curves, efficiencies),
-        epochs=curves.epochs,
-        epoch_metrics=epoch_metrics,
-        has_train_accuracy=any(
-            record.get("train_accuracy") is not None for record in curves.epochs
-        ),
-        best_epoch=max(
-            (record["epoch"] for record in curves.validated if record["is_best"]), default=None
-        ),
+        **_training(report, curves, records),
         plots={
             name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name]))
             for name in PLOTS
             if name in light
         },
         profile=_profile(run_dir),
-        collectives=collective_table(collectives) if collectives else None,
         data_facts=in_words(report.figures) if report.figures else {},
         faults={
             name: rows for name in FAULTS if (rows := report.figures.get(name, {}).get("rows"))
         },
-        wrong_texts=wrong_texts,
+        wrong_texts=sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[
+            :MOST_WRONG_TEXTS
+        ],
         doubted_texts=report.doubted_texts[:MOST_DOUBTED_TEXTS],
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
     )
     write_whole(run_dir / REPORT_FILE, page.encode())
     return run_dir / REPORT_FILE
+
+
+def _training(
+    report: ReportData, curves: Curves, records: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the page shows of the records of metrics.jsonl."""
+    of_kind = {
+        kind: [record for record in records if record["kind"] == kind]
+        for kind in ("efficiency", "collectives")
+    }
+    efficiencies = [record["scaling_efficiency"] for record in of_kind["efficiency"]]
+    collectives = [record["operations"] for record in of_kind["collectives"]]
+    last = curves.validated[-1]["validation"] if curves.validated else {}
+    best = [record["epoch"] for record in curves.validated if record["is_best"]]
+    return {
+        "headline": _headline(report, curves, efficiencies),
+        "epochs": curves.epochs,
+        "epoch_metrics": list(metrics_of(last).items())[:2],
+        "has_train_accuracy": any(
+            record.get("train_accuracy") is not None for record in curves.epochs
+        ),
+        "best_epoch": max(best, default=None),
+        "collectives": collective_table(collectives) if collectives else None,
+    }
 
 
 def _profile(run_dir: Path) -> dict[str, Any] | None:
@@ -195,6 +200,24 @@ def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dic
     return [by_step[step] for step in sorted(by_step)]
 
 
+# Medians at the top of the page: what they are of, the tile's title, digits after the point, small print.
+SHARES = (
+    (
+        "efficiency",
+        "Scaling efficiency",
+        1,
+        "median; what the ranks lost by waiting is missing from 100%",
+    ),
+    (
+        "gpu_utilization",
+        "GPU utilization",
+        0,
+        "median share of the time in which rank 0's GPU computed",
+    ),
+    ("mfu", "MFU", 1, "median share of the devices' peak"),
+)
+
+
 def _headline(
     report: ReportData, curves: Curves, efficiencies: Sequence[float]
 ) -> list[tuple[str, str, str]]:
@@ -212,21 +235,12 @@ def _headline(
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
         tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
-    busy, used = (
-        [record[name] for record in curves.steps if name in record]
+    shares_of = {"efficiency": efficiencies} | {
+        name: [record[name] for record in curves.steps if name in record]
         for name in ("gpu_utilization", "mfu")
-    )
-    for title, shares, digits, small_print in (
-        (
-            "Scaling efficiency",
-            efficiencies,
-            1,
-            "median; what the ranks lost by waiting is missing from 100%",
-        ),
-        ("GPU utilization", busy, 0, "median share of the time in which rank 0's GPU computed"),
-        ("MFU", used, 1, "median share of the devices' peak"),
-    ):
-        if shares:
+    }
+    for name, title, digits, small_print in SHARES:
+        if shares := shares_of[name]:
             tiles.append((title, format_percent(statistics.median(shares), digits), small_print))
     return tiles
 

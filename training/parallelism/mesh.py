@@ -88,22 +88,8 @@ class MeshStrategy(Strategy):
 
     def _parallelize_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims
-        if config.sequence_parallel and config.max_length % dims.tp:
-            raise UserError(
-                f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}",
-                code="uneven-split",
-            )
         if dims.tp > 1:
-            frozen = [
-                name for name, parameter in part.named_parameters() if not parameter.requires_grad
-            ]
-            apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
-            for name in frozen:  # not every style of torch keeps it
-                part.get_parameter(name).requires_grad_(False)
-            if (
-                not config.compile
-            ):  # whose blocks also draw from torch's generator what must be alike on all ranks
-                model.dropout_stream.tensor_rank = self.coordinates["tp"]
+            self._split_tensors(part, model)
         apply_to_blocks(part, config, model.dropout_stream)
         if dims.dp > 1:
             apply_fsdp(
@@ -121,6 +107,23 @@ class MeshStrategy(Strategy):
         if dims.dp == 1 or not config.cpu_offload:
             part.to(self.ranks.device)
         widen(part)
+
+    def _split_tensors(self, part: nn.Module, model: NewsClassifier) -> None:
+        config, tp = self.config, self.dims.tp
+        if config.sequence_parallel and config.max_length % tp:
+            raise UserError(
+                f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {tp}",
+                code="uneven-split",
+            )
+        frozen = [
+            name for name, parameter in part.named_parameters() if not parameter.requires_grad
+        ]
+        apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
+        for name in frozen:  # not every style of torch keeps it
+            part.get_parameter(name).requires_grad_(False)
+        # Compiled blocks also draw from torch's generator, and what they draw must be alike on all ranks.
+        if not config.compile:
+            model.dropout_stream.tensor_rank = self.coordinates["tp"]
 
     @property
     def test_precision(self) -> str:

@@ -7,7 +7,7 @@ model is distributed over the ranks; checkpoints and evaluation then work on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +91,8 @@ class Strategy:
         self.gradient_checks_left = config.check_gradient_sync
         # Set by the strategies that have one.
         self.pipeline: Any = None  # its schedule runs forward and backward over all micro-batches
-        self.stage_group: dist.ProcessGroup | None = (
-            None  # the ranks that hold the other stages of the pipeline
-        )
+        # The ranks that hold the other stages of the pipeline.
+        self.stage_group: dist.ProcessGroup | None = None
         self.engine: Any = None  # DeepSpeed's
         # A module whose forward pass waits for no other rank, so that timing it shows how fast this rank is.
         self.unsynchronized_model: nn.Module | None = None
@@ -105,24 +104,16 @@ class Strategy:
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         }
-        # What training changes besides the weights: the running statistics of BatchNorm and its kind. Encoders of
-        # transformers have none; their constants, such as rotary frequencies, are not in the state dict.
-        names = {name for part in self.parts for name, _ in part.named_buffers()}
-        kept = {
-            name: tensor
-            for part in self.parts
-            for name, tensor in part.state_dict().items()
-            if name in names
-        }
-        is_running = any(tensor.is_floating_point() for tensor in kept.values())
-        self.buffers: Mapping[str, torch.Tensor] = kept if is_running else {}
+        self.buffers: Mapping[str, torch.Tensor] = _running_statistics(self.parts)
         self.optimizer = self.build_optimizer()
+        self.average = self._average_of_weights() if config.ema else None
+
+    def _average_of_weights(self) -> WeightAverage:
+        # Running statistics are averaged like weights; their counters, which are integers, cannot be.
         floats = {
             name: tensor for name, tensor in self.buffers.items() if tensor.is_floating_point()
         }
-        self.average = (
-            WeightAverage({**self.parameters, **floats}, config.ema) if config.ema else None
-        )
+        return WeightAverage({**self.parameters, **floats}, self.config.ema)
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         """Distribute the model over the ranks; returns the parts whose parameters this rank trains."""
@@ -327,3 +318,18 @@ def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     them, because they all know the global gradient norm.
     """
     return (losses * torch.where(losses.isfinite(), weights, math.nan)).sum()
+
+
+def _running_statistics(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """What training changes besides the weights, by name: the running statistics of BatchNorm and its kind.
+
+    Encoders of transformers have none; their constants, such as rotary frequencies, are not in the state dict.
+    """
+    names = {name for part in parts for name, _ in part.named_buffers()}
+    kept = {
+        name: tensor
+        for part in parts
+        for name, tensor in part.state_dict().items()
+        if name in names
+    }
+    return kept if any(tensor.is_floating_point() for tensor in kept.values()) else {}

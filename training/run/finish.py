@@ -30,6 +30,7 @@ from training.evaluation.evaluator import evaluate
 from training.model.lora import merge_adapters
 from training.model.window_attention import split_head
 from training.monitoring import EpochMetrics
+from training.monitoring.console import Outcome
 from training.monitoring.events import RunTested
 from training.monitoring.records import score_of
 from training.monitoring.report import DoubtedText, ReportData, WrongText, write_report
@@ -180,7 +181,7 @@ def _metrics(context: RunContext, result: _Result) -> dict[str, Any]:
 
 def _show(context: RunContext, result: _Result, report: Path) -> None:
     config, start = context.config, context.plan.start
-    context.console.finish(
+    outcome = Outcome(
         seconds=context.state.seconds,
         best_epoch=result.best.epoch,
         by_folds=start.by_folds if start else "",
@@ -194,6 +195,7 @@ def _show(context: RunContext, result: _Result, report: Path) -> None:
         report=report,
         exports=config.export,
     )
+    context.console.finish(outcome)
 
 
 def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Baseline | None:

@@ -50,7 +50,7 @@ def wanted_pooling(config: TrainConfig) -> str:
     """How to load the encoder; with the block of the mean it can be read in both ways."""
     if config.from_model:
         return ""  # as it was trained
-    return FIRST if trained_pooling(Path(model_place(config.model))) == FIRST else MEAN
+    return FIRST if _pooling_of_files(config) == FIRST else MEAN
 
 
 def start_from_head(
@@ -74,57 +74,52 @@ def start_from_head(
         return None
     widen(model)
     index, texts = _rows_to_read(config, news), _texts_to_read(config, news)
-    more = f" and {counted(len(texts), 'text')} without a label" if len(texts) else ""
-    what = f"to {counted(len(index), 'row')}" if config.dataset else "to the names of the labels"
-    say(f"Fitting the head {what}{more} ...")
+    say(_announcement(config, len(index), len(texts)))
     read = partial(read_on_all_ranks, model, ranks=ranks, precision=precision)
     rows = read(news.tokens.train, index)
     finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
     if "head" not in rows or 2 * finite.sum() < len(index):  # training says at which row
         return None
+    # Reading is a collective call, so each rank must come to the same decision about what is read.
     nothing = {name: states[:0] for name, states in rows.items()}
-    names = None
-    if not config.from_model:  # whose rows say more
-        names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
-    of_names = (
-        nothing
-        if names is None
-        else _mean_of_each(names.labels, read(names, np.arange(len(names))))
-    )
+    names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
+    of_names = nothing
+    if names is not None:
+        of_names = _mean_of_each(names.labels, read(names, np.arange(len(names))))
     of_texts = read(news.tokens.train, texts) if len(texts) else nothing
     head = None
     if ranks.is_first:
         # Without a dataset the rows are the names themselves.
         own = np.flatnonzero(finite) if config.dataset else np.arange(0)
+        of_rows = {name: states[own] for name, states in rows.items()}
         head = fit_head(
             model,
-            (
-                {name: states[own] for name, states in rows.items()},
-                _finite(of_names),
-                _finite(of_texts),
-            ),
+            (of_rows, _finite(of_names), _finite(of_texts)),
             news.tokens.train.labels[index[own]],
-            trained=MEAN
-            if model.has_own_mean_block
-            else trained_pooling(Path(model_place(config.model))),
+            trained=MEAN if model.has_own_mean_block else _pooling_of_files(config),
             is_final=config.method == "head",
             seed=config.seed,
             earlier=earlier_head(config) if config.from_model else None,
         )
     head = ranks.broadcast(head)
     assert head is not None
-    if (
-        head.pooling != MEAN and getattr(model.config, POOLING_KEY, None) == MEAN
-    ):  # the block is not needed
+    has_block = getattr(model.config, POOLING_KEY, None) == MEAN
+    if has_block and head.pooling != MEAN:  # the block is not needed
         model = load()
         widen(model)
     head.apply_to(model)
-    known = {
-        field.name: getattr(head, field.name)
-        for field in fields(Start)
-        if field.name != "num_texts"
-    }
+    known = {one.name: getattr(head, one.name) for one in fields(Start) if one.name != "num_texts"}
     return model, Start(**known, num_texts=len(texts))
+
+
+def _announcement(config: TrainConfig, num_rows: int, num_texts: int) -> str:
+    what = f"to {counted(num_rows, 'row')}" if config.dataset else "to the names of the labels"
+    more = f" and {counted(num_texts, 'text')} without a label" if num_texts else ""
+    return f"Fitting the head {what}{more} ..."
+
+
+def _pooling_of_files(config: TrainConfig) -> str | None:
+    return trained_pooling(Path(model_place(config.model)))
 
 
 def _mean_of_each(labels: np.ndarray, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -155,7 +150,11 @@ def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
 
 
 def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
-    """Sentences about the labels as rows, with the numbers of these; None if a name is no word, or rows are pairs."""
+    """Sentences about the labels as rows, with the numbers of these; None if a name is no word, or rows are pairs,
+    or an earlier model is extended, whose rows say more.
+    """
+    if config.from_model:
+        return None
     if config.dataset and (config.columns.pair or not all(WORD.search(name) for name in labels)):
         return None
     assert news.tokenizer is not None

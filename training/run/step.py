@@ -144,23 +144,33 @@ def optimizer_step(
             )
     strategy.end_step(norm)
 
-    # Ranks that hold parts of the same replica computed the same losses: only one of them may count.
+    return _result_of(strategy, micro_batches, losses, checks, norm, skipped=scaler_skipped)
+
+
+def _result_of(
+    strategy: Strategy,
+    micro_batches: Sequence[MicroBatch],
+    losses: Sequence[torch.Tensor],
+    checks: Sequence[torch.Tensor],
+    norm: torch.Tensor,
+    *,
+    skipped: bool,
+) -> StepResult:
+    """What this rank adds to the log of a step; losses and checks as :func:`forward_backward` returns them."""
     share = sum(
         (loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True)
     )
+    # Ranks that hold parts of the same replica computed the same losses: only one of them may count.
     if not strategy.data_shard.is_replica_leader:
-        share, losses, checks = (
-            torch.zeros_like(share),
-            [torch.zeros_like(loss) for loss in losses],
-            [],
-        )
+        share, checks = torch.zeros_like(share), []
+        losses = [torch.zeros_like(loss) for loss in losses]
     joined, right = torch.cat(checks) if checks else None, torch.zeros(2, device=share.device)
     if joined is not None:
         is_real = torch.cat([batch.weights for batch in micro_batches]) > 0  # no dummy row
         if micro_batches[0].is_labelled is not None:
             is_real &= torch.cat([batch.is_labelled for batch in micro_batches])
         right = torch.stack([((joined[:, 2] > 0) & is_real).sum(), is_real.sum()])
-    return StepResult(share, torch.cat(losses), norm, scaler_skipped, joined, right)
+    return StepResult(share, torch.cat(losses), norm, skipped, joined, right)
 
 
 def forward_backward(
@@ -240,19 +250,7 @@ class StepLog:
         """
         records, self.records = self.records, []
 
-        # All losses and flags travel in one tensor: a second all-reduce would cost another round trip.
-        values = [float(flag) for flag in flags.values()]
-        local = [torch.tensor(values, dtype=torch.float64, device=self.ranks.device)]
-        if records:
-            local.insert(0, torch.stack([record.result.loss.double() for record in records]))
-            local.append(torch.cat([record.result.right.double() for record in records]))
-        summed = self.ranks.sum_(torch.cat(local)).tolist()
-        until = len(records) + len(values)
-        losses, flag_sums, right = (
-            summed[: len(records)],
-            map(round, summed[len(records) : until]),
-            summed[until:],
-        )
+        losses, flag_sums, right = self._exchange(records, flags)
         # The norms are equal on all ranks already.
         norms = (
             torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
@@ -261,13 +259,19 @@ class StepLog:
         now = time.perf_counter()
         elapsed, self.since = max(now - self.since, 1e-9), now
         self.step_seconds = elapsed / len(records) if records else 0.0
-        samples_per_second = sum(len(record.batch) for record in records) / elapsed
         tokens_per_second = sum(record.num_tokens for record in records) / elapsed
-
-        utilization = gpu_utilization(self.ranks.device)
+        ideal = self.ideal_seconds
+        # The same for all of these steps: they are timed together.
+        together = {
+            "samples_per_second": sum(len(record.batch) for record in records) / elapsed,
+            "tokens_per_second": tokens_per_second,
+            "seconds": seconds,
+            "gpu_utilization": gpu_utilization(self.ranks.device),
+            "mfu": None if ideal is None else tokens_per_second * ideal,
+        }
         metrics, bad = [], {}
-        for record, loss, norm, num_right, num_rows in zip(
-            records, losses, norms, right[::2], right[1::2], strict=True
+        for record, loss, norm, (num_right, num_rows) in zip(
+            records, losses, norms, right, strict=True
         ):
             skipped = record.result.scaler_skipped
             if not (math.isfinite(loss) and (math.isfinite(norm) or skipped)):
@@ -284,20 +288,34 @@ class StepLog:
                     loss=loss,
                     learning_rate=record.learning_rate,
                     grad_norm=norm,
-                    samples_per_second=samples_per_second,
-                    tokens_per_second=tokens_per_second,
-                    seconds=seconds,
                     rows=len(record.batch),
                     skipped=record.step in bad or skipped,
                     bad=record.step in bad,
-                    gpu_utilization=utilization,
-                    mfu=None
-                    if self.ideal_seconds is None
-                    else tokens_per_second * self.ideal_seconds,
                     accuracy=num_right / num_rows if num_rows else None,
+                    **together,
                 )
             )
-        return SyncedSteps(metrics, dict(zip(flags, flag_sums, strict=True)), bad)
+        return SyncedSteps(metrics, flag_sums, bad)
+
+    def _exchange(
+        self, records: Sequence[StepRecord], flags: Mapping[str, int]
+    ) -> tuple[list[float], dict[str, int], list[list[float]]]:
+        """The sums over all ranks: each step's loss, each flag, and of each step the rows answered right and all."""
+        # All travel in one tensor, the losses first: a second all-reduce would cost another round trip.
+        values = [float(flag) for flag in flags.values()]
+        local = [torch.tensor(values, dtype=torch.float64, device=self.ranks.device)]
+        if records:
+            local.insert(0, torch.stack([record.result.loss.double() for record in records]))
+            local.append(torch.cat([record.result.right.double() for record in records]))
+        summed = self.ranks.sum_(torch.cat(local)).tolist()
+        losses, rest = summed[: len(records)], summed[len(records) :]
+        flag_sums = map(round, rest[: len(flags)])
+        right = rest[len(flags) :]
+        return (
+            losses,
+            dict(zip(flags, flag_sums, strict=True)),
+            [right[at : at + 2] for at in range(0, len(right), 2)],
+        )
 
     def _find_bad_rows(self, record: StepRecord, loss: float, norm: float) -> BadStep:
         local_rows = record.local_rows[~record.result.row_losses.isfinite().cpu().numpy()]

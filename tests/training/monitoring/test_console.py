@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from training.monitoring import Console, EpochMetrics, StepMetrics
+from training.monitoring.console import Outcome
 from training.monitoring.events import StepsAgreed
 
 ROOT = Path(__file__).parents[3]
@@ -168,7 +169,7 @@ def test_importing_monitoring_imports_nothing_heavy() -> None:
 
 
 def _finish(console: Console, test: dict[str, Any], folder: Path = Path("model")) -> None:
-    console.finish(
+    outcome = Outcome(
         seconds=160.0,
         best_epoch=2,
         validation={"accuracy": 0.91},
@@ -177,6 +178,7 @@ def _finish(console: Console, test: dict[str, Any], folder: Path = Path("model")
         checkpoint_file=Path("model.pt"),
         report=Path("model.run/report.html"),
     )
+    console.finish(outcome)
 
 
 def _run_in_terminal(program: str) -> str:
