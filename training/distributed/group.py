@@ -1,4 +1,5 @@
-"""The process group: how ranks, devices and network interfaces are found, and how long a rank waits for others.
+"""The process group: how ranks, devices and network interfaces are found, and how long a rank waits
+for others.
 
 The only file that calls ``init_process_group`` (beside those that teach it), and, beside
 :mod:`training.distributed.restarts`, that reads torchrun's environment.
@@ -36,15 +37,17 @@ from training.distributed.ranks import Ranks, is_lost_rank
 from training.distributed.restarts import attempt_file
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds
-# Before the first steps are done one rank may download or tokenise for all the others, or compile longer than they.
+# Before the first steps are done one rank may download or tokenise for all the others, or compile
+# longer than they.
 START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
 SHARES_STORE = (
     "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
 )
-# On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every operation and shape,
-# and batches have many lengths: their own limit of 1,024 takes hundreds of megabytes. These do for a few lengths.
+# On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every
+# operation and shape, and batches have many lengths: their own limit of 1,024 takes hundreds of
+# megabytes. These do for a few lengths.
 CACHED_KERNELS = "128"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
@@ -104,7 +107,8 @@ def saving_group(timeout: float) -> dist.ProcessGroup:
     Two threads that share a group would take each other's messages.
 
     Raises:
-        TrainingFailure: gloo does not reach the other machines, though the default group, on NCCL, may.
+        TrainingFailure: gloo does not reach the other machines, though the default group, on NCCL,
+            may.
     """
     try:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -153,14 +157,17 @@ def join_ranks(
 ) -> Iterator[Ranks]:
     """The ranks of this run; the process group is formed on entry and destroyed after a clean end.
 
-    After an error the group stays: NCCL's teardown waits for the other ranks of the machine, which may wait for this
-    one, so a rank that fails must end its process instead (:func:`training.fault_tolerance.interruption.run_rank`).
+    After an error the group stays: NCCL's teardown waits for the other ranks of the machine, which
+    may wait for this one, so a rank that fails must end its process instead
+    (:func:`training.fault_tolerance.interruption.run_rank`).
 
     Args:
-        use_process_group: join the group that torchrun's variables describe, or one that exists already (Ray Train
-            forms it); without the variables, or when false, the process is alone.
+        use_process_group: join the group that torchrun's variables describe, or one that exists
+            already (Ray Train forms it); without the variables, or when false, the process is
+            alone.
         also_on_cpu: on GPUs, let tensors in the machine's memory be reduced too.
-        collective_timeout: seconds to wait for other ranks; at least an hour before :func:`limit_collective_time`.
+        collective_timeout: seconds to wait for other ranks; at least an hour before
+            :func:`limit_collective_time`.
 
     Raises:
         UserError: more processes than GPUs, or ``cuda`` without one.
@@ -195,8 +202,8 @@ def join_ranks(
             rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones
         )
     if joins and dist.is_initialized():
-        # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and the
-        # process aborts at its end.
+        # What still refers to the group (DDP, in cycles) must go before it: else its threads
+        # outlive it and the process aborts at its end.
         gc.collect()
         dist.destroy_process_group()
 
@@ -226,7 +233,8 @@ def _share_processors(local_world_size: int) -> None:
 def _reporting_errors(rank: int) -> Iterator[None]:
     """Print what ends this rank before its group falls.
 
-    torchrun ends a rank as soon as another is gone, and a line that is printed any later would be lost.
+    torchrun ends a rank as soon as another is gone, and a line that is printed any later would be
+    lost.
     """
     try:
         yield
@@ -294,10 +302,11 @@ def _check_restarts() -> None:
 
 
 def _private_store(timeout: timedelta) -> dist.FileStore | None:
-    """A file that only this user can read, if all ranks have one launcher, which does not share its own store.
+    """A file that only this user can read, if all ranks have one launcher, which does not share its
+    own store.
 
-    Otherwise rank 0 would listen on every interface, and anyone who can write into that store can pose as a rank, whose
-    objects the other ranks unpickle.
+    Otherwise rank 0 would listen on every interface, and anyone who can write into that store can
+    pose as a rank, whose objects the other ranks unpickle.
     """
     file = attempt_file("store")
     if (
@@ -329,8 +338,9 @@ def _join_group(
         else:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=waits))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # torchrun (2.13) keeps one store for all its attempts: with names of its own, none reads dead addresses.
-            # Several launchers count their restarts apart; for those TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.
+            # torchrun (2.13) keeps one store for all its attempts: with names of its own, none
+            # reads dead addresses. Several launchers count their restarts apart; for those
+            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.
             store = dist.PrefixStore(f"restart_{restart}", store)
         dist.init_process_group(
             backends, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound

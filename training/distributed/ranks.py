@@ -13,8 +13,9 @@ import torch.distributed as dist
 from common.errors import ForeseenError, TrainingFailure
 
 T = TypeVar("T")
-# What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
-# this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
+# What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case.
+# Any other error is this rank's own and is printed as it is: no shared memory, an interface that
+# does not exist, a GPU used twice.
 _SIGNS_OF_A_LOST_PEER = (
     "connection closed by peer",
     "connection closed by remote peer",
@@ -52,7 +53,8 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.is_distributed:
-            # With NCCL a collective only queues work on the device: reading the result makes the host wait for it.
+            # With NCCL a collective only queues work on the device: reading the result makes the
+            # host wait for it.
             self.sum_(torch.zeros(1, device=self.device)).item()
 
     def any(self, flag: bool) -> bool:
@@ -79,10 +81,12 @@ class Ranks:
         return box[0]
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; if it fails for a foreseen reason on any, all raise that error.
+        """Run ``work`` on every rank; if it fails for a foreseen reason on any, all raise that
+        error.
 
         Raises:
-            UserError, HubUnavailable: the first failing rank's error; ``quiet`` on all ranks but rank 0.
+            UserError, HubUnavailable: the first failing rank's error; ``quiet`` on all ranks but
+                rank 0.
         """
         result, failure = None, None
         try:
@@ -110,7 +114,8 @@ class Ranks:
         return self.broadcast(self.run_on_all_ranks(lambda: work() if self.is_first else None))  # type: ignore[return-value]
 
     def local_rank0_first(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the first rank of each machine, then on the others, who find its cached result.
+        """Run ``work`` on the first rank of each machine, then on the others, who find its cached
+        result.
 
         Raises:
             UserError: as :meth:`run_on_all_ranks`, from the first ranks or from the others.

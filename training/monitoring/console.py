@@ -256,8 +256,9 @@ class ProgressBar(Subscriber):
         raise NotImplementedError
 
     def _eta(self, step: int) -> str:
-        # The mean since the first update, including validations and saves, since those come again. The first step is
-        # excluded: it starts threads, allocates and compiles, and takes many times as long as the others.
+        # The mean since the first update, including validations and saves, since those come again.
+        # The first step is excluded: it starts threads, allocates and compiles, and takes many
+        # times as long as the others.
         now = time.monotonic()
         first_time, first_step = self._first_update = self._first_update or (now, step)
         if step == first_step:
@@ -328,7 +329,8 @@ class PlainBar(ProgressBar):
             self._print(metrics)
 
     def _print(self, metrics: StepMetrics) -> None:
-        # The next line is due at the next full tenth, so a resumed run prints the same steps as an undisturbed one.
+        # The next line is due at the next full tenth, so a resumed run prints the same steps as an
+        # undisturbed one.
         tenth = self._total_steps * PLAIN_SHARE
         self._next_step = (metrics.step // tenth + 1) * tenth
         self._next_time = time.monotonic() + PLAIN_SECONDS

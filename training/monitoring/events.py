@@ -83,8 +83,9 @@ class CollectivesRecorded:
 class RanksCompared:
     """The ranks' own seconds of the steps up to ``step`` were compared.
 
-    ``scaling_efficiency``: what all ranks achieved over what they would have if none had waited for another, 0 to 1;
-    None if the ranks cannot tell, because collectives are all through their passes.
+    ``scaling_efficiency``: what all ranks achieved over what they would have if none had waited for
+    another, 0 to 1; None if the ranks cannot tell, because collectives are all through their
+    passes.
     """
 
     step: int
@@ -129,7 +130,8 @@ class RunEnded:
     finished: bool
 
 
-# StepMetrics is published for the steps that --log_every asks for: the others are only in StepsAgreed.
+# StepMetrics is published for the steps that --log_every asks for: the others are only in
+# StepsAgreed.
 Event = (
     RunStarted
     | Rescheduled
@@ -152,8 +154,8 @@ Event = (
 class Subscriber:
     """Reads a run's events while it runs.
 
-    Every rank publishes the same events in the same order, so a subscriber that all ranks have may communicate, and
-    may end the run with an error that it raises on all of them.
+    Every rank publishes the same events in the same order, so a subscriber that all ranks have may
+    communicate, and may end the run with an error that it raises on all of them.
     """
 
     follows_steps = False  # whether it receives StepStarted and StepDone too
@@ -167,11 +169,12 @@ class Subscriber:
 
 
 class EventStream:
-    """One rank's events: recorded in the run folder's ``events.jsonl``, which all ranks share, and passed on.
+    """One rank's events: recorded in the run folder's ``events.jsonl``, which all ranks share, and
+    passed on.
 
-    A line has ``time`` (Unix), ``rank``, ``restart``, ``step`` (steps done), ``kind`` and the fields of its kind. Lines
-    are held back until :meth:`recording`, because a run that cannot start writes nothing. A full disk loses lines, not
-    the run.
+    A line has ``time`` (Unix), ``rank``, ``restart``, ``step`` (steps done), ``kind`` and the
+    fields of its kind. Lines are held back until :meth:`recording`, because a run that cannot start
+    writes nothing. A full disk loses lines, not the run.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks, phases: Phases, log_every: int = 1) -> None:
@@ -195,8 +198,8 @@ class EventStream:
         elif type(event) is Rescheduled:
             self._total_steps = event.total_steps
         if type(event) is StepsAgreed:
-            # The only place that decides which steps are logged: their own events follow from here, so events.jsonl,
-            # metrics.jsonl and the trackers have the same ones.
+            # The only place that decides which steps are logged: their own events follow from here,
+            # so events.jsonl, metrics.jsonl and the trackers have the same ones.
             for metrics in event.steps:
                 if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
                     self.publish(metrics)
@@ -279,11 +282,11 @@ def _headline(prefix: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricsFile(Subscriber):
-    """Writes the run's curves to ``metrics.jsonl``: logged steps, epochs with their whole validation, the test; of some
-    steps rank 0's collectives, and the ranks' scaling efficiency.
+    """Writes the run's curves to ``metrics.jsonl``: logged steps, epochs with their whole
+    validation, the test; of some steps rank 0's collectives, and the ranks' scaling efficiency.
 
-    Records after ``resume_step`` are dropped first, so a resumed run has one line per step; 0 starts an empty file.
-    What cannot be written is lost and does not end the run.
+    Records after ``resume_step`` are dropped first, so a resumed run has one line per step; 0
+    starts an empty file. What cannot be written is lost and does not end the run.
     """
 
     def __init__(self, run_dir: Path, resume_step: int, say: Callable[[str], None] = print) -> None:
@@ -335,8 +338,8 @@ class MetricsFile(Subscriber):
 class JsonLines:
     """Appends records to a file, each in one write, so that lines of several processes do not mix.
 
-    On NFS that holds only for processes on one machine: lines that several machines write at the same moment may
-    overwrite one another (open(2), ``O_APPEND``), and readers skip what is torn.
+    On NFS that holds only for processes on one machine: lines that several machines write at the
+    same moment may overwrite one another (open(2), ``O_APPEND``), and readers skip what is torn.
 
     A full or broken disk raises nothing here: a record is lost, not the run.
     """
@@ -365,7 +368,8 @@ class JsonLines:
                 os.close(file)
         except OSError:
             pass
-        # A disk that runs full takes the first part of a line, and the next write may succeed again.
+        # A disk that runs full takes the first part of a line, and the next write may succeed
+        # again.
         self._torn = 0 < written < len(line) or (self._torn and not written)
         return written == len(line)
 
@@ -405,7 +409,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def process_started(process: int | str = "self") -> float:
     """Unix time at which this or another process began; NaN on systems other than Linux."""
     try:
-        # Field 22 of its stat: ticks from boot to the start. The name before it, in brackets, may hold spaces.
+        # Field 22 of its stat: ticks from boot to the start. The name before it, in brackets, may
+        # hold spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot

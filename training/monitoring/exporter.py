@@ -64,8 +64,8 @@ COMPARED = (
 class Exporter(Subscriber):
     """Metrics of one rank, in a registry of their own; ``--metrics_port`` 0 serves no page of them.
 
-    Counters begin at 0 with the process. Rows and tokens are this rank's own and add up over ranks; everything else
-    about steps is the same on each. Unknown values are NaN.
+    Counters begin at 0 with the process. Rows and tokens are this rank's own and add up over ranks;
+    everything else about steps is the same on each. Unknown values are NaN.
 
     Raises:
         UserError: the port cannot be listened on.
@@ -96,8 +96,9 @@ class Exporter(Subscriber):
         self._register_process(config, ranks)
         self._stop_listening = _listen(config, ranks.local_rank, self.registry)
 
-    # One call per metric, in the order of the page: its name, its help and the events that update it. StepsAgreed
-    # updates with each of its steps. What no event updates is set in `receive` or by other parts of the run.
+    # One call per metric, in the order of the page: its name, its help and the events that update
+    # it. StepsAgreed updates with each of its steps. What no event updates is set in `receive` or
+    # by other parts of the run.
 
     def _register_steps(self, config: TrainConfig) -> None:
         counter, gauge, histogram = self._kinds
@@ -207,8 +208,8 @@ class Exporter(Subscriber):
         )
 
     def _register_checks(self) -> None:
-        # Every series exists from the start, with 0: Prometheus sees no increase in the first value of a series that
-        # appears later.
+        # Every series exists from the start, with 0: Prometheus sees no increase in the first value
+        # of a series that appears later.
         counter, gauge, histogram = self._kinds
         text = "Steps that did not update the weights, including those that the loss scale skipped."
         counter("skipped_steps", text, StepsAgreed, value="skipped")
@@ -337,9 +338,9 @@ class Exporter(Subscriber):
         label: str = "",
         **more: Any,
     ) -> Any:
-        """Add a metric to the page. Events of the types ``on`` update it with ``value``, a field or a function of the
-        event: by default, a counter counts them, and others take the field of their own name. None becomes NaN.
-        ``first``: what a gauge shows before the first of them.
+        """Add a metric to the page. Events of the types ``on`` update it with ``value``, a field or
+        a function of the event: by default, a counter counts them, and others take the field of
+        their own name. None becomes NaN. ``first``: what a gauge shows before the first of them.
         """
         metric = kind(
             f"distrinews_training_{name}",

@@ -12,8 +12,9 @@ from training.monitoring.records import StepMetrics
 
 WINDOW = 100  # steps that a loss is compared with
 LEAST_STEPS = 50  # with fewer a median says little
-# Both bounds must be exceeded. Late in a run a single hard batch is a few deviations above the median; while nothing is
-# learnt yet, and once everything is, losses hardly differ, and many deviations are still little.
+# Both bounds must be exceeded. Late in a run a single hard batch is a few deviations above the
+# median; while nothing is learnt yet, and once everything is, losses hardly differ, and many
+# deviations are still little.
 DEVIATIONS = 10.0
 LEAST_RISE = 0.5  # nats; guessing among four classes costs 1.39
 # The standard deviation of a normal distribution, in median absolute deviations.
@@ -21,7 +22,8 @@ NORMAL = 1.4826
 
 
 class LossSpikes(Subscriber):
-    """Compares each loss with median and median absolute deviation of the last ones, which a spike hardly moves.
+    """Compares each loss with median and median absolute deviation of the last ones, which a spike
+    hardly moves.
 
     ``say`` prints a line on rank 0, for the first of consecutive spikes.
     """

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Phases:
-    """The phase that the main thread is in; other threads may read the public attributes at any time.
+    """The phase that the main thread is in; other threads may read the public attributes at any
+    time.
 
     Phases nest; time in an inner phase is not counted for the outer one.
     """

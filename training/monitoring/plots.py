@@ -1,6 +1,7 @@
 """Plots: the curves and the confusion matrix of a run as PNG, for a light and a dark page.
 
-This module imports matplotlib, which takes a second, so only reports import it, when they are written.
+This module imports matplotlib, which takes a second, so only reports import it, when they are
+written.
 """
 
 import io
@@ -27,9 +28,11 @@ from training.monitoring.records import (
 )
 
 DOTS_PER_INCH = 200
-# Of width or height. A confusion matrix of many classes has fewer dots per inch, which saves memory and file size.
+# Of width or height. A confusion matrix of many classes has fewer dots per inch, which saves memory
+# and file size.
 MOST_PIXELS = 2_600
-# Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels wide.
+# Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels
+# wide.
 CURVE_INCHES = (4.6, 2.9)
 LONGEST_LABEL = 20
 FEWEST_TO_SMOOTH = 15
@@ -82,8 +85,8 @@ DARK = Theme("#161b22", "#e6edf3", "#9aa5b1", "#2b323b", "#56b4e9", "#f0a23b")
 def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
     """PNG bytes of each plot for which there are records.
 
-    The names are loss, validation, learning_rate, throughput, gradient_norm, and of the test confusion_matrix or
-    predictions.
+    The names are loss, validation, learning_rate, throughput, gradient_norm, and of the test
+    confusion_matrix or predictions.
     """
     with mpl.rc_context(_style(theme)):
         figures: dict[str, Figure] = {}
@@ -110,7 +113,8 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
 def draw_search(
     trials: Sequence[SearchedTrial], metric: str, log_scaled: Collection[str], theme: Theme
 ) -> bytes:
-    """PNG bytes of a search: the metric of each trial with the best so far, and below it by each searched field.
+    """PNG bytes of a search: the metric of each trial with the best so far, and below it by each
+    searched field.
 
     The best trial comes first in ``trials``; the fields in ``log_scaled`` have a logarithmic axis.
     """
@@ -333,7 +337,8 @@ def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
     axes = figure.add_subplot()
     colours = LinearSegmentedColormap.from_list("share", [theme.surface, theme.first])
     # The exponent makes small shares visible, which are the confusions.
-    # Squares instead of an image, which matplotlib would compute in float64 for each of millions of pixels.
+    # Squares instead of an image, which matplotlib would compute in float64 for each of millions of
+    # pixels.
     edges = np.arange(classes + 1) - 0.5
     squares = {
         "cmap": colours,

@@ -1,7 +1,7 @@
 """Profiler: PyTorch's traces of a few steps on rank 0, and their summary.
 
-The summary has the costliest operators, how much of the communication is hidden behind computation, and how long a rank
-waited for data.
+The summary has the costliest operators, how much of the communication is hidden behind computation,
+and how long a rank waited for data.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Operator:
 class RankProfile:
     """The profiled steps of one rank.
 
-    ``phases``: shares of ``seconds``. ``communication``: seconds in which a collective was in progress, the wait for
-    other ranks included. ``hidden``: the share of those in which operators ran too; None without communication.
+    ``phases``: shares of ``seconds``. ``communication``: seconds in which a collective was in
+    progress, the wait for other ranks included. ``hidden``: the share of those in which operators
+    ran too; None without communication.
     """
 
     rank: int
@@ -90,9 +91,10 @@ class RankProfile:
 class Profiler(Subscriber):
     """Records ``--profile`` steps of rank 0, and prints and keeps what was found.
 
-    The phases of a step are ranges of the trace. On a GPU a snapshot of its memory is kept as well, with the place in
-    the code that asked for each piece. A problem costs one line and does not end the run. All ranks have a profiler;
-    ``console`` is on rank 0, ``steps`` are those still to be recorded.
+    The phases of a step are ranges of the trace. On a GPU a snapshot of its memory is kept as well,
+    with the place in the code that asked for each piece. A problem costs one line and does not end
+    the run. All ranks have a profiler; ``console`` is on rank 0, ``steps`` are those still to be
+    recorded.
     """
 
     follows_steps = True
@@ -252,7 +254,8 @@ def _communicates(event: FunctionEvent, *, on_gpu: bool) -> bool:
 
 
 def _computes(event: FunctionEvent) -> bool:
-    # Of nested events only the innermost, or operators: an outer one, such as a node of autograd, may be waiting.
+    # Of nested events only the innermost, or operators: an outer one, such as a node of autograd,
+    # may be waiting.
     is_operator = event.name.startswith("aten::") or not event.cpu_children
     is_other = event.is_user_annotation or event.name.startswith(_COMMUNICATION + _ASKED)
     return is_operator and not is_other

@@ -10,11 +10,12 @@ from typing import Any
 class StepMetrics:
     """One optimizer step that all ranks agree on.
 
-    ``seconds``: since the run's start, time before a resume included; ``rows``: of the global batch; ``skipped``: the
-    weights were left as they were, ``bad``: because loss or gradient is not finite and no loss scale explains it;
-    ``mfu``: of a language model the utilization of the devices, 0 to 1; ``gpu_utilization``: the share of
-    the time in which this rank's GPU computed, 0 to 1; ``accuracy``: of the answers that the step learned from, so
-    with dropout, None if the task has none.
+    ``seconds``: since the run's start, time before a resume included; ``rows``: of the global
+    batch; ``skipped``: the weights were left as they were, ``bad``: because loss or gradient is not
+    finite and no loss scale explains it; ``mfu``: of a language model the utilization of the
+    devices, 0 to 1; ``gpu_utilization``: the share of the time in which this rank's GPU computed, 0
+    to 1; ``accuracy``: of the answers that the step learned from, so with dropout, None if the task
+    has none.
     """
 
     step: int
@@ -44,11 +45,12 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """An evaluation on the validation rows; ``validation`` has the loss, and what the task measures. Without validation
-    rows it is empty, and each epoch counts as better than the one before.
+    """An evaluation on the validation rows; ``validation`` has the loss, and what the task
+    measures. Without validation rows it is empty, and each epoch counts as better than the one
+    before.
 
-    ``epoch``: how many epochs are done; within an epoch, if that is asked for, a fraction. ``train_loss``,
-    ``train_accuracy`` and ``seconds`` are those of the epoch so far.
+    ``epoch``: how many epochs are done; within an epoch, if that is asked for, a fraction.
+    ``train_loss``, ``train_accuracy`` and ``seconds`` are those of the epoch so far.
     """
 
     epoch: float
@@ -71,8 +73,8 @@ class Metric:
         return format_percent(value) if self.is_share else f"{value:.4g}"
 
 
-# Evaluations have some of these, in the order of their task: the first two are shown wherever there is little room.
-# What is not in the table is a user's own metric.
+# Evaluations have some of these, in the order of their task: the first two are shown wherever there
+# is little room. What is not in the table is a user's own metric.
 METRICS = {
     "accuracy": Metric("accuracy"),
     "micro_f1": Metric("micro F1"),
@@ -116,8 +118,8 @@ class SavedCheckpoint:
 class CollectiveUse:
     """One rank's calls of one collective operation in a step.
 
-    ``num_bytes``: what the rank passed to them; ``seconds``: of each call with gloo, of each kernel with NCCL, the wait
-    for other ranks included.
+    ``num_bytes``: what the rank passed to them; ``seconds``: of each call with gloo, of each kernel
+    with NCCL, the wait for other ranks included.
     """
 
     calls: int
@@ -129,8 +131,9 @@ class CollectiveUse:
 class SearchedTrial:
     """One trial of a search that has ended: ``finished``, ``pruned`` or ``failed``.
 
-    ``value``: the metric on the validation rows, of the best epoch, or of the last one if it was pruned, None if it
-    failed; ``epoch``: that epoch; ``seconds``: of training; ``values``: of the searched fields.
+    ``value``: the metric on the validation rows, of the best epoch, or of the last one if it was
+    pruned, None if it failed; ``epoch``: that epoch; ``seconds``: of training; ``values``: of the
+    searched fields.
     """
 
     number: int

@@ -1,10 +1,12 @@
-"""Replicas: what several ranks hold copies of is compared, bit by bit, so that a copy that drifts is named.
+"""Replicas: what several ranks hold copies of is compared, bit by bit, so that a copy that drifts
+is named.
 
-Copies of the weights drift when memory or a processor flips a bit, when machines round differently, or when code
-updates only one of them; nothing in the loss shows it. AdamW's moments are not compared: one that differs shows in its
-weight a step later. Copies of the gradients differ when a backward pass went past the wrapper that reduces them: a part
-of the model called directly, a ``no_sync`` left on, a parameter used after the reduction. Each copy then learns only
-from its own rows.
+Copies of the weights drift when memory or a processor flips a bit, when machines round differently,
+or when code updates only one of them; nothing in the loss shows it. AdamW's moments are not
+compared: one that differs shows in its weight a step later. Copies of the gradients differ when a
+backward pass went past the wrapper that reduces them: a part of the model called directly, a
+``no_sync`` left on, a parameter used after the reduction. Each copy then learns only from its own
+rows.
 
 A rank reads its tensors once and sends one number, a checksum, for each of them.
 """
@@ -62,10 +64,11 @@ class Difference:
 
 
 class ReplicaCheck(Subscriber):
-    """Compares the weights at the start, every ``--check_replicas_every`` steps and before each checkpoint.
+    """Compares the weights at the start, every ``--check_replicas_every`` steps and before each
+    checkpoint.
 
-    So every checkpoint was made from equal copies. ``copies`` are this rank's weights and running statistics (of
-    BatchNorm), by name; all ranks have a check.
+    So every checkpoint was made from equal copies. ``copies`` are this rank's weights and running
+    statistics (of BatchNorm), by name; all ranks have a check.
     """
 
     follows_steps = True
@@ -128,12 +131,14 @@ class ReplicaCheck(Subscriber):
 def check_gradient_sync(
     parameters: Mapping[str, nn.Parameter], ranks: Ranks, when: str = ""
 ) -> None:
-    """Compare the gradients of all copies, bit by bit; called on every rank after a step's last backward pass.
+    """Compare the gradients of all copies, bit by bit; called on every rank after a step's last
+    backward pass.
 
     A shard is compared with the same shard; ``when`` is for the message, such as ``step 1``.
 
     Raises:
-        TrainingFailure: they differ, on all ranks; the message names the first parameter and the ranks.
+        TrainingFailure: they differ, on all ranks; the message names the first parameter and the
+            ranks.
     """
     found = first_difference(
         {name: parameter.grad for name, parameter in parameters.items()}, ranks
@@ -148,7 +153,8 @@ def check_gradient_sync(
 
 
 def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -> Difference | None:
-    """The first tensor that is not the same, bit by bit, on all ranks that hold it; a collective call.
+    """The first tensor that is not the same, bit by bit, on all ranks that hold it; a collective
+    call.
 
     A shard is compared with the same shard; None differs from any tensor.
     """
@@ -158,8 +164,8 @@ def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -
     numbers = [checksum(tensor).to(ranks.device) for tensor in local if tensor is not None]
     # Stacked, so that the host waits for the device once.
     sums = iter(torch.stack(numbers).tolist() if numbers else [])
-    # Which part of which tensor this rank holds, with its checksum. Everything after the gather is the same on all
-    # ranks, so all of them return the same answer and none waits for another.
+    # Which part of which tensor this rank holds, with its checksum. Everything after the gather is
+    # the same on all ranks, so all of them return the same answer and none waits for another.
     own = [
         (_part_of(name, tensor), next(sums) if tensor is not None else None)
         for name, tensor in tensors.items()
@@ -186,8 +192,9 @@ def _odd_ones(name: str, by_rank: Mapping[int, int | None]) -> Difference | None
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """One number of all bits of a plain tensor and of their order, on its device: int64, ().
 
-    The sum of the elements' bits, each times an odd number that depends on its position, modulo 2 to the 64th. An odd
-    factor has an inverse there, so a flipped bit or a single element that differs always changes the sum.
+    The sum of the elements' bits, each times an odd number that depends on its position, modulo 2
+    to the 64th. An odd factor has an inverse there, so a flipped bit or a single element that
+    differs always changes the sum.
     """
     bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -204,7 +211,8 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _part_of(name: str, tensor: torch.Tensor | None) -> Part:
-    # Ranks with the same coordinates along the dimensions that split a tensor hold the same shard of it.
+    # Ranks with the same coordinates along the dimensions that split a tensor hold the same shard
+    # of it.
     if not isinstance(tensor, DTensor):
         return name, ()
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)

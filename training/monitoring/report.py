@@ -60,11 +60,11 @@ class DoubtedText:
 
 @dataclass(frozen=True)
 class ReportData:
-    """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation, and ``baseline`` a
-    figure to compare it with, and what that is.
+    """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation,
+    and ``baseline`` a figure to compare it with, and what that is.
 
-    Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts`` the first ones.
-    ``figures``: of the data report; none of a language model.
+    Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts``
+    the first ones. ``figures``: of the data report; none of a language model.
     """
 
     title: str
@@ -195,12 +195,14 @@ def collective_table(
 
 
 def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    # A run that stopped between an epoch's last checkpoint and its validation writes that line twice.
+    # A run that stopped between an epoch's last checkpoint and its validation writes that line
+    # twice.
     by_step = {record["step"]: record for record in records if record["kind"] == kind}
     return [by_step[step] for step in sorted(by_step)]
 
 
-# Medians at the top of the page: what they are of, the tile's title, digits after the point, small print.
+# Medians at the top of the page: what they are of, the tile's title, digits after the point, small
+# print.
 SHARES = (
     (
         "efficiency",

@@ -28,8 +28,9 @@ MISSED_WRITINGS = 5  # of a status file
 class RunSnapshot:
     """A run as its folder shows it.
 
-    ``silent``: seconds since each rank's status file changed; ``losses``: of all logged steps; ``recent``: the last
-    logged steps; ``events``: the last ones, single steps excluded; ``starts``: how often the run was started.
+    ``silent``: seconds since each rank's status file changed; ``losses``: of all logged steps;
+    ``recent``: the last logged steps; ``events``: the last ones, single steps excluded; ``starts``:
+    how often the run was started.
     """
 
     name: str
@@ -121,7 +122,8 @@ class RunFolder:
         if (version := _version(config_path)) != self._config_version:
             snapshot.config, self._config_version = _read_config(config_path), version
 
-        # A resume or a rollback replaces metrics.jsonl by a shorter one: then the curves start over.
+        # A resume or a rollback replaces metrics.jsonl by a shorter one: then the curves start
+        # over.
         records, is_new_file = self._metrics.read()
         if is_new_file:
             snapshot.losses.clear()
@@ -205,9 +207,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 class RestartSplit:
     """The moments of a restart, in Unix time; NaN for one that is not known.
 
-    ``lost``: the last sign of life of the processes before. ``detected``: the launcher noticed that one of them was
-    gone. The others are rank 0's: its process began, had imported the program, had joined the process group, had loaded
-    data, model and checkpoint, and had done its first optimizer step.
+    ``lost``: the last sign of life of the processes before. ``detected``: the launcher noticed that
+    one of them was gone. The others are rank 0's: its process began, had imported the program, had
+    joined the process group, had loaded data, model and checkpoint, and had done its first
+    optimizer step.
     """
 
     lost: float
@@ -230,8 +233,8 @@ class RestartSplit:
 
 
 def restart_split(run_dir: Path, launcher_log: str = "") -> list[RestartSplit]:
-    """What the time of each restart of a run went into; ``launcher_log`` is torchrun's output on the lost rank's
-    machine.
+    """What the time of each restart of a run went into; ``launcher_log`` is torchrun's output on
+    the lost rank's machine.
     """
     attempts: list[list[dict[str, Any]]] = []
     for event in read_events(run_dir):

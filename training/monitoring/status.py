@@ -42,10 +42,11 @@ LOST = "lost at step"
 class RankStatus:
     """What one rank does.
 
-    ``state``: running, stopped (as asked, and saved), finished or failed, which ``message`` explains. Times are Unix
-    times of the rank's own clock: readers compare them with each other or watch ``written`` change, and never compare
-    them with another machine's clock. ``step``: steps done; ``phases``: mean seconds per step in each; ``slow_phases``:
-    those in which the rank is slower than the others.
+    ``state``: running, stopped (as asked, and saved), finished or failed, which ``message``
+    explains. Times are Unix times of the rank's own clock: readers compare them with each other or
+    watch ``written`` change, and never compare them with another machine's clock. ``step``: steps
+    done; ``phases``: mean seconds per step in each; ``slow_phases``: those in which the rank is
+    slower than the others.
     """
 
     rank: int
@@ -84,7 +85,8 @@ class RankStatus:
 
 
 class StatusFile(Subscriber):
-    """Writes this rank's status file while its context lasts, from a thread of its own, and at the end.
+    """Writes this rank's status file while its context lasts, from a thread of its own, and at the
+    end.
 
     Never fails a run: what cannot be written is skipped, and tried again a second later.
     """

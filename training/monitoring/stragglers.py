@@ -1,10 +1,11 @@
-"""Stragglers: which rank is slower than the others, and in what; and the collectives in which the others wait for it.
+"""Stragglers: which rank is slower than the others, and in what; and the collectives in which the
+others wait for it.
 
-A step ends for all ranks when the slowest one is done, because the faster ones wait for it in a collective: the seconds
-of a step, or of a whole backward pass, are the same on all ranks and name nobody
-(github.com/pytorch/pytorch/issues/71303). So what is compared is what a rank does before it waits: getting its rows,
-its forward pass, its backward pass up to the last gradient. If the passes themselves are full of collectives, it is the
-time of a step in which none of them runs.
+A step ends for all ranks when the slowest one is done, because the faster ones wait for it in a
+collective: the seconds of a step, or of a whole backward pass, are the same on all ranks and name
+nobody (github.com/pytorch/pytorch/issues/71303). So what is compared is what a rank does before it
+waits: getting its rows, its forward pass, its backward pass up to the last gradient. If the passes
+themselves are full of collectives, it is the time of a step in which none of them runs.
 """
 
 from __future__ import annotations
@@ -75,11 +76,12 @@ class Collective:
 class CollectiveRecorder(Subscriber):
     """Publishes the collectives of every ``every``-th step, of the same steps on all ranks.
 
-    DDP's reducer and DTensors call theirs from C++, so no wrapper in Python sees them; PyTorch's flight recorder sees
-    all, but knows no durations with gloo. The profiler sees both. It records only named ranges here, of which a step
-    has a few dozen, and no operators, so that a recorded step costs about a millisecond more with gloo. With ``nccl``
-    a range only shows when a call was started; its seconds are those of NCCL's kernels, for which the profiler
-    records the GPU too and the end of a recorded step waits for it.
+    DDP's reducer and DTensors call theirs from C++, so no wrapper in Python sees them; PyTorch's
+    flight recorder sees all, but knows no durations with gloo. The profiler sees both. It records
+    only named ranges here, of which a step has a few dozen, and no operators, so that a recorded
+    step costs about a millisecond more with gloo. With ``nccl`` a range only shows when a call was
+    started; its seconds are those of NCCL's kernels, for which the profiler records the GPU too and
+    the end of a recorded step waits for it.
     """
 
     follows_steps = True
@@ -205,10 +207,12 @@ def _stop_recording(*, on_gpu: bool) -> tuple[list[Collective], list[Collective]
 
 
 class Stragglers(Subscriber):
-    """Compares the ranks every ``every`` steps; one that is slow several times in a row is named, once.
+    """Compares the ranks every ``every`` steps; one that is slow several times in a row is named,
+    once.
 
     Args:
-        model: whose passes wait for no other rank; None if the strategy has collectives in all of them.
+        model: whose passes wait for no other rank; None if the strategy has collectives in all of
+            them.
         parameters: the names of those that this rank trains.
     """
 
@@ -227,7 +231,8 @@ class Stragglers(Subscriber):
         self.ranks = monitors.ranks
         self.collectives = collectives
         self.every = every
-        # Balanced ranks have rows according to their speed, so their seconds per token are compared.
+        # Balanced ranks have rows according to their speed, so their seconds per token are
+        # compared.
         self.by_tokens = config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
         # Ranks with the same parameters do the same work: those of one stage of a pipeline.
@@ -254,7 +259,8 @@ class Stragglers(Subscriber):
         """Add up what this rank did before it waited, and compare the ranks when it is time."""
         match event:
             case StepStarted():
-                # Of what came between two steps, such as a save, only the agreement belongs to them.
+                # Of what came between two steps, such as a save, only the agreement belongs to
+                # them.
                 agreed = self.monitors.phases.elapsed("stragglers").get("agree", 0.0)
                 self.elapsed += agreed if self.steps else 0.0
             case StepDone():
@@ -263,15 +269,17 @@ class Stragglers(Subscriber):
                 self.tokens += sum(batch.input_ids.numel() for batch in event.micro_batches)
                 self.data += spent.get("data", 0.0)
                 self.elapsed += sum(spent.values())
-                # On a GPU these are the seconds in which the CPU prepares work, most of them hidden by the passes.
+                # On a GPU these are the seconds in which the CPU prepares work, most of them hidden
+                # by the passes.
                 if self.ranks.device.type == "cpu":
                     self.beside += (
                         spent.get("data", 0.0)
                         + spent.get("step", 0.0)
                         + spent.get("optimizer", 0.0)
                     )
-                # If the passes are full of collectives (FSDP, tensor parallelism), their seconds are no rank's own:
-                # take off those in which a collective ran, in the steps in which they were recorded.
+                # If the passes are full of collectives (FSDP, tensor parallelism), their seconds
+                # are no rank's own: take off those in which a collective ran, in the steps in which
+                # they were recorded.
                 if not self.watches and self.collectives.waited is not None:
                     self.compute = (
                         sum(spent.get(phase, 0.0) for phase in PASSES) - self.collectives.waited
@@ -300,7 +308,8 @@ class Stragglers(Subscriber):
         )
         self._reset()
         self.monitors.events.publish(RanksCompared(self.monitors.phases.step, efficiency))
-        # From here on every rank has all figures and comes to the same verdicts; each exports only its own.
+        # From here on every rank has all figures and comes to the same verdicts; each exports only
+        # its own.
         if self.by_tokens:
             by_rank = at_equal_tokens(by_rank)
         self._judge(compare([seconds for _, seconds in by_rank], self.stages))
@@ -345,7 +354,8 @@ class Stragglers(Subscriber):
 
 
 class BackwardStopwatch(Stopwatch):
-    """Seconds from the end of a forward pass to the gradient of the model's first parameter, which comes last.
+    """Seconds from the end of a forward pass to the gradient of the model's first parameter, which
+    comes last.
 
     Only then does DDP wait for the reductions that it has started on the way.
     """
@@ -365,10 +375,11 @@ class BackwardStopwatch(Stopwatch):
 
 
 def compare(by_rank: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
-    """Each rank's seconds per step in each phase, with the lower median of the ranks that do the same work.
+    """Each rank's seconds per step in each phase, with the lower median of the ranks that do the
+    same work.
 
-    ``stages``: by rank, the same number for ranks that do the same work. A phase counts if all ranks of a stage
-    measured it.
+    ``stages``: by rank, the same number for ranks that do the same work. A phase counts if all
+    ranks of a stage measured it.
     """
     found: Slowness = {}
     for stage in set(stages):
@@ -383,8 +394,8 @@ def compare(by_rank: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
 def scaling_efficiency(by_rank: Sequence[tuple[int, float, float]]) -> float:
     """What the ranks achieved together, over what they would have if none had waited for another.
 
-    ``by_rank``: the tokens of each rank, the seconds that it spent on them itself, and the seconds that they took with
-    the wait for others.
+    ``by_rank``: the tokens of each rank, the seconds that it spent on them itself, and the seconds
+    that they took with the wait for others.
     """
     ideal = sum(
         tokens / max(own, 1e-9) for tokens, own, _ in by_rank

@@ -1,6 +1,7 @@
 """Trackers: TensorBoard always gets a run's curves, other services if ``--trackers`` names them.
 
-None of them can slow or stop a run: each has its own thread and queue, and is dropped at its first error.
+None of them can slow or stop a run: each has its own thread and queue, and is dropped at its first
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from training.monitoring.records import EpochMetrics, StepMetrics, metrics_of
 
 PROJECT = "distrinews"
 IDS_FILE = "trackers.json"
-# Records that a service has not taken by then are lost; after a stop or a failure a launcher waits for this process.
+# Records that a service has not taken by then are lost; after a stop or a failure a launcher waits
+# for this process.
 SECONDS_TO_FINISH = 30.0
 SECONDS_TO_LEAVE = 5.0
 LONGEST_QUEUE = 10_000
@@ -74,8 +76,8 @@ class Tracker:
 class TensorBoard(Tracker):
     """Event files in the run folder; readers purge steps that are made again.
 
-    This writer needs neither torch's SummaryWriter nor tensorflow. If tensorflow is installed it imports it all the
-    same, which takes seconds of this thread's time.
+    This writer needs neither torch's SummaryWriter nor tensorflow. If tensorflow is installed it
+    imports it all the same, which takes seconds of this thread's time.
     """
 
     def start(self, run: TrackedRun, earlier: str | None) -> None:
@@ -216,7 +218,8 @@ class TrackerThread:
         self._tracker = tracker
         self._run = run
         self._say = say
-        # (scalars, step) to log, (None, step) to roll back to the step, a bool to end: whether the run has finished.
+        # (scalars, step) to log, (None, step) to roll back to the step, a bool to end: whether the
+        # run has finished.
         self._queue: queue.Queue[tuple[Mapping[str, float] | None, int] | bool] = queue.Queue(
             LONGEST_QUEUE
         )
@@ -263,7 +266,8 @@ class TrackerThread:
 
 
 class Trackers(Subscriber):
-    """Passes the curves to TensorBoard and to the trackers in ``names``, from the step after ``resume_step`` on.
+    """Passes the curves to TensorBoard and to the trackers in ``names``, from the step after
+    ``resume_step`` on.
 
     ``configuration`` holds the run's flags, for the services to show.
     """

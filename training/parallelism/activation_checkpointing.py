@@ -1,8 +1,9 @@
 """Activation checkpointing: drop what a block computed, and recompute it in the backward pass.
 
-``full`` keeps only a block's input (Chen et al., arXiv 1604.06174). ``selective`` also keeps the outputs of matrix
-products and attention, and recomputes what is cheap: norms, activations, dropout (after Korthikanti et al., arXiv
-2205.05198, section 5; selected per operation with ``create_selective_checkpoint_contexts``).
+``full`` keeps only a block's input (Chen et al., arXiv 1604.06174). ``selective`` also keeps the
+outputs of matrix products and attention, and recomputes what is cheap: norms, activations, dropout
+(after Korthikanti et al., arXiv 2205.05198, section 5; selected per operation with
+``create_selective_checkpoint_contexts``).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ KEPT = {
 
 
 def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutStream) -> None:
-    """Recompute the block's activations in the backward pass, with the same dropout masks; parameter names do not
-    change.
+    """Recompute the block's activations in the backward pass, with the same dropout masks;
+    parameter names do not change.
     """
     forward = block.forward
     contexts = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
-        # Compiled dropout does not use the stream, and a graph that captured its position would be right for one step
-        # only.
+        # Compiled dropout does not use the stream, and a graph that captured its position would be
+        # right for one step only.
         again = (
             forward
             if torch.compiler.is_compiling()

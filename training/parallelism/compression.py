@@ -1,14 +1,17 @@
 """Gradient compression: DDP communication hooks that send fewer bytes, and count them.
 
-``fp16`` and ``bf16`` halve what is sent; ``powersgd:rank`` sends two thin matrices for each large one (Vogels et al.,
-"PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", arXiv 1905.13727, algorithms 1 and 2).
+``fp16`` and ``bf16`` halve what is sent; ``powersgd:rank`` sends two thin matrices for each large
+one (Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", arXiv 1905.13727, algorithms 1 and 2).
 
-PowerSGD is implemented here because torch's own hook (``powerSGD_hook``) starts each bucket's second and third all-
-reduce from a callback. Over gloo, two ranks may start them in different orders, and the run dies. Its state is also
-kept per bucket, which does not survive another bucket order, and in the previous step's loss scale.
+PowerSGD is implemented here because torch's own hook (``powerSGD_hook``) starts each bucket's
+second and third all- reduce from a callback. Over gloo, two ranks may start them in different
+orders, and the run dies. Its state is also kept per bucket, which does not survive another bucket
+order, and in the previous step's loss scale.
 """
 
-# No `from __future__ import annotations`: DDP reads a hook's annotations and needs the classes themselves.
+# No `from __future__ import annotations`: DDP reads a hook's annotations and needs the classes
+# themselves.
 
 from typing import Protocol
 
@@ -118,10 +121,10 @@ class Cast:
 class PowerSGD:
     """Averages each gradient matrix M (n, m) as P Q^T, with P (n, rank) and Q (m, rank).
 
-    What the approximation leaves out is added to the next step's gradient (error feedback), on each rank its own part,
-    and Q is the start of the next approximation. Both are kept by parameter name, errors without the loss scale. After
-    a resume on another number of ranks every rank gets the mean of the errors, since training only depends on their
-    mean.
+    What the approximation leaves out is added to the next step's gradient (error feedback), on each
+    rank its own part, and Q is the start of the next approximation. Both are kept by parameter
+    name, errors without the loss scale. After a resume on another number of ranks every rank gets
+    the mean of the errors, since training only depends on their mean.
 
     Args:
         rank: columns of P and Q; more approximate better and send more.
@@ -175,16 +178,18 @@ class PowerSGD:
         """Average in place; returns the bytes sent."""
         # 1. Add what earlier steps left out (error feedback).
         for name, matrix in matrices.items():
-            # Both are replaced in a step and never changed in place, so keeping the old ones is enough to undo the
-            # step.
+            # Both are replaced in a step and never changed in place, so keeping the old ones is
+            # enough to undo the step.
             error = self.errors[name] if name in self.errors else torch.zeros_like(matrix)
             self._before[name] = self._last_query(name, matrix), error
             matrix.add_(error, alpha=self._loss_scale)
-        # 2. P = M Q, averaged over the ranks. That is a power iteration: Q of the last step already points close to the
-        # largest singular vectors. Gradients that are not compressed travel in the same all-reduce.
+        # 2. P = M Q, averaged over the ranks. That is a power iteration: Q of the last step already
+        # points close to the largest singular vectors. Gradients that are not compressed travel in
+        # the same all-reduce.
         ps = [matrix @ torch.linalg.qr(self.queries[name]).Q for name, matrix in matrices.items()]
         sent = _average_together([*ps, *others])
-        # 3. Q = M^T P with orthonormal P, averaged as well. M is approximated by P Q^T on every rank alike.
+        # 3. Q = M^T P with orthonormal P, averaged as well. M is approximated by P Q^T on every
+        # rank alike.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
         sent += _average_together(qs)

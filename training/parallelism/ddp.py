@@ -1,6 +1,8 @@
-"""DDP: a whole copy of the model on each rank; gradients averaged bucket by bucket during the backward pass.
+"""DDP: a whole copy of the model on each rank; gradients averaged bucket by bucket during the
+backward pass.
 
-The same class serves a run on one process, without a group. Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
+The same class serves a run on one process, without a group. Source: Li et al., "PyTorch
+Distributed", arXiv 2006.15704.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from training.parallelism.strategy import Strategy
 class DDPStrategy(Strategy):
     """``DistributedDataParallel`` over all ranks; on one process without a group, the bare model.
 
-    ``static_graph`` is off: it spares a search for unused parameters that is not made here, and forbids that the number
-    of micro-batches ever changes.
+    ``static_graph`` is off: it spares a search for unused parameters that is not made here, and
+    forbids that the number of micro-batches ever changes.
     """
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
@@ -38,8 +40,8 @@ class DDPStrategy(Strategy):
                 device_ids=[self.ranks.device] if on_gpu else None,
                 gradient_as_bucket_view=True,
             )
-            # A step does it itself, under every strategy (Strategy.broadcast_buffers). DDP would also send constants.
-            # The argument for it was renamed in torch 2.13.
+            # A step does it itself, under every strategy (Strategy.broadcast_buffers). DDP would
+            # also send constants. The argument for it was renamed in torch 2.13.
             self.replica.broadcast_buffers = False
         self.compression = (
             build_compression(self.config.compress) if self.ranks.is_distributed else None
@@ -53,9 +55,10 @@ class DDPStrategy(Strategy):
     def _fix_bucket_order(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients.
 
-        DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. With more
-        than two ranks that changes the order of additions, and so the last bits. A resumed run must not differ from one
-        that was never stopped, so both have the rebuild behind them before their first real step.
+        DDP rebuilds its buckets after the first backward pass, in the order in which gradients
+        became ready. With more than two ranks that changes the order of additions, and so the last
+        bits. A resumed run must not differ from one that was never stopped, so both have the
+        rebuild behind them before their first real step.
         """
         token = torch.ones(1, 1, dtype=torch.int64, device=self.ranks.device)
         model.eval()  # BatchNorm would neither take a single row nor forget it

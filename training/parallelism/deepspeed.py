@@ -1,6 +1,8 @@
-"""DeepSpeed's ZeRO, stages 0 to 3, behind the same interface and with the same numbers as the other strategies.
+"""DeepSpeed's ZeRO, stages 0 to 3, behind the same interface and with the same numbers as the other
+strategies.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class DeepSpeedStrategy(Strategy):
 
     def begin_step(self, learning_rate: float) -> None:
         super().begin_step(learning_rate)
-        # Set instead of counted by the engine, because a resumed run may have more micro-batches than the flags say.
+        # Set instead of counted by the engine, because a resumed run may have more micro-batches
+        # than the flags say.
         self.engine.set_gradient_accumulation_boundary(True)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -120,8 +123,8 @@ class DeepSpeedStrategy(Strategy):
             if self.config.deepspeed_stage > 0:
                 self.engine.step()  # unless the norm is not finite, which DeepSpeed checks itself
                 if self.config.deepspeed_stage == 3 and self.engine.optimizer.overflow:
-                    # Small parameters that are kept whole were split, and are only put together again after an update;
-                    # otherwise the next forward pass would do it, in bf16.
+                    # Small parameters that are kept whole were split, and are only put together
+                    # again after an update; otherwise the next forward pass would do it, in bf16.
                     self.engine.optimizer.checkpoint_event_epilogue()
                 norm = torch.as_tensor(
                     self.engine.get_global_grad_norm(),

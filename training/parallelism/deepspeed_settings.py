@@ -12,7 +12,8 @@ from training.config import TrainConfig
 from training.deepspeed_file import FLAGS, SCHEDULES, Settings, look_up, read_file
 from training.facts import EPSILON
 
-# Elements reduced or gathered at once. DeepSpeed's default of 500,000,000 would cost a small model a 2 GB buffer.
+# Elements reduced or gathered at once. DeepSpeed's default of 500,000,000 would cost a small model
+# a 2 GB buffer.
 LARGEST_BUCKET = 50_000_000
 
 # Fields that follow from a flag, in addition to those that are one.
@@ -49,10 +50,12 @@ REFUSED = (
 def deepspeed_settings(
     config: TrainConfig, precision: str, world_size: int, num_parameters: int
 ) -> Settings:
-    """All settings for DeepSpeed; ``num_parameters`` is that of the whole model: no bucket is larger.
+    """All settings for DeepSpeed; ``num_parameters`` is that of the whole model: no bucket is
+    larger.
 
     Raises:
-        UserError: the file cannot be read or contradicts a flag, or the stage does not support offload or fp16.
+        UserError: the file cannot be read or contradicts a flag, or the stage does not support
+            offload or fp16.
     """
     _check(config, precision)
     path = config.deepspeed_config
@@ -77,7 +80,8 @@ def deepspeed_settings(
                 f"{str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them equal, or leave one out",
                 code="deepspeed-config",
             )
-    # The trainer sets the learning rate before each step, and gives each group of parameters its weight decay.
+    # The trainer sets the learning rate before each step, and gives each group of parameters its
+    # weight decay.
     given.pop("scheduler", None)
     if "optimizer" in given:
         flags = {"lr": 0.0, "betas": list(config.betas), "eps": EPSILON}
@@ -125,8 +129,8 @@ def _generated(
         "allgather_bucket_size": bucket,
     }
     if config.activation_checkpointing == "selective":
-        # DeepSpeed's linear layer adds the bias to the product in place, so a product kept by checkpointing would get
-        # it twice.
+        # DeepSpeed's linear layer adds the bias to the product in place, so a product kept by
+        # checkpointing would get it twice.
         zero["memory_efficient_linear"] = False
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -140,7 +144,8 @@ def _generated(
         "zero_optimization": zero,
         "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
         "bf16": {"enabled": False},
-        # The same loss scale as the other strategies: it begins at 2^16 and doubles after 2,000 good steps.
+        # The same loss scale as the other strategies: it begins at 2^16 and doubles after 2,000
+        # good steps.
         "fp16": {
             "enabled": precision == "fp16",
             "initial_scale_power": 16,

@@ -38,7 +38,8 @@ class ShardedState:
     def _make_moments(self) -> None:
         """Create the optimizer state now; DeepSpeed would only do it in the first step.
 
-        In that step, stages 1 and 2 look for the state after the first group, and would never find the second group's.
+        In that step, stages 1 and 2 look for the state after the first group, and would never find
+        the second group's.
         """
         for index, piece in enumerate(self.pieces):
             with self._in_memory(index):

@@ -18,9 +18,9 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 class ParallelDims:
     """The degrees of a run; their product is the number of ranks.
 
-    ``pp``: ranks per pipeline; ``dp_replicate``: copies of the state; ``dp_shard``: ranks that shard each copy; ``tp``:
-    parts of each matrix. Tensor-parallel ranks are neighbors because they communicate most; pipeline stages are
-    farthest apart because they communicate least.
+    ``pp``: ranks per pipeline; ``dp_replicate``: copies of the state; ``dp_shard``: ranks that
+    shard each copy; ``tp``: parts of each matrix. Tensor-parallel ranks are neighbors because they
+    communicate most; pipeline stages are farthest apart because they communicate least.
     """
 
     pp: int
@@ -32,17 +32,20 @@ class ParallelDims:
     def from_config(
         cls, config: TrainConfig, world_size: int, ranks_per_machine: int
     ) -> ParallelDims:
-        """The degrees that were asked for; those left at 0 follow from the strategy and the number of ranks.
+        """The degrees that were asked for; those left at 0 follow from the strategy and the number
+        of ranks.
 
         Args:
-            ranks_per_machine: neighboring ranks on the same machine; if machines differ, their greatest common divisor.
+            ranks_per_machine: neighboring ranks on the same machine; if machines differ, their
+                greatest common divisor.
 
         Raises:
-            UserError: the product does not divide the number of ranks, ``dp_shard`` does not divide what is left, a
-                tensor-parallel group would span machines, or a flag belongs to a kind of parallelism that is not used.
+            UserError: the product does not divide the number of ranks, ``dp_shard`` does not divide
+                what is left, a tensor-parallel group would span machines, or a flag belongs to a
+                kind of parallelism that is not used.
         """
-        # What was not asked for follows from the strategy: `tp` alone fills a machine, `pp` alone takes all ranks, and
-        # whatever is left over is data parallelism.
+        # What was not asked for follows from the strategy: `tp` alone fills a machine, `pp` alone
+        # takes all ranks, and whatever is left over is data parallelism.
         tp = config.tp or (ranks_per_machine if config.strategy == "tp" else 1)
         pp = config.pp or (world_size if config.strategy == "pp" else 1)
         if world_size % (pp * tp):
@@ -67,7 +70,8 @@ class ParallelDims:
                 f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more",
                 code="flags-conflict",
             )
-        # ZeRO-2 and ZeRO-3 shard over all data ranks unless told otherwise; a smaller --dp_shard gives hybrid sharding.
+        # ZeRO-2 and ZeRO-3 shard over all data ranks unless told otherwise; a smaller --dp_shard
+        # gives hybrid sharding.
         shard = config.dp_shard or (dp if STRATEGY_FACTS[config.strategy].shards else 1)
         if dp % shard:
             raise UserError(
@@ -89,8 +93,8 @@ class ParallelDims:
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
     def data_rank(self, rank: int) -> int:
-        # Ranks are numbered (pp, dp_replicate, dp_shard, tp) with tp innermost: tensor-parallel neighbors, and the
-        # stages of a pipeline, work on the same rows.
+        # Ranks are numbered (pp, dp_replicate, dp_shard, tp) with tp innermost: tensor-parallel
+        # neighbors, and the stages of a pipeline, work on the same rows.
         return rank // self.tp % self.dp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:

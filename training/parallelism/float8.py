@@ -1,6 +1,8 @@
-"""The blocks' matrix products in float8 with one scale per tensor, through torchao; weights stay in their precision.
+"""The blocks' matrix products in float8 with one scale per tensor, through torchao; weights stay in
+their precision.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433; torchao's ``float8/README.md``.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433; torchao's
+``float8/README.md``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
     """Check that this run can compute in float8.
 
     Raises:
-        UserError: no float8 on the device, not in bf16 otherwise, with tensor parallelism, or torchao is not installed.
+        UserError: no float8 on the device, not in bf16 otherwise, with tensor parallelism, or
+            torchao is not installed.
     """
     needs = "needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer)"
     if device.type != "cuda":
@@ -53,11 +56,11 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
 
 
 def apply_float8(block: nn.Module, *, emulate: bool = False) -> None:
-    """Compute a block's linear layers in float8, in place, before it is compiled or sharded; parameter names do not
-    change.
+    """Compute a block's linear layers in float8, in place, before it is compiled or sharded;
+    parameter names do not change.
 
-    Layers with a side that is not a multiple of 16 are left alone. ``emulate`` rounds the same way in fp32 arithmetic,
-    on any device.
+    Layers with a side that is not a multiple of 16 are left alone. ``emulate`` rounds the same way
+    in fp32 arithmetic, on any device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

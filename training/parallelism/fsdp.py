@@ -1,8 +1,10 @@
-"""FSDP2: weights, gradients and optimizer state sharded over the data-parallel ranks, block by block.
+"""FSDP2: weights, gradients and optimizer state sharded over the data-parallel ranks, block by
+block.
 
-ZeRO-3 (Rajbhandari et al., arXiv 1910.02054) gathers a block's weights for its forward pass and again for its backward
-pass; ZeRO-2 keeps them gathered in between. On a two-dimensional mesh the state is sharded along one dimension and
-replicated along the other (hybrid sharding; Zhao et al., "PyTorch FSDP", arXiv 2304.11277, section 3.2.2).
+ZeRO-3 (Rajbhandari et al., arXiv 1910.02054) gathers a block's weights for its forward pass and
+again for its backward pass; ZeRO-2 keeps them gathered in between. On a two-dimensional mesh the
+state is sharded along one dimension and replicated along the other (hybrid sharding; Zhao et al.,
+"PyTorch FSDP", arXiv 2304.11277, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ def apply_fsdp(
     """Shard the parameters of a model or a stage in place; build the optimizer afterwards.
 
     Args:
-        blocks: each is gathered when its turn comes; parameters outside the blocks form one more group.
+        blocks: each is gathered when its turn comes; parameters outside the blocks form one more
+            group.
         mesh: (shard) or (replicate, shard).
-        reshard_after_forward: free the gathered weights after the forward pass (ZeRO-3) or keep them (ZeRO-2).
-        precision: in which weights are gathered and multiplied; gradients are summed in fp32, shards stay in fp32.
+        reshard_after_forward: free the gathered weights after the forward pass (ZeRO-3) or keep
+            them (ZeRO-2).
+        precision: in which weights are gathered and multiplied; gradients are summed in fp32,
+            shards stay in fp32.
     """
     dtype = None if precision == "fp32" else DTYPES[precision]
     settings = {
@@ -66,9 +71,11 @@ def apply_fsdp(
 def set_gradient_sync(
     parts: Sequence[nn.Module], *, wanted: bool, between_copies_only: bool = False
 ) -> None:
-    """Turn gradient communication on or off for the next backward passes; only a step's last micro-batch needs it.
+    """Turn gradient communication on or off for the next backward passes; only a step's last
+    micro-batch needs it.
 
-    ``between_copies_only``: only skip the all-reduce between replicas, and keep reduce-scattering inside each.
+    ``between_copies_only``: only skip the all-reduce between replicas, and keep reduce-scattering
+    inside each.
     """
     for part in parts:
         if wanted or between_copies_only:

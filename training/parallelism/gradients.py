@@ -28,11 +28,13 @@ def global_norm(
     """The norm of all gradients of the whole model, the same on every rank: fp32, ().
 
     Args:
-        parameters: this rank's, plain or DTensors, on any meshes. A value that several ranks hold counts once.
+        parameters: this rank's, plain or DTensors, on any meshes. A value that several ranks hold
+            counts once.
         stages: the ranks that hold the other stages of a pipeline.
     """
-    # |g|^2 is a sum over all elements, wherever they are. Gradients are grouped by the process groups that they are
-    # sharded over: one scalar all-reduce per group adds up the shards, and a replicated gradient counts once.
+    # |g|^2 is a sum over all elements, wherever they are. Gradients are grouped by the process
+    # groups that they are sharded over: one scalar all-reduce per group adds up the shards, and a
+    # replicated gradient counts once.
     split: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -54,12 +56,13 @@ def global_norm(
 def clip_gradients(
     parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0
 ) -> None:
-    """Divide gradients in place by the loss ``scale``, and scale them down if their norm (without the scale) exceeds
-    ``limit``.
+    """Divide gradients in place by the loss ``scale``, and scale them down if their norm (without
+    the scale) exceeds ``limit``.
     """
     if math.isinf(limit) and scale == 1:
         return
-    # Scaling is elementwise, so each rank scales its own shards. The factor stays on the device: reading it would wait.
+    # Scaling is elementwise, so each rank scales its own shards. The factor stays on the device:
+    # reading it would wait.
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
     torch._foreach_mul_(gradients, factor.to(gradients[0].device))

@@ -1,8 +1,10 @@
-"""MeshStrategy: pipeline stages, tensor parallelism and sharded or replicated state, in any combination, on one mesh.
+"""MeshStrategy: pipeline stages, tensor parallelism and sharded or replicated state, in any
+combination, on one mesh.
 
-Serves zero2, zero3, tp, pp and 3d, which only differ in their degrees. The order of steps is fixed: stages, tensor
-parallelism, what is applied to each block, data parallelism. PyTorch cannot split what is already sharded (a DTensor on
-one mesh cannot be distributed over another), and a split after compilation would be lost.
+Serves zero2, zero3, tp, pp and 3d, which only differ in their degrees. The order of steps is fixed:
+stages, tensor parallelism, what is applied to each block, data parallelism. PyTorch cannot split
+what is already sharded (a DTensor on one mesh cannot be distributed over another), and a split
+after compilation would be lost.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ class MeshStrategy(Strategy):
                 self.mesh["dp_replicate", "dp_shard"]
                 if dims.dp_replicate > 1
                 else self.mesh["dp_shard"],
-                # A stage sees many micro-batches per step, and gathering its weights for each of them would cost too
-                # much.
+                # A stage sees many micro-batches per step, and gathering its weights for each of
+                # them would cost too much.
                 reshard_after_forward=config.strategy != "zero2" and dims.pp == 1,
                 precision=self.precision,
                 cpu_offload=config.cpu_offload,
@@ -121,7 +123,8 @@ class MeshStrategy(Strategy):
         apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
         for name in frozen:  # not every style of torch keeps it
             part.get_parameter(name).requires_grad_(False)
-        # Compiled blocks also draw from torch's generator, and what they draw must be alike on all ranks.
+        # Compiled blocks also draw from torch's generator, and what they draw must be alike on all
+        # ranks.
         if not config.compile:
             model.dropout_stream.tensor_rank = self.coordinates["tp"]
 
@@ -137,8 +140,8 @@ class MeshStrategy(Strategy):
         return self.parts[0](input_ids, attention_mask)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        # Gradients accumulate in their shards, which spares the memory of whole ones, so only the all-reduce between
-        # replicas can be left out.
+        # Gradients accumulate in their shards, which spares the memory of whole ones, so only the
+        # all-reduce between replicas can be left out.
         return self._without_sync() if self.dims.dp_replicate > 1 else nullcontext()
 
     @contextmanager

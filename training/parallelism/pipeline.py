@@ -1,9 +1,9 @@
 """Pipeline parallelism: stages on different ranks work on different micro-batches at the same time.
 
-The micro-batches of a step are those of gradient accumulation; ``schedules.py`` has the order in which they run. Hidden
-states are sent to the next stage and their gradients to the previous one; all stages know the attention mask. Sources:
-Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473;
-docs.pytorch.org/docs/stable/distributed.pipelining.
+The micro-batches of a step are those of gradient accumulation; ``schedules.py`` has the order in
+which they run. Hidden states are sent to the next stage and their gradients to the previous one;
+all stages know the attention mask. Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et
+al., arXiv 2104.04473; docs.pytorch.org/docs/stable/distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from training.parallelism.schedules import SCHEDULES, check_micro_batches, stage
 from training.parallelism.stages import Stage
 
 Shape = tuple[int, int, int]  # micro-batches, rows of each, padded length
-# Schedules kept, by shape. Building one takes milliseconds, and messages through all stages that make the host wait for
-# the GPU. Texts have a few hundred lengths at most, and the buffers, which take the memory, are shared.
+# Schedules kept, by shape. Building one takes milliseconds, and messages through all stages that
+# make the host wait for the GPU. Texts have a few hundred lengths at most, and the buffers, which
+# take the memory, are shared.
 MOST_SCHEDULES = 128
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
@@ -57,9 +58,10 @@ class Pipeline:
 
     Args:
         stages: from ``split_stages``, possibly wrapped for other kinds of parallelism.
-        loss: from logits and their micro-batch to the scalar that the backward pass starts from, (), each row's loss
-            and, if the task has them, what ``check_labels`` returns.
-        sequence_parts: over how many ranks the hidden states between stages are split (sequence parallelism).
+        loss: from logits and their micro-batch to the scalar that the backward pass starts from,
+            (), each row's loss and, if the task has them, what ``check_labels`` returns.
+        sequence_parts: over how many ranks the hidden states between stages are split (sequence
+            parallelism).
     """
 
     def __init__(
@@ -96,11 +98,11 @@ class Pipeline:
         """Forward and backward over all micro-batches of a step, which have the same shape.
 
         Returns:
-            The loss of each row of each micro-batch on the rank with the last stage, zeros elsewhere; and there their
-            checks, nothing elsewhere.
+            The loss of each row of each micro-batch on the rank with the last stage, zeros
+            elsewhere; and there their checks, nothing elsewhere.
         """
-        # The schedule hands the loss function only tensors, so it is given each micro-batch's number as its "target",
-        # and looks up labels and weights here.
+        # The schedule hands the loss function only tensors, so it is given each micro-batch's
+        # number as its "target", and looks up labels and weights here.
         self._micro_batches = micro_batches
         self._row_losses = [torch.zeros_like(batch.weights) for batch in micro_batches]
         self._checks = {}
@@ -151,8 +153,8 @@ class Pipeline:
         count, rows, length = shape
         stages = [self._pipeline_stage(stage, rows, length, device) for stage in self.stages]
         make = get_schedule_class(self.schedule.torch_name)
-        # Gradients are not divided by the number of micro-batches, because the rows' weights are shares of the whole
-        # batch.
+        # Gradients are not divided by the number of micro-batches, because the rows' weights are
+        # shares of the whole batch.
         schedule = make(
             stages if self.schedule.is_looped else stages[0],
             count,
@@ -179,7 +181,8 @@ class Pipeline:
     def _pipeline_stage(
         self, stage: Stage, rows: int, length: int, device: torch.device
     ) -> PipelineStage:
-        # With the shapes given, torch does not need a trial run to find them, which would advance the dropout masks.
+        # With the shapes given, torch does not need a trial run to find them, which would advance
+        # the dropout masks.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(rows, length), device="meta", requires_grad=True)
         logits = torch.empty(
@@ -208,13 +211,14 @@ class Pipeline:
         finish: Callable[[torch.Tensor], torch.Tensor],
         num_scores: int,
     ) -> torch.Tensor:
-        """``finish`` of the logits of a batch of any shape with the stages in eval mode, on every rank: (batch,
-        num_scores).
+        """``finish`` of the logits of a batch of any shape with the stages in eval mode, on every
+        rank: (batch, num_scores).
 
         Called under ``torch.no_grad``, by every rank of the pipeline with the same batch.
         """
-        # Stage after stage: a rank computes the stages that it has, and receives an input unless it also has the stage
-        # before. Without backward passes there is nothing to overlap, and the batches of an evaluation are large.
+        # Stage after stage: a rank computes the stages that it has, and receives an input unless it
+        # also has the stage before. Without backward passes there is nothing to overlap, and the
+        # batches of an evaluation are large.
         here = {stage.index: stage for stage in self.stages}
         last = len(self.rank_of) - 1
         states, attention_mask = input_ids, mask_of(input_ids, attention_mask)
@@ -226,7 +230,8 @@ class Pipeline:
             states = here[index](states, attention_mask=attention_mask)
             if index < last and index + 1 not in here:
                 dist.send(states.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
-        # The last stage finishes the logits, because those of a language model are too large to be sent around.
+        # The last stage finishes the logits, because those of a language model are too large to be
+        # sent around.
         states = (
             finish(states)
             if last in here
@@ -237,7 +242,8 @@ class Pipeline:
 
 
 def _received(stages: Sequence[PipelineStage]) -> Iterator[tuple[tuple[str, int, int], Any]]:
-    """What stages receive in a step, by direction, stage and micro-batch; nothing before a schedule's first step.
+    """What stages receive in a step, by direction, stage and micro-batch; nothing before a
+    schedule's first step.
 
     In torch 2.13 these two fields of a stage are the only way to its buffers.
     """

@@ -1,12 +1,15 @@
-"""Pipeline schedules: in which order the ranks of a pipeline run the forward and backward passes of its stages.
+"""Pipeline schedules: in which order the ranks of a pipeline run the forward and backward passes of
+its stages.
 
-=========== ================================================================ ====================================
-gpipe       all forward passes, then all backward passes                     Huang et al., arXiv 1811.06965
-1f1b        forward and backward in turn: fewer activations kept             Narayanan et al., arXiv 2104.04473
-interleaved 1f1b with several smaller stages a rank: a smaller bubble        arXiv 2104.04473, section 2.2
-zero_bubble interleaved, and gradients of weights fill what is left of it    Qi et al., arXiv 2401.10241
-zbv         the same, on stages that go down the ranks and up again          arXiv 2401.10241, section 6
-=========== ================================================================ ====================================
+=========== ================================================================
+==================================== gpipe       all forward passes, then all backward passes
+             Huang et al., arXiv 1811.06965 1f1b        forward and backward in turn: fewer
+activations kept             Narayanan et al., arXiv 2104.04473 interleaved 1f1b with several
+smaller stages a rank: a smaller bubble        arXiv 2104.04473, section 2.2 zero_bubble
+interleaved, and gradients of weights fill what is left of it    Qi et al., arXiv 2401.10241 zbv
+    the same, on stages that go down the ranks and up again          arXiv 2401.10241, section 6
+=========== ================================================================
+====================================
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ SCHEDULES = {
 class Action:
     """One pass of one micro-batch through one stage.
 
-    ``kind``: F forward, B backward, or its halves: I for the gradients of inputs, W for those of weights.
+    ``kind``: F forward, B backward, or its halves: I for the gradients of inputs, W for those of
+    weights.
     """
 
     stage: int
@@ -65,8 +69,9 @@ def stages_of(
     """The numbers of the stages that a rank holds, in model order."""
     count = stages_per_rank or SCHEDULES[schedule].stages_per_rank
     if SCHEDULES[schedule].is_v:
-        # A V: down the ranks with the first half of the stages, and back up with the second. So the first and last
-        # stage are on rank 0, and a micro-batch turns around on the last rank without a transfer.
+        # A V: down the ranks with the first half of the stages, and back up with the second. So the
+        # first and last stage are on rank 0, and a micro-batch turns around on the last rank
+        # without a transfer.
         return [rank, 2 * num_ranks - 1 - rank]
     # Round-robin: with 2 ranks and 4 stages, rank 0 holds 0 and 2, rank 1 holds 1 and 3.
     return [rank + turn * num_ranks for turn in range(count)]
@@ -124,9 +129,10 @@ def order_of_actions(
 
 
 def _one_stage_order(schedule: str, rank: int, num_ranks: int, micro_batches: int) -> list[Action]:
-    # The order in which torch's single-stage schedules run; the one they print numbers the last rank's forwards from 1.
-    # 1F1B: a rank runs just enough forward passes ahead to fill the pipeline behind it, then one backward per forward.
-    # So it keeps the activations of `ahead` micro-batches; gpipe keeps all of them.
+    # The order in which torch's single-stage schedules run; the one they print numbers the last
+    # rank's forwards from 1. 1F1B: a rank runs just enough forward passes ahead to fill the
+    # pipeline behind it, then one backward per forward. So it keeps the activations of `ahead`
+    # micro-batches; gpipe keeps all of them.
     ahead = micro_batches if schedule == "gpipe" else num_ranks - rank
     forward = [Action(rank, "F", i) for i in range(micro_batches)]
     backward = [Action(rank, "B", i) for i in range(micro_batches)]

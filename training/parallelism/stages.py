@@ -43,15 +43,18 @@ class Stage(nn.Module):
         """Run one micro-batch.
 
         Args:
-            states: ids, (batch, seq), on the first stage; otherwise the output of the previous stage.
+            states: ids, (batch, seq), on the first stage; otherwise the output of the previous
+                stage.
             attention_mask: (batch, seq).
 
         Returns:
-            Logits, (batch, num_labels), from the last stage; otherwise hidden states, (batch, seq, hidden), in fp32.
+            Logits, (batch, num_labels), from the last stage; otherwise hidden states, (batch, seq,
+            hidden), in fp32.
         """
         if self.training:
             self.seed_dropout(*next(self.places))
-        # Here, and not around the whole step: a backward pass runs in the dtypes of its forward pass.
+        # Here, and not around the whole step: a backward pass runs in the dtypes of its forward
+        # pass.
         with autocast(self.precision, states.device):
             if self.is_first:
                 states = self.architecture.embed(self.network, states)
@@ -59,25 +62,28 @@ class Stage(nn.Module):
             if self.is_last:
                 states = self.architecture.classify(self.network, states, attention_mask)
         states = states.float()
-        # A DTensor's local part is a view, and a split backward pass detaches its starting point in place.
+        # A DTensor's local part is a view, and a split backward pass detaches its starting point in
+        # place.
         return states.clone() if states._is_view() else states
 
     def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
         self.dropout_stream.move(seed, step, first_row)
-        # Torch's generator counts from where it is set, so two stages on a rank would draw the same masks.
+        # Torch's generator counts from where it is set, so two stages on a rank would draw the same
+        # masks.
         self.dropout_stream.seed_torch(self.index)
 
 
 def split_stages(
     model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str
 ) -> list[Stage]:
-    """This rank's stages of a model, cut so that all cost about the same; ``where`` names the flags that asked for
-    them.
+    """This rank's stages of a model, cut so that all cost about the same; ``where`` names the flags
+    that asked for them.
 
     The rest of the model is freed once the caller drops ``model``.
 
     Raises:
-        UserError: the network family is not known, has fewer blocks than there are stages, or a stage would not train.
+        UserError: the network family is not known, has fewer blocks than there are stages, or a
+            stage would not train.
     """
     if model.architecture is None:
         kind = type(model.network).__name__
@@ -116,10 +122,11 @@ def _check_not_tied(model: NewsClassifier, where: str) -> None:
 
 
 def balanced_split(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut a list of costs into non-empty runs so that the most expensive run is as cheap as possible.
+    """Cut a list of costs into non-empty runs so that the most expensive run is as cheap as
+    possible.
 
-    Among equal cuts the most even one wins, then the one with shorter first runs, because the first stage also holds
-    the embeddings and keeps the most activations.
+    Among equal cuts the most even one wins, then the one with shorter first runs, because the first
+    stage also holds the embeddings and keeps the most activations.
     """
     # best[i]: (most expensive run, sum of squares, ends of the runs) of the first i costs.
     best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())] + [None] * len(costs)

@@ -1,7 +1,8 @@
 """Weights and moments under names that do not depend on how the model is distributed.
 
-Each rank contributes what it holds, as it holds it: whole tensors or shards (DTensor). So a checkpoint of one strategy
-can be loaded by any other, on any number of ranks, and no rank ever needs the whole state.
+Each rank contributes what it holds, as it holds it: whole tensors or shards (DTensor). So a
+checkpoint of one strategy can be loaded by any other, on any number of ranks, and no rank ever
+needs the whole state.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch.distributed.tensor import DTensor
 class StrategyState:
     """What one rank holds of a run's state.
 
-    ``tensors``: ``model/NAME``, ``optimizer/NAME/exp_avg|exp_avg_sq|step`` and what a strategy adds; references to the
-    trained tensors, neither copied nor gathered; several ranks may hold the same whole ones. ``plain``: other values,
-    the same on all ranks.
+    ``tensors``: ``model/NAME``, ``optimizer/NAME/exp_avg|exp_avg_sq|step`` and what a strategy
+    adds; references to the trained tensors, neither copied nor gathered; several ranks may hold the
+    same whole ones. ``plain``: other values, the same on all ranks.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -102,7 +103,8 @@ def _collect(
     """On the first rank of a pipeline, the tensors of all stages; only one rank per stage keeps any."""
     if not keep or stages is None:
         return tensors
-    # The receiver has to know names and shapes before it can allocate; then the tensors come in that order.
+    # The receiver has to know names and shapes before it can allocate; then the tensors come in
+    # that order.
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend(stages) == "nccl"

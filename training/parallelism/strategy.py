@@ -1,7 +1,9 @@
-"""What every strategy gives to a training step: where the model is, how a forward pass runs, who communicates what.
+"""What every strategy gives to a training step: where the model is, how a forward pass runs, who
+communicates what.
 
-The step itself is in ``training/run/step.py``. Most strategies only say in :meth:`Strategy.parallelize` how the
-model is distributed over the ranks; checkpoints and evaluation then work on the parts that this rank holds.
+The step itself is in ``training/run/step.py``. Most strategies only say in
+:meth:`Strategy.parallelize` how the model is distributed over the ranks; checkpoints and evaluation
+then work on the parts that this rank holds.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ from training.tasks import Task
 class StepResult:
     """One optimizer step; its tensors are still on the device.
 
-    ``loss``: this rank's share of the global mean loss, (); 0 on a rank that is not its replica's leader.
-    ``row_losses``: the loss of each of this rank's rows, (rows,); 0 on such a rank.
-    ``checks``: of each of this rank's rows, (rows, 3), see :meth:`Task.check_labels`; None on such a rank, or if the
-    task has none. ``right``: how many of these rows were answered right, and how many there are, (2,).
-    ``grad_norm``: the global gradient norm before clipping, (). If it is not finite, weights and moments are unchanged.
-    ``scaler_skipped``: the step was skipped because the loss scale was too high, which is normal in fp16.
+    ``loss``: this rank's share of the global mean loss, (); 0 on a rank that is not its replica's
+    leader. ``row_losses``: the loss of each of this rank's rows, (rows,); 0 on such a rank.
+    ``checks``: of each of this rank's rows, (rows, 3), see :meth:`Task.check_labels`; None on such
+    a rank, or if the task has none. ``right``: how many of these rows were answered right, and how
+    many there are, (2,). ``grad_norm``: the global gradient norm before clipping, (). If it is not
+    finite, weights and moments are unchanged. ``scaler_skipped``: the step was skipped because the
+    loss scale was too high, which is normal in fp16.
     """
 
     loss: torch.Tensor
@@ -65,7 +68,8 @@ class Strategy:
     Args:
         model: whole, on the CPU; it is changed in place.
         precision: of the training steps.
-        phases: of the run, which records how long communication takes; unset = those of this strategy alone.
+        phases: of the run, which records how long communication takes; unset = those of this
+            strategy alone.
 
     Raises:
         UserError: the degrees, the model or the machine do not allow this strategy.
@@ -94,7 +98,8 @@ class Strategy:
         # The ranks that hold the other stages of the pipeline.
         self.stage_group: dist.ProcessGroup | None = None
         self.engine: Any = None  # DeepSpeed's
-        # A module whose forward pass waits for no other rank, so that timing it shows how fast this rank is.
+        # A module whose forward pass waits for no other rank, so that timing it shows how fast this
+        # rank is.
         self.unsynchronized_model: nn.Module | None = None
 
         self.parts = self.parallelize(model)
@@ -109,7 +114,8 @@ class Strategy:
         self.average = self._average_of_weights() if config.ema else None
 
     def _average_of_weights(self) -> WeightAverage:
-        # Running statistics are averaged like weights; their counters, which are integers, cannot be.
+        # Running statistics are averaged like weights; their counters, which are integers, cannot
+        # be.
         floats = {
             name: tensor for name, tensor in self.buffers.items() if tensor.is_floating_point()
         }
@@ -156,7 +162,8 @@ class Strategy:
     def loss_factor(self) -> float:
         """What the loss is multiplied by before the backward pass.
 
-        DDP and FSDP average gradients over the data-parallel ranks, but the shares of the loss are to be added up.
+        DDP and FSDP average gradients over the data-parallel ranks, but the shares of the loss are
+        to be added up.
         """
         return self.data_shard.size * self.loss_scale.scale
 
@@ -168,9 +175,11 @@ class Strategy:
         raise NotImplementedError
 
     def broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's running statistics, as plain DDP does; each rank computed them from its own rows.
+        """Give all ranks rank 0's running statistics, as plain DDP does; each rank computed them
+        from its own rows.
 
-        Once per step, after its forward passes, so that evaluation, checkpoints and comparisons find equal ones.
+        Once per step, after its forward passes, so that evaluation, checkpoints and comparisons
+        find equal ones.
         """
         if self.ranks.is_distributed:
             for buffer in self.buffers.values():
@@ -206,7 +215,8 @@ class Strategy:
 
     def _swap_average(self) -> None:
         if self.average:
-            # Asked for its state, FSDP also frees weights that it has gathered, which would be the old ones.
+            # Asked for its state, FSDP also frees weights that it has gathered, which would be the
+            # old ones.
             self.average.swap(model_tensors(self.parts))
 
     def logits(
@@ -216,7 +226,8 @@ class Strategy:
         precision: str,
         finish: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
     ) -> torch.Tensor:
-        """``finish`` of the logits without dropout: (batch, :attr:`Task.num_scores`), on every rank.
+        """``finish`` of the logits without dropout: (batch, :attr:`Task.num_scores`), on every
+        rank.
 
         All ranks call it equally often; ranks of the same replica give the same batch.
         """
@@ -240,7 +251,8 @@ class Strategy:
         """The most exact precision that :meth:`logits` can compute in."""
         return "fp32"
 
-    # State: names and meaning are the same for all strategies, so a checkpoint of one resumes under another
+    # State: names and meaning are the same for all strategies, so a checkpoint of one resumes under
+    # another
 
     @property
     def holds_full_weights(self) -> bool:
@@ -257,7 +269,8 @@ class Strategy:
         return self.parameters
 
     def saved_weights(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the weights that a checkpoint has; with LoRA only those that change.
+        """What this rank holds of the weights that a checkpoint has; with LoRA only those that
+        change.
 
         The others come from the model itself, and a resumed run checks that they are the same.
         """
@@ -311,19 +324,22 @@ def row_losses(
 def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """A micro-batch's share of the global mean loss, ().
 
-    Each row's weight is 1 / rows of the global batch, so the shares of all ranks and micro-batches add up to the mean.
+    Each row's weight is 1 / rows of the global batch, so the shares of all ranks and micro-batches
+    add up to the mean.
 
-    A loss that is not finite makes every gradient NaN. Cross-entropy does not do that by itself (a logit of minus
-    infinity at the label gives an infinite loss with finite gradients), and it tells all ranks of a bad row on any of
-    them, because they all know the global gradient norm.
+    A loss that is not finite makes every gradient NaN. Cross-entropy does not do that by itself (a
+    logit of minus infinity at the label gives an infinite loss with finite gradients), and it tells
+    all ranks of a bad row on any of them, because they all know the global gradient norm.
     """
     return (losses * torch.where(losses.isfinite(), weights, math.nan)).sum()
 
 
 def _running_statistics(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """What training changes besides the weights, by name: the running statistics of BatchNorm and its kind.
+    """What training changes besides the weights, by name: the running statistics of BatchNorm and
+    its kind.
 
-    Encoders of transformers have none; their constants, such as rotary frequencies, are not in the state dict.
+    Encoders of transformers have none; their constants, such as rotary frequencies, are not in the
+    state dict.
     """
     names = {name for part in parts for name, _ in part.named_buffers()}
     kept = {

@@ -1,14 +1,17 @@
 """Tensor parallelism: every matrix is split over ranks that work on the same rows.
 
-Queries, keys, values and the first feed-forward layer are split by outputs (columns), and the layers after them by
-inputs (rows), so a block needs two all-reduces forward and two backward (Shoeybi et al., "Megatron-LM",
-arXiv 1909.08053, section 3; in plain collectives in ``by_hand/tensor_parallel.py``). Sequence parallelism also splits
-what is between those pairs, norms, dropout and residuals, along the sequence. An all-reduce becomes a reduce-scatter
-and an all-gather, which together move the same bytes, and fewer activations are kept for the backward pass (Korthikanti
-et al., arXiv 2205.05198, section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of
-the column-parallel layers). ``benchmarks/training_features.py`` counts what it saves.
+Queries, keys, values and the first feed-forward layer are split by outputs (columns), and the
+layers after them by inputs (rows), so a block needs two all-reduces forward and two backward
+(Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; in plain collectives in
+``by_hand/tensor_parallel.py``). Sequence parallelism also splits what is between those pairs,
+norms, dropout and residuals, along the sequence. An all-reduce becomes a reduce-scatter and an
+all-gather, which together move the same bytes, and fewer activations are kept for the backward pass
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2; theirs gathers again in the backward pass,
+ours keeps the gathered inputs of the column-parallel layers). ``benchmarks/training_features.py``
+counts what it saves.
 
-Every parameter becomes a DTensor, even one that is not split, so that the optimizer and FSDP see a single mesh.
+Every parameter becomes a DTensor, even one that is not split, so that the optimizer and FSDP see a
+single mesh.
 """
 
 from __future__ import annotations
@@ -50,9 +53,10 @@ def apply_tensor_parallel(
 ) -> None:
     """Split a model, or a pipeline stage of one, over the ranks of ``mesh``, in place.
 
-    This comes before activation checkpointing, compilation and sharding. With sequence parallelism the ranks must
-    divide the padded length, and stages pass (batch, seq / ranks, hidden) to each other. Dropout masks are those of one
-    process, except where torch's own generator draws them (see ``dropout.py``).
+    This comes before activation checkpointing, compilation and sharding. With sequence parallelism
+    the ranks must divide the padded length, and stages pass (batch, seq / ranks, hidden) to each
+    other. Dropout masks are those of one process, except where torch's own generator draws them
+    (see ``dropout.py``).
 
     Args:
         model: built from the same seed or file on every rank.
@@ -60,7 +64,8 @@ def apply_tensor_parallel(
         sequence_parallel: also split norms and dropout along the sequence.
 
     Raises:
-        UserError: the family of networks is not known, or its heads, features or lengths cannot be split evenly.
+        UserError: the family of networks is not known, or its heads, features or lengths cannot be
+            split evenly.
     """
     network = model.network
     names = _family_of(network, mesh.size())
@@ -77,13 +82,15 @@ def apply_tensor_parallel(
     for number, block in network.get_submodule(architecture_of(network).blocks).named_children():
         widen(block)  # one at a time, so that a rank never holds the whole model in fp32
         if sequence_parallel and int(number) == network.config.num_hidden_layers - 1:
-            # The head reads a single token of each row, which only one rank would have: gather the sequence before.
+            # The head reads a single token of each row, which only one rank would have: gather the
+            # sequence before.
             gather = PrepareModuleInput(
                 input_layouts=layout, desired_input_layouts=WHOLE, use_local_output=True
             )
             _apply(block, {"": gather, **_block_plan(names, WHOLE)}, names.attention_dropout, mesh)
         else:
-            # Attention weights are always split, by heads; the hidden states only along the sequence.
+            # Attention weights are always split, by heads; the hidden states only along the
+            # sequence.
             dropout = names.attention_dropout + (names.output_dropout if sequence_parallel else ())
             _apply(block, _block_plan(names, layout), dropout, mesh)
 
@@ -137,9 +144,10 @@ def _family_of(network: nn.Module, ranks: int) -> EncoderFamily:
 
 def _block_plan(names: EncoderFamily, layout: Placement) -> Plan:
     """The styles of a block's modules; ``layout`` is that of the hidden states between its halves."""
-    # Megatron's split (Shoeybi et al., section 3): the first layer of each half by columns, so by heads or features,
-    # and the second by rows. The activations between the two are never communicated; each half ends in one all-reduce,
-    # or in one reduce-scatter with sequence parallelism.
+    # Megatron's split (Shoeybi et al., section 3): the first layer of each half by columns, so by
+    # heads or features, and the second by rows. The activations between the two are never
+    # communicated; each half ends in one all-reduce, or in one reduce-scatter with sequence
+    # parallelism.
     plan = {
         names.attention: ShareInput(layout),
         names.query: ColwiseParallel(),
@@ -165,7 +173,8 @@ def _plan_of_ends(names: EncoderFamily, layout: Placement) -> Plan:
     if names.embeddings == names.word_embeddings:
         plan: Plan = {names.word_embeddings: VocabularyParallel(layout)}
     else:
-        # The other tables and the norm work on whole sequences; their output is split along the sequence once.
+        # The other tables and the norm work on whole sequences; their output is split along the
+        # sequence once.
         tables = (names.position_embeddings, names.token_type_embeddings, names.embedding_norm)
         plan = {
             names.word_embeddings: VocabularyParallel(WHOLE),
@@ -177,12 +186,14 @@ def _plan_of_ends(names: EncoderFamily, layout: Placement) -> Plan:
     if names.pooler:
         return plan | {names.pooler: ColwiseParallel(), names.classifier: RowwiseParallel()}
     if names is LLAMA_LANGUAGE_MODEL:
-        # As large as the embeddings, so it is split like them, by words; each rank gets the scores of all words.
+        # As large as the embeddings, so it is split like them, by words; each rank gets the scores
+        # of all words.
         return plan | {
             names.final_norm: WholeParameters(WHOLE),
             names.classifier: ColwiseParallel(output_layouts=WHOLE),
         }
-    # A head without a pooler is a single matrix with one row per class: to split it would cost a collective.
+    # A head without a pooler is a single matrix with one row per class: to split it would cost a
+    # collective.
     return plan | {
         names.final_norm: WholeParameters(WHOLE),
         names.classifier: WholeParameters(WHOLE),

@@ -1,6 +1,8 @@
-"""Styles for ``parallelize_module`` that torch lacks: how a module's parameters are placed, and what goes in and out.
+"""Styles for ``parallelize_module`` that torch lacks: how a module's parameters are placed, and
+what goes in and out.
 
-Between modules there are always plain tensors, this rank's part of the whole; ``layout`` says which part that is.
+Between modules there are always plain tensors, this rank's part of the whole; ``layout`` says which
+part that is.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 class WholeParameters(ParallelStyle):
     """Replicated parameters, applied to activations that are placed as ``layout``.
 
-    If the activations are split along the sequence, a rank's gradient is one term of a sum. It stays ``Partial`` until
-    ``gradients.reduce_partial_gradients`` or FSDP adds the terms up, once per step.
+    If the activations are split along the sequence, a rank's gradient is one term of a sum. It
+    stays ``Partial`` until ``gradients.reduce_partial_gradients`` or FSDP adds the terms up, once
+    per step.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -49,7 +52,8 @@ class WholeParameters(ParallelStyle):
 class ShareInput(ParallelStyle):
     """Gather a module's hidden states once for all column-parallel layers that read them.
 
-    In the backward pass, the gradients from these layers are added up locally first, so that one collective is enough.
+    In the backward pass, the gradients from these layers are added up locally first, so that one
+    collective is enough.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -60,7 +64,8 @@ class ShareInput(ParallelStyle):
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple, dict[str, Any]]:
             local, *rest = args or (kwargs["hidden_states"],)
-            # A DTensor from here on: its backward pass reduces the gradient once, after local addition.
+            # A DTensor from here on: its backward pass reduces the gradient once, after local
+            # addition.
             hidden = DTensor.from_local(local, device_mesh, [self.layout], run_check=False)
             hidden = hidden.redistribute(placements=[Replicate()])
             return ((hidden, *rest), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
@@ -70,9 +75,11 @@ class ShareInput(ParallelStyle):
 
 
 class VocabularyParallel(ParallelStyle):
-    """An embedding split by vocabulary: each rank looks up the tokens it holds, and the sum over ranks is the result.
+    """An embedding split by vocabulary: each rank looks up the tokens it holds, and the sum over
+    ranks is the result.
 
-    Torch's ``RowwiseParallel`` computes the same, but allocates the gradient of the whole vocabulary on every rank.
+    Torch's ``RowwiseParallel`` computes the same, but allocates the gradient of the whole
+    vocabulary on every rank.
 
     Source: Shoeybi et al., arXiv 1909.08053, section 3 (there the output embedding).
     """
@@ -82,7 +89,8 @@ class VocabularyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def embed(module: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
-            # Each rank's rows are zero except for its own tokens, so their sum (Partial) is the embedding.
+            # Each rank's rows are zero except for its own tokens, so their sum (Partial) is the
+            # embedding.
             found = DTensor.from_local(
                 _look_up(module, input_ids), device_mesh, [Partial()], run_check=False
             )

@@ -1,7 +1,8 @@
-"""A pipeline schedule over time, printed and drawn: python -m training.parallelism.timeline --schedule 1f1b.
+"""A pipeline schedule over time, printed and drawn: python -m training.parallelism.timeline
+--schedule 1f1b.
 
-Times are simulated: a stage's forward pass takes 1, the gradients of its inputs 1, those of its weights 1, sending
-takes nothing. The time in which a rank waits is the bubble.
+Times are simulated: a stage's forward pass takes 1, the gradients of its inputs 1, those of its
+weights 1, sending takes nothing. The time in which a rank waits is the bubble.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ def _needs(action: Action, last: int) -> list[tuple[int, str, int]]:
 
 
 def rows_of_text(timeline: Timeline) -> list[Text]:
-    """One line per rank, one or more columns per unit of time: the micro-batch's number, then a shade per kind.
+    """One line per rank, one or more columns per unit of time: the micro-batch's number, then a
+    shade per kind.
 
     If a rank has several stages, a letter after the number says which.
     """

@@ -1,7 +1,8 @@
 """ZeRO stage 1: DDP whose ranks share out the optimizer's state.
 
-Each rank keeps the moments of its own parameters, updates those alone, and sends them to all others. Source:
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054, 5.1.
+Each rank keeps the moments of its own parameters, updates those alone, and sends them to all
+others. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", arXiv 1910.02054, 5.1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from training.parallelism.ddp import DDPStrategy
 class Zero1Strategy(DDPStrategy):
     """:class:`DDPStrategy` with about 1/N of the moments on each of N ranks, in whole parameters.
 
-    A parameter belongs to one rank: none holds less than the moments of the largest one, the word embeddings.
+    A parameter belongs to one rank: none holds less than the moments of the largest one, the word
+    embeddings.
     """
 
     def build_optimizer(self) -> torch.optim.Optimizer:
@@ -26,7 +28,8 @@ class Zero1Strategy(DDPStrategy):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         groups = parameter_groups(self.parts[0], self.parameters, self.config)
-        # As views of one buffer per owner, the updated parameters are sent in one broadcast instead of one for each.
+        # As views of one buffer per owner, the updated parameters are sent in one broadcast instead
+        # of one for each.
         optimizer = ZeroRedundancyOptimizer(
             groups, torch.optim.AdamW, parameters_as_bucket_view=True, **adamw_settings(self.config)
         )

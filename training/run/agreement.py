@@ -1,4 +1,6 @@
-"""Agreement: after some steps the ranks exchange the losses and what only one of them knows, and so all act alike."""
+"""Agreement: after some steps the ranks exchange the losses and what only one of them knows, and so
+all act alike.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from training.run.checkpoints import Checkpoints
 from training.run.context import RunContext
 from training.run.step import StepLog, StepRecord, SyncedSteps
 
-# A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
+# A run stops within two seconds of a signal; the other second is for steps that take longer than
+# the last ones did.
 SYNC_SECONDS = 1.0
 
 
 class Agreement:
-    """What the ranks last agreed on, and when they do so again; every rank has one and asks it at the same steps."""
+    """What the ranks last agreed on, and when they do so again; every rank has one and asks it at
+    the same steps.
+    """
 
     def __init__(self, context: RunContext, checkpoints: Checkpoints) -> None:
         self.context = context
@@ -25,7 +30,9 @@ class Agreement:
         self.log.add(record)
 
     def is_due(self, step: int) -> bool:
-        """Whether the ranks agree after this step; from numbers that all ranks have, so that none waits alone."""
+        """Whether the ranks agree after this step; from numbers that all ranks have, so that none
+        waits alone.
+        """
         logs = step % self.context.config.log_every == 0
         return step >= self.next_step or logs or self.checkpoints.schedule.due_by_step(step)
 
@@ -65,11 +72,14 @@ class Agreement:
 
     @property
     def _syncs_each_step(self) -> bool:
-        """On a CPU that costs nothing. On a GPU, reading a number makes the host wait for all queued work."""
+        """On a CPU that costs nothing. On a GPU, reading a number makes the host wait for all
+        queued work.
+        """
         return self.context.ranks.device.type == "cpu"
 
     def _steps_until_next(self, synced: SyncedSteps) -> int:
-        """Steps that fit into SYNC_SECONDS, so that a stop is noticed in time however rarely the run logs.
+        """Steps that fit into SYNC_SECONDS, so that a stop is noticed in time however rarely the
+        run logs.
 
         All ranks must compute the same number, so it is computed from synchronized numbers only.
         """

@@ -1,4 +1,6 @@
-"""Assemble a run whose settings are known: the model on all ranks, the number and size of steps, the context."""
+"""Assemble a run whose settings are known: the model on all ranks, the number and size of steps,
+the context.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ from training.run.suspects import suspects_of
 
 
 def distribute(settled: Settled, monitors: Monitors) -> tuple[Settled, Strategy, int]:
-    """Distribute the model over the ranks, and find with it the batch size that ``auto`` leaves open.
+    """Distribute the model over the ranks, and find with it the batch size that ``auto`` leaves
+    open.
 
     Returns:
-        What is settled, with a batch size; the strategy; how many rows a micro-batch may have on this rank.
+        What is settled, with a batch size; the strategy; how many rows a micro-batch may have on
+        this rank.
     """
     config, news, ranks = settled.config, settled.news, monitors.ranks
     make = partial(
@@ -56,10 +60,11 @@ def make_context(
     monitors: Monitors,
     interruption: Interruption,
 ) -> RunContext:
-    """What the parts of the run can use; a collective call, in which ``--budget`` times how long the end will take.
+    """What the parts of the run can use; a collective call, in which ``--budget`` times how long
+    the end will take.
 
-    ``rows_that_fit``: in a micro-batch of this rank. ``resumed``: decides what plan and budget keep from
-    before; the state is that of a new run until the checkpoint is restored.
+    ``rows_that_fit``: in a micro-batch of this rank. ``resumed``: decides what plan and budget keep
+    from before; the state is that of a new run until the checkpoint is restored.
     """
     config, news, model, ranks = settled.config, settled.news, settled.model, monitors.ranks
     saved = resumed.state if resumed else {}
@@ -70,7 +75,8 @@ def make_context(
     lengths = train.lengths[news.epoch_index]
     balanced = train.labels[news.epoch_index] if config.sampling == "balanced" else None
     sampler = LengthBucketSampler(lengths, global_batch, config.seed, balanced)
-    # Kept, because a resumed run may have another number of ranks, by which a new one would be scaled.
+    # Kept, because a resumed run may have another number of ranks, by which a new one would be
+    # scaled.
     rate = (
         saved["peak_learning_rate"]
         if resumed

@@ -1,8 +1,9 @@
-"""Bad steps: loss or gradient norm is not finite. Each is skipped and reported; after too many the run is rolled back.
+"""Bad steps: loss or gradient norm is not finite. Each is skipped and reported; after too many the
+run is rolled back.
 
-The update is skipped on all ranks in a bad step, so its effect never reaches a checkpoint. Here the steps are counted.
-Beyond ``--bad_steps`` consecutive ones, the run restores its newest checkpoint and leaves the bad rows out from then
-on.
+The update is skipped on all ranks in a bad step, so its effect never reaches a checkpoint. Here the
+steps are counted. Beyond ``--bad_steps`` consecutive ones, the run restores its newest checkpoint
+and leaves the bad rows out from then on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ BAD_ROWS_FILE = "bad_rows.jsonl"
 class BadStep:
     """A step that all ranks skipped because its loss or gradient norm is not finite.
 
-    ``batch``: row numbers of the global batch; ``found``: by rank, the rows whose own loss is not finite.
+    ``batch``: row numbers of the global batch; ``found``: by rank, the rows whose own loss is not
+    finite.
     """
 
     step: int
@@ -80,8 +82,8 @@ class BadSteps:
         return ~np.isin(rows, self.context.state.bad.excluded_rows)
 
     def count(self, steps: Sequence[StepMetrics], bad: Mapping[int, BadStep]) -> BadStep | None:
-        """Count the steps just synchronized; returns the bad step that exceeds the budget, after which the run is
-        rolled back.
+        """Count the steps just synchronized; returns the bad step that exceeds the budget, after
+        which the run is rolled back.
         """
         count = self.context.state.bad
         for metrics in steps:
@@ -125,8 +127,8 @@ class BadSteps:
         """The rows to leave out after a rollback from step ``last``.
 
         Raises:
-            TrainingFailure: rollbacks are off; or the last rollback did not get past the step that caused it, so
-                leaving out more rows will not help.
+            TrainingFailure: rollbacks are off; or the last rollback did not get past the step that
+                caused it, so leaving out more rows will not help.
         """
         count = self.context.state.bad
         if not self.budget:
@@ -134,7 +136,8 @@ class BadSteps:
                 last,
                 "The last checkpoint is good and is kept; lower --learning_rate or fix the rows",
             )
-        # No step has succeeded beyond the one that caused the last rollback: the rows were not to blame.
+        # No step has succeeded beyond the one that caused the last rollback: the rows were not to
+        # blame.
         if count.last_good < count.went_back_from:
             self._fail(
                 last,

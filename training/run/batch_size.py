@@ -1,8 +1,9 @@
 """``--batch_size auto``: the largest micro-batch that fits, found before the first step.
 
-Sizes double from one row on. Each is tried with a forward and a backward pass at ``--max_length``, whose peak says
-whether the next size would still fit; it is not tried if it would not, so a run normally meets no out-of-memory error,
-and ranks that wait for each other inside a pass never lose one. Optimizer state is allocated before and not touched.
+Sizes double from one row on. Each is tried with a forward and a backward pass at ``--max_length``,
+whose peak says whether the next size would still fit; it is not tried if it would not, so a run
+normally meets no out-of-memory error, and ranks that wait for each other inside a pass never lose
+one. Optimizer state is allocated before and not touched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from training.tasks import Task
 MARGIN = 0.9  # of the memory: fragmentation, validation and other processes take some, too
 MOST_ROWS = 256  # beyond, GPUs gain little and fine-tuning gets too few steps
 LEAST_STEPS = 20  # optimizer steps per epoch
-# On a CPU a larger micro-batch soon only takes longer. From this size on, the next one has to be faster by this factor.
+# On a CPU a larger micro-batch soon only takes longer. From this size on, the next one has to be
+# faster by this factor.
 ROWS_ON_CPU, LEAST_GAIN = 8, 1.05
 GIB = 2**30
 
@@ -68,10 +70,12 @@ def find_batch_size(
     kept: int | None = None,
     limit: float = math.inf,
 ) -> FoundSize:
-    """Find the size, the same on all ranks; a collective call. The model and torch's random state do not change.
+    """Find the size, the same on all ranks; a collective call. The model and torch's random state
+    do not change.
 
-    ``target``: of a row, as the task takes it, (1, ...). ``kept``: the size of a run that is resumed, tried without a
-    margin and however fast it is. ``limit``: bytes that a rank may use, if that is less than what the machine has.
+    ``target``: of a row, as the task takes it, (1, ...). ``kept``: the size of a run that is
+    resumed, tried without a margin and however fast it is. ``limit``: bytes that a rank may use, if
+    that is less than what the machine has.
 
     Raises:
         TrainingFailure: not even one row fits.
@@ -123,10 +127,12 @@ def settle_batch_size(
     began: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> tuple[TrainConfig, int]:
-    """The strategy's configuration with a number for ``auto``, and how many rows a micro-batch may have here.
+    """The strategy's configuration with a number for ``auto``, and how many rows a micro-batch may
+    have here.
 
-    ``targets``: of the training rows, (rows, ...). A resumed run, which ``began`` with these values, keeps its size;
-    only if that no longer fits are its micro-batches smaller, and more of them.
+    ``targets``: of the training rows, (rows, ...). A resumed run, which ``began`` with these
+    values, keeps its size; only if that no longer fits are its micro-batches smaller, and more of
+    them.
     """
     config = strategy.config
     if config.batch_size != "auto":
@@ -153,7 +159,8 @@ def _trial_of(
     strategy: Strategy, ranks: Ranks, target: np.ndarray
 ) -> Callable[[_Memory, int], tuple[float, float] | None]:
     """What tries a number of rows: the seconds of the slowest rank and the peak of the fullest; None if one is full."""
-    # Under the others, ranks exchange weights within a pass: one that gave up would leave the rest waiting.
+    # Under the others, ranks exchange weights within a pass: one that gave up would leave the rest
+    # waiting.
     can_give_up = ranks.world_size == 1 or STRATEGY_FACTS[strategy.config.strategy].copies
 
     def try_rows(memory: _Memory, rows: int) -> tuple[float, float] | None:
@@ -163,7 +170,8 @@ def _trial_of(
         )
         seconds = math.inf
         try:
-            # Twice: the second pass adds to the gradients of the first, as accumulation does, and is warmed up.
+            # Twice: the second pass adds to the gradients of the first, as accumulation does, and
+            # is warmed up.
             for _ in range(2):
                 began = time.perf_counter()
                 with strategy.no_sync():

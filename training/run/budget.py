@@ -1,13 +1,15 @@
 """``--budget 10m``: a run that ends when it was asked to, having used the time as well as it could.
 
-Nobody knows beforehand how many steps fit into ten minutes, so nothing is decided once and for all. The first thing the
-run measures is how fast it answers rows, because at the end it has to answer all test rows, and write everything: that
-time is set aside. The rest is for steps. After every step rank 0 counts how many more of them fit, at the pace of the
-last ones, and tells the others; the learning rate is a function of the step and that number, so it reaches zero at the
-deadline whether the machine is fast or slow (budgeted training: Li et al., arXiv 1905.04753). Weights at a rate of zero
-are the best ones, so epochs in between are not validated, only the end is.
+Nobody knows beforehand how many steps fit into ten minutes, so nothing is decided once and for all.
+The first thing the run measures is how fast it answers rows, because at the end it has to answer
+all test rows, and write everything: that time is set aside. The rest is for steps. After every step
+rank 0 counts how many more of them fit, at the pace of the last ones, and tells the others; the
+learning rate is a function of the step and that number, so it reaches zero at the deadline whether
+the machine is fast or slow (budgeted training: Li et al., arXiv 1905.04753). Weights at a rate of
+zero are the best ones, so epochs in between are not validated, only the end is.
 
-The time of a run that was stopped and resumed is that of all its processes, not what passed between them.
+The time of a run that was stopped and resumed is that of all its processes, not what passed between
+them.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from training.parallelism.strategy import Strategy
 from training.run.recipe import rate_for
 from training.run.suspects import ask_words
 
-# Set aside for the end, beside the answers to the test rows and the linear baseline: the plots of the report and the
-# end of the processes; the files, each weight being written about five times (checkpoint with moments, folder, one
-# file); and what may go wrong.
+# Set aside for the end, beside the answers to the test rows and the linear baseline: the plots of
+# the report and the end of the processes; the files, each weight being written about five times
+# (checkpoint with moments, folder, one file); and what may go wrong.
 CLOSING_SECONDS = 2.5
 BYTES_PER_WEIGHT, BYTES_PER_SECOND = 20, 2e8
 MARGIN = 0.01
@@ -54,13 +56,14 @@ FORWARD_AND_BACKWARD = (
     3  # times the work of the forward pass; a guess until the first steps are done
 )
 ROWS_TIMED = 512  # per rank, in the first seconds
-# Of the time of a step, when nothing but these two has been timed; the rest is the optimizer and the exchange of
-# gradients.
+# Of the time of a step, when nothing but these two has been timed; the rest is the optimizer and
+# the exchange of gradients.
 SHARE_OF_FORWARD_AND_BACKWARD = 0.85
 # Where so few rows fit, half of the blocks are frozen, of encoders that have so many.
 FEW_ROWS, LEAST_BLOCKS = 5_000, 4
 FEW_PASSES = 1.5  # with fewer over the rows, there is no dropout
-# From so many on, the rate is multiplied by the second, and by the third from each block to the one below.
+# From so many on, the rate is multiplied by the second, and by the third from each block to the one
+# below.
 SEVERAL_PASSES, GENTLER_RATE, GENTLER_DECAY = 2.0, 0.5, 0.9
 # The flags that `settle_learning` chooses.
 _LEARNING = ("learning_rate", "layer_decay", "dropout", "freeze")
@@ -114,8 +117,9 @@ class Budget:
 
 
 def _seconds_since_start(ranks: Ranks) -> float:
-    """Of a command, since its launcher began, or since this process began if the launcher repeats an attempt; of
-    :func:`training.train`, which a notebook may call an hour after its start, since the call.
+    """Of a command, since its launcher began, or since this process began if the launcher repeats
+    an attempt; of :func:`training.train`, which a notebook may call an hour after its start, since
+    the call.
     """
     command = Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem
     launcher = os.getppid() if ranks.is_distributed and not ranks.restart else "self"
@@ -168,15 +172,18 @@ def settle_learning(
 ) -> TrainConfig:
     """Choose what ``--budget`` leaves open about how rows are learned; a collective call.
 
-    Few steps want a higher learning rate than the default, and narrow encoders higher ones still. The rest goes by how
-    many rows fit, where that can be timed before the model is distributed:
+    Few steps want a higher learning rate than the default, and narrow encoders higher ones still.
+    The rest goes by how many rows fit, where that can be timed before the model is distributed:
 
     - About one pass over the rows cannot learn them by heart, and needs no dropout.
-    - In several passes a pre-trained encoder loses less of what it knows at half of that rate, with lower blocks
-      slower than upper ones: MiniLM had 93.5 and 93.7% right after three passes, not 93.25%, and no more after one.
-    - If only few rows fit, the lower half of the encoder is frozen: steps then take little more than half the time, and
-      lower layers learn little from few rows anyway. In a minute and a half MiniLM became as good by 7,500 rows with
-      half of it frozen as by 4,500 without, or a little better.
+    - In several passes a pre-trained encoder loses less of what it knows at half of that rate, with
+      lower blocks
+      slower than upper ones: MiniLM had 93.5 and 93.7% right after three passes, not 93.25%, and no
+          more after one.
+    - If only few rows fit, the lower half of the encoder is frozen: steps then take little more
+      than half the time, and
+      lower layers learn little from few rows anyway. In a minute and a half MiniLM became as good
+      by 7,500 rows with half of it frozen as by 4,500 without, or a little better.
 
     ``benchmarks/budget.py`` compares such choices.
     """
@@ -188,7 +195,8 @@ def settle_learning(
         is_plain and STRATEGY_FACTS[config.strategy].copies and ranks.device.type == "cpu"
     )
     if began:
-        # A checkpoint of an older version does not know all flags; that run did as the default does.
+        # A checkpoint of an older version does not know all flags; that run did as the default
+        # does.
         chosen = {name: began["config"].get(name, getattr(config, name)) for name in _LEARNING}
     else:
         chosen = {"learning_rate": rate_for(config, model)}
@@ -287,7 +295,8 @@ def start_budget(
 def _seconds_per_token(strategy: Strategy, ranks: Ranks, news: PreparedNews) -> float:
     """That all ranks together need for a token of the test rows. What they answer is thrown away."""
     rows, size = news.tokens.test, strategy.data_shard.size
-    # Every so many of the batches that the test will have: rows drawn one by one would share batches with longer ones.
+    # Every so many of the batches that the test will have: rows drawn one by one would share
+    # batches with longer ones.
     batch = np.arange(len(rows)) // strategy.task.rows_at_once
     every = max(1, len(rows) // (ROWS_TIMED * size))
     some = np.argsort(rows.lengths, kind="stable")[batch % every == every // 2]
@@ -316,17 +325,19 @@ class Expectation:
         return f"{format_percent(self.low)} to {format_percent(self.high)}"
 
 
-# Times the errors of the words: the range of fine-tuned encoders, from a small one after part of an epoch to a good one
-# after several. With ten times the rows the words make a fifth fewer errors.
+# Times the errors of the words: the range of fine-tuned encoders, from a small one after part of an
+# epoch to a good one after several. With ten times the rows the words make a fifth fewer errors.
 BEST, WORST = 0.65, 1.05
 PER_ROWS = -0.1
 
 
 def expect_accuracy(config: TrainConfig, news: PreparedNews, rows_seen: int) -> Expectation | None:
-    """Guess from the words of the training rows; None if that cannot be told, as for a network from scratch.
+    """Guess from the words of the training rows; None if that cannot be told, as for a network from
+    scratch.
 
-    Naive Bayes needs no training and knows how hard the labels are to tell apart. How many of its errors remain is
-    what a fine-tuned encoder is good for, and that differs less between data sets than the errors do.
+    Naive Bayes needs no training and knows how hard the labels are to tell apart. How many of its
+    errors remain is what a fine-tuned encoder is good for, and that differs less between data sets
+    than the errors do.
     """
     if (
         not config.task_facts.has_one_label

@@ -53,8 +53,8 @@ class Checkpoints:
         self.schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
 
     def open_folders(self, stack: contextlib.ExitStack) -> None:
-        """On rank 0, make the run folder and keep other runs out of it and of the checkpoint storage until ``stack``
-        is closed.
+        """On rank 0, make the run folder and keep other runs out of it and of the checkpoint
+        storage until ``stack`` is closed.
         """
         if not self.context.ranks.is_first:
             return
@@ -74,7 +74,9 @@ class Checkpoints:
         stack.enter_context(self.context.storage.lock())
 
     def flags(self) -> dict[str, int]:
-        """What only this rank knows, for the next agreement; rank 0's clock decides when a save is due."""
+        """What only this rank knows, for the next agreement; rank 0's clock decides when a save is
+        due.
+        """
         step, ranks = self.context.state.step, self.context.ranks
         return {
             "save": ranks.is_first and self.schedule.due(step, time.monotonic()),
@@ -83,7 +85,9 @@ class Checkpoints:
         }
 
     def follow(self, flags: dict[str, int]) -> None:
-        """Act on the sums of the ranks' :meth:`flags`: report a save that is complete on all, retry one that failed."""
+        """Act on the sums of the ranks' :meth:`flags`: report a save that is complete on all, retry
+        one that failed.
+        """
         if flags["saved"] == self.context.ranks.world_size:
             self._report(self.saver.collect)
         if flags["retry"] and not flags["save"]:
@@ -117,7 +121,9 @@ class Checkpoints:
             self.restore(resumed)
 
     def restore(self, resumed: Resumed) -> None:
-        """Take weights, optimizer state and position from a checkpoint, this rank its parts of them."""
+        """Take weights, optimizer state and position from a checkpoint, this rank its parts of
+        them.
+        """
         context = self.context
         context.state.take(resumed.state)
         context.phases.step = context.state.step
@@ -127,7 +133,8 @@ class Checkpoints:
         context.events.write_on_rank0("resumed", checkpoint=str(resumed.path))
 
     def go_back(self, from_step: int) -> str | None:
-        """Restore the newest checkpoint in the middle of a run; returns its path, None if there is none yet.
+        """Restore the newest checkpoint in the middle of a run; returns its path, None if there is
+        none yet.
 
         Raises:
             UserError: there are checkpoints, but none is complete.

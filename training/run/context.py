@@ -34,16 +34,18 @@ def stop_agreed(ranks: Ranks, phases: Phases, interruption: Interruption) -> boo
 
 @dataclass
 class StepPlan:
-    """How many steps of which size a run has, the same on all ranks. Only ``total_steps`` changes, with a time budget.
+    """How many steps of which size a run has, the same on all ranks. Only ``total_steps`` changes,
+    with a time budget.
 
-    ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
-    ``tokens_per_step``: of a global batch on average, without padding;
-    ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same;
-    ``sources``: hashes of what checkpoints leave out and a resumed run must find unchanged, by their names in the
-    checkpoint: the data, the weights that are not trained (None if checkpoints hold all), the teacher's answers (None
-    without a teacher);
-    ``ideal_seconds``: that the devices would need for a token of a language model at their peak, otherwise None;
-    ``start``: the fitted head that the run began with, None if it began with a random one.
+    ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches
+    per rank and step; ``tokens_per_step``: of a global batch on average, without padding;
+    ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the
+    same; ``sources``: hashes of what checkpoints leave out and a resumed run must find unchanged,
+    by their names in the checkpoint: the data, the weights that are not trained (None if
+    checkpoints hold all), the teacher's answers (None without a teacher);
+    ``ideal_seconds``: that the devices would need for a token of a language model at their peak,
+    otherwise None; ``start``: the fitted head that the run began with, None if it began with a
+    random one.
     """
 
     global_batch_size: int
@@ -70,7 +72,8 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RunContext(Monitors):
-    """One rank's view of a run, created before the first step, when everything is known to fit together.
+    """One rank's view of a run, created before the first step, when everything is known to fit
+    together.
 
     The objects in it may change, as ``state`` does in every step; which objects it holds does not.
     """
@@ -111,7 +114,8 @@ class RunContext(Monitors):
         return self.budget.steps_left(self.plan.tokens_per_step)
 
     def end_in(self, steps: int) -> bool:
-        """Let the run end after so many more steps, if its epochs have as many; returns whether that is a change.
+        """Let the run end after so many more steps, if its epochs have as many; returns whether
+        that is a change.
 
         Called with the same number on all ranks, whose learning rates follow from it.
         """

@@ -1,9 +1,11 @@
-"""``--from MODEL``: an earlier model learns more rows, or labels that it does not know yet, in seconds.
+"""``--from MODEL``: an earlier model learns more rows, or labels that it does not know yet, in
+seconds.
 
-Its encoder stays as it is. The head begins as the earlier one, with nothing for the new labels, and is pulled back
-there while it learns: what the rows do not ask for does not change. Whoever shows a model new rows alone makes it
-forget the others (catastrophic forgetting; McCloskey & Cohen, 1989). So rows of the data that the model was trained on
-are read again, and its test rows say in the end what each of its labels has lost.
+Its encoder stays as it is. The head begins as the earlier one, with nothing for the new labels, and
+is pulled back there while it learns: what the rows do not ask for does not change. Whoever shows a
+model new rows alone makes it forget the others (catastrophic forgetting; McCloskey & Cohen, 1989).
+So rows of the data that the model was trained on are read again, and its test rows say in the end
+what each of its labels has lost.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Change:
 def measure_change(
     config: TrainConfig, ranks: Ranks, rows: TokenizedRows, logits: np.ndarray
 ) -> Change | None:
-    """Compare with the earlier model on the test rows of its labels; a collective call. None if there is no such row.
+    """Compare with the earlier model on the test rows of its labels; a collective call. None if
+    there is no such row.
 
     Args:
         rows: the tokenized test rows.

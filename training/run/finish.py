@@ -46,7 +46,8 @@ from training.tasks.task import RowAnswer
 
 
 def finish_run(context: RunContext) -> Path:
-    """Test the weights of the best epoch, in fp32 if the strategy can, and write the model folder and the report.
+    """Test the weights of the best epoch, in fp32 if the strategy can, and write the model folder
+    and the report.
 
     Without validation rows the last epoch takes the place of the best.
     """
@@ -55,7 +56,8 @@ def finish_run(context: RunContext) -> Path:
         context.console.rest_of_epochs(context.state.epochs)
     if config.compress != "none":
         context.say(f"Layout: {context.strategy.describe()}")
-    # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
+    # 1. The best epoch's weights: those in memory if it was the last, otherwise from its
+    # checkpoint.
     best = _load_best_or_fail(context)
     with context.strategy.averaged():
         return _test_and_write(context, best)
@@ -75,12 +77,14 @@ class _Result:
 
 def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
     config, task, tokens = context.config, context.strategy.task, context.news.tokens
-    # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
+    # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is
+    # an honest one.
     test, logits = _test(context, best)
     change = (
         measure_change(config, context.ranks, tokens.test, logits) if config.from_model else None
     )
-    # 3. Gather the whole weights on rank 0 (a collective call, so every rank is here), which writes everything.
+    # 3. Gather the whole weights on rank 0 (a collective call, so every rank is here), which writes
+    # everything.
     weights = context.strategy.full_weights()
     context.events.publish(RunTested(context.state.step, test))
     if context.console:
@@ -262,7 +266,8 @@ def _distilled_from(context: RunContext) -> dict[str, Any]:
 
 
 def export_model(config: TrainConfig) -> None:
-    """Export the model that a run has written, with the limits and the rows that the command has by default.
+    """Export the model that a run has written, with the limits and the rows that the command has by
+    default.
 
     Raises:
         UserError: it was refused, or failed.
@@ -283,8 +288,8 @@ def _load_best(context: RunContext) -> EpochMetrics:
     """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
-    # Best first, and the later of two that scored the same. The last epoch's weights are still in memory; those of
-    # others may have been pruned or damaged.
+    # Best first, and the later of two that scored the same. The last epoch's weights are still in
+    # memory; those of others may have been pruned or damaged.
     metric, validated = context.config.best_metric, bool(state.epochs[-1].validation)
 
     def preference(epoch: EpochMetrics) -> tuple[float, int]:

@@ -67,8 +67,8 @@ def start_from_head(
     ``load``: loads the model again, without the block that lets its head read the mean.
 
     Returns:
-        The model, the same on all ranks; None if its head cannot be reached, or its weights are too large to be held
-        by every rank.
+        The model, the same on all ranks; None if its head cannot be reached, or its weights are too
+        large to be held by every rank.
     """
     if not can_be_fitted(model):
         return None
@@ -150,8 +150,8 @@ def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
 
 
 def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
-    """Sentences about the labels as rows, with the numbers of these; None if a name is no word, or rows are pairs,
-    or an earlier model is extended, whose rows say more.
+    """Sentences about the labels as rows, with the numbers of these; None if a name is no word, or
+    rows are pairs, or an earlier model is extended, whose rows say more.
     """
     if config.from_model:
         return None

@@ -1,7 +1,7 @@
 """Hints: what the curves of a run say about training on, and the flag that would help.
 
-They speak only if the evidence is clear, because nobody reads what stands under every run. All thresholds are here,
-with their reasons.
+They speak only if the evidence is clear, because nobody reads what stands under every run. All
+thresholds are here, with their reasons.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from training.monitoring.records import (
 from training.run.head_start import Start
 
 MOST_HINTS = 2
-# Of the loss of a guess that knows only how frequent each label is. A network that has learned something is far below
-# that, on noisy labels too; one that has hardly begun is at 0.9 or more.
+# Of the loss of a guess that knows only how frequent each label is. A network that has learned
+# something is far below that, on noisy labels too; one that has hardly begun is at 0.9 or more.
 CHANCE_SHARE = 0.8
-# Nearly every run is best at its last epoch, because the learning rate ends at zero. It is not done if that epoch still
-# removed this share of the errors, and more than the standard error of a difference between two samples. Epochs are
-# validated on the same rows and agree on most of them, so that is about twice the standard error of their difference.
+# Nearly every run is best at its last epoch, because the learning rate ends at zero. It is not done
+# if that epoch still removed this share of the errors, and more than the standard error of a
+# difference between two samples. Epochs are validated on the same rows and agree on most of them,
+# so that is about twice the standard error of their difference.
 ERRORS_REMOVED = 0.1
-# Between mean confidence and accuracy, in addition to two standard errors. Well trained encoders are up to ten points
-# too sure of themselves.
+# Between mean confidence and accuracy, in addition to two standard errors. Well trained encoders
+# are up to ten points too sure of themselves.
 CALIBRATION_GAP = 0.15
-# If early stopping ends a run although the validation loss fell by this share in each of the last two evaluations, the
-# network does not overfit: the metric has not begun to rise, as that of several labels for the first epochs.
+# If early stopping ends a run although the validation loss fell by this share in each of the last
+# two evaluations, the network does not overfit: the metric has not begun to rise, as that of
+# several labels for the first epochs.
 LOSS_STILL_FALLS = 0.02
 # Encoders diverge with a higher one, so a still higher one is no way out.
 HIGH_LEARNING_RATE = 1e-3
@@ -48,8 +50,9 @@ MANY_CUT = 0.2
 class Evidence:
     """What is known at the end of a run.
 
-    ``chance_loss``: of a guess that knows only how frequent each label is; None if the run's losses are of another
-    kind. ``confidence``: the mean over the test rows; None if the task has none. ``share_cut``: of the texts.
+    ``chance_loss``: of a guess that knows only how frequent each label is; None if the run's losses
+    are of another kind. ``confidence``: the mean over the test rows; None if the task has none.
+    ``share_cut``: of the texts.
     """
 
     config: TrainConfig

@@ -1,21 +1,24 @@
 """The recipe: what a run does where no flag says it, from the rows, the labels and the encoder.
 
-A flag that is given always wins. Nothing here looks at a model's name: an encoder is its width, its depth, and how its
-files say it was trained.
+A flag that is given always wins. Nothing here looks at a model's name: an encoder is its width, its
+depth, and how its files say it was trained.
 
-**Learning rate.** AdamW moves every weight by about the rate in each step, whatever the gradient's size. A layer of
-width w sums w of them, and a narrow encoder has larger weights, so it takes a higher rate: with the square of the
-width. Changes of successive blocks add up, so deep encoders take a lower one. ``RATE`` is what is usual for BERT base,
-768 wide, 12 blocks deep, with a random head. Half of it is enough for a head that was fitted before: at the whole rate
-the loss rises at first, and what the encoder knew of other texts than these rows is lost.
+**Learning rate.** AdamW moves every weight by about the rate in each step, whatever the gradient's
+size. A layer of width w sums w of them, and a narrow encoder has larger weights, so it takes a
+higher rate: with the square of the width. Changes of successive blocks add up, so deep encoders
+take a lower one. ``RATE`` is what is usual for BERT base, 768 wide, 12 blocks deep, with a random
+head. Half of it is enough for a head that was fitted before: at the whole rate the loss rises at
+first, and what the encoder knew of other texts than these rows is lost.
 
-**Steps.** What fine-tuning needs is steps, not passes: a run of three epochs takes 9 steps with 80 rows, and a label
-that is seen three times is not learned. More labels need more steps, and several labels per text twice as many. Pairs
-of texts need four times as many: the vector of a single text says nothing about how it relates to another one.
+**Steps.** What fine-tuning needs is steps, not passes: a run of three epochs takes 9 steps with 80
+rows, and a label that is seen three times is not learned. More labels need more steps, and several
+labels per text twice as many. Pairs of texts need four times as many: the vector of a single text
+says nothing about how it relates to another one.
 
-**Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to ``FEW_ROWS`` all rows
-train, and folds say how good the fitted head is on rows that it has not seen. From there ten epochs are enough, and
-never more than twice the steps that a larger data set gets; a network that trains longer learns the rows by heart.
+**Few rows.** A tenth of few rows says nothing about a model, and is missed in training. Up to
+``FEW_ROWS`` all rows train, and folds say how good the fitted head is on rows that it has not seen.
+From there ten epochs are enough, and never more than twice the steps that a larger data set gets; a
+network that trains longer learns the rows by heart.
 """
 
 from __future__ import annotations
@@ -72,7 +75,8 @@ def settle_recipe(
     num_train: int,
     began: Mapping[str, Any],
 ) -> TrainConfig:
-    """The configuration with what its flags leave open; a run that is resumed keeps what it began with.
+    """The configuration with what its flags leave open; a run that is resumed keeps what it began
+    with.
 
     Args:
         labels: of the training rows that have one, as the task takes them.
@@ -105,7 +109,8 @@ def _choose(
     else:
         epochs = min(MOST_EPOCHS, max(LEAST_EPOCHS, math.ceil(steps * size / num_train)))
     chosen: dict[str, Any] = {
-        # Written down with the rate, so that the run's own config.yaml begins another run in the same way.
+        # Written down with the rate, so that the run's own config.yaml begins another run in the
+        # same way.
         "method": config.method
         if config.method != "auto"
         else "fine_tune"

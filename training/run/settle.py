@@ -1,7 +1,9 @@
-"""What a run is about: its configuration, data, model and precision, decided once before the model is distributed.
+"""What a run is about: its configuration, data, model and precision, decided once before the model
+is distributed.
 
-Flags leave much open, and each decision needs the ones before it: an earlier start of the same run decides first, then
-the data, then the model that reads it, then the recipe that fits both. :func:`settle` asks them in this order.
+Flags leave much open, and each decision needs the ones before it: an earlier start of the same run
+decides first, then the data, then the model that reads it, then the recipe that fits both.
+:func:`settle` asks them in this order.
 """
 
 from __future__ import annotations
@@ -40,13 +42,15 @@ from training.run.utilization import flops_per_token, peak_flops
 
 
 def check_run(config: TrainConfig, ranks: Ranks) -> Storage:
-    """Check what can be refused before data and model are read, the cheapest first; nothing is written.
+    """Check what can be refused before data and model are read, the cheapest first; nothing is
+    written.
 
     Returns:
         Where the checkpoints are.
     """
 
-    # A rank that fails a check must not leave the others waiting in the next one, so each is a collective call.
+    # A rank that fails a check must not leave the others waiting in the next one, so each is a
+    # collective call.
     def on_first(check: Callable[[], object]) -> None:
         ranks.run_on_all_ranks(lambda: check() if ranks.is_first else None)
 
@@ -64,8 +68,9 @@ def check_run(config: TrainConfig, ranks: Ranks) -> Storage:
 class Settled:
     """The same on every rank.
 
-    ``earlier``: the plain values of the run that is resumed, empty for a new one; ``class_weights``, ``sources``,
-    ``ideal_seconds`` and ``start``: see :class:`training.run.context.StepPlan`.
+    ``earlier``: the plain values of the run that is resumed, empty for a new one;
+    ``class_weights``, ``sources``, ``ideal_seconds`` and ``start``: see
+    :class:`training.run.context.StepPlan`.
     """
 
     config: TrainConfig

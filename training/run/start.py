@@ -23,7 +23,8 @@ from training.run.trainer import Trainer
 class Result:
     """What a run left behind.
 
-    ``model_folder``: None if the run was stopped; start it again to resume. ``metrics``: those of metrics.json.
+    ``model_folder``: None if the run was stopped; start it again to resume. ``metrics``: those of
+    metrics.json.
     """
 
     model_folder: Path | None
@@ -41,13 +42,15 @@ def train(
 ) -> Result:
     """Train, evaluate and write one model, as ``training/train_ddp.py`` does.
 
-    Under torchrun every process calls it with the same arguments; elsewhere, as in a notebook, it trains on one
-    process. A run that was interrupted resumes when it is called again.
+    Under torchrun every process calls it with the same arguments; elsewhere, as in a notebook, it
+    trains on one process. A run that was interrupted resumes when it is called again.
 
     Args:
-        network: builds a network of your own; wins over ``config.network``, which names one by its import path.
+        network: builds a network of your own; wins over ``config.network``, which names one by its
+            import path.
         loss, metric: of your own, likewise.
-        subscribers: read the run's events while it runs, as the project's own do; the same ones on every rank.
+        subscribers: read the run's events while it runs, as the project's own do; the same ones on
+            every rank.
         use_process_group: join the group that torchrun describes.
 
     Raises:

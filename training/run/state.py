@@ -39,9 +39,9 @@ class AverageMeter:
 class BadStepCount:
     """The bad steps of a run so far: those skipped because loss or gradient norm was not finite.
 
-    ``in_a_row``: consecutive ones since step ``last_good``, the last that updated the weights; ``suspects``: the rows
-    blamed for them. ``went_back_from``: the failed step that caused the last rollback, 0 for none; ``excluded_rows``:
-    the training rows left out since.
+    ``in_a_row``: consecutive ones since step ``last_good``, the last that updated the weights;
+    ``suspects``: the rows blamed for them. ``went_back_from``: the failed step that caused the last
+    rollback, 0 for none; ``excluded_rows``: the training rows left out since.
     """
 
     total: int = 0
@@ -69,8 +69,9 @@ class BadStepCount:
 class RunState:
     """The position of a run.
 
-    Row order, dropout and learning rate are functions of seed and step, so no generator state has to be saved.
-    ``seconds_before``: time spent in earlier processes; ``epoch_seconds``: in this epoch so far.
+    Row order, dropout and learning rate are functions of seed and step, so no generator state has
+    to be saved. ``seconds_before``: time spent in earlier processes; ``epoch_seconds``: in this
+    epoch so far.
     """
 
     step: int = 0

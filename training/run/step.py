@@ -1,7 +1,8 @@
 """One optimizer step, from the rows of its batch to its line in the log.
 
-Read :func:`train_step` first: it is what every rank does, step after step, under every strategy. A strategy only
-answers where they differ: how a forward pass runs, and how gradients get from rank to rank.
+Read :func:`train_step` first: it is what every rank does, step after step, under every strategy. A
+strategy only answers where they differ: how a forward pass runs, and how gradients get from rank to
+rank.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from training.run.utilization import gpu_utilization
 class StepRecord:
     """One optimizer step.
 
-    ``batch``: row numbers of the global batch, ``num_tokens`` of which it has, without padding; ``local_rows``: this
-    rank's row numbers in the order of its losses, -1 for a padding row.
+    ``batch``: row numbers of the global batch, ``num_tokens`` of which it has, without padding;
+    ``local_rows``: this rank's row numbers in the order of its losses, -1 for a padding row.
     """
 
     step: int
@@ -65,7 +66,8 @@ def train_step(
     tokens, step = context.news.tokens.read_in_training, context.state.step + 1
     originals, suspects = tokens.originals(batch), context.suspects
 
-    # This rank's share of the batch, cut into micro-batches. All ranks pad to the same length, so all have equal work.
+    # This rank's share of the batch, cut into micro-batches. All ranks pad to the same length, so
+    # all have equal work.
     with context.phases("data"):
         micro_batches = rank_share(
             tokens,
@@ -99,9 +101,11 @@ def train_step(
 def optimizer_step(
     strategy: Strategy, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float
 ) -> StepResult:
-    """Forward, backward, gradient synchronization, clipping and update over this rank's micro-batches.
+    """Forward, backward, gradient synchronization, clipping and update over this rank's
+    micro-batches.
 
-    Nothing here waits for a GPU, except with fp16: its loss scale has to know whether the gradients overflowed.
+    Nothing here waits for a GPU, except with fp16: its loss scale has to know whether the gradients
+    overflowed.
     """
     config, phases, scale = strategy.config, strategy.phases, strategy.loss_scale
     strategy.begin_step(learning_rate)
@@ -113,20 +117,23 @@ def optimizer_step(
         # DeepSpeed keeps gradients in buffers of its own, so it clips and updates by itself.
         norm, scaler_skipped = strategy.engine_update()
     else:
-        # What is still partial over tensor-parallel ranks: the gradients of norms, each from a part of the sequence.
+        # What is still partial over tensor-parallel ranks: the gradients of norms, each from a part
+        # of the sequence.
         parameters = strategy.parameters.values()
         reduce_partial_gradients(parameters)
         if strategy.gradient_checks_left:
             strategy.gradient_checks_left -= 1
             check_gradient_sync(strategy.parameters, strategy.ranks, f"step {step}")
 
-        # One norm over all shards and stages, the same number on every rank, so that all clip alike. Gradients still
-        # carry the loss scale: the norm is divided by it here, the gradients as they are clipped.
+        # One norm over all shards and stages, the same number on every rank, so that all clip
+        # alike. Gradients still carry the loss scale: the norm is divided by it here, the gradients
+        # as they are clipped.
         norm = global_norm(parameters, strategy.stage_group) / scale.scale
         clip_gradients(parameters, norm, limit=config.clip_norm or math.inf, scale=scale.scale)
 
-        # If the norm is not finite, fused AdamW finds `found_inf` set and leaves weights, moments and its step count
-        # as they are. The flag stays on the device; the host reads the norm a few steps later, with the losses.
+        # If the norm is not finite, fused AdamW finds `found_inf` set and leaves weights, moments
+        # and its step count as they are. The flag stays on the device; the host reads the norm a
+        # few steps later, with the losses.
         strategy.local_optimizer.found_inf = (~norm.isfinite()).float()
         with phases("optimizer"):
             strategy.optimizer.step()
@@ -160,7 +167,8 @@ def _result_of(
     share = sum(
         (loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True)
     )
-    # Ranks that hold parts of the same replica computed the same losses: only one of them may count.
+    # Ranks that hold parts of the same replica computed the same losses: only one of them may
+    # count.
     if not strategy.data_shard.is_replica_leader:
         share, checks = torch.zeros_like(share), []
         losses = [torch.zeros_like(loss) for loss in losses]
@@ -179,16 +187,16 @@ def forward_backward(
     """Forward and backward over all micro-batches.
 
     Returns:
-        For each micro-batch the losses of its rows, (rows,), and their checks, (rows, 3), if this rank and the task
-        have any. The gradients are in ``parameter.grad``, synchronized.
+        For each micro-batch the losses of its rows, (rows,), and their checks, (rows, 3), if this
+        rank and the task have any. The gradients are in ``parameter.grad``, synchronized.
     """
     config, phases = strategy.config, strategy.phases
     if strategy.pipeline:  # whose schedule interleaves the micro-batches of all stages
         return strategy.pipeline.run(micro_batches, config.seed, step, strategy.precision)
 
-    # One micro-batch after the other; their gradients add up in `parameter.grad`. Communicating the sum is enough, so
-    # only the last backward pass synchronizes: DDP averages a bucket of gradients while the next ones are still being
-    # computed, FSDP reduces and scatters them block by block.
+    # One micro-batch after the other; their gradients add up in `parameter.grad`. Communicating the
+    # sum is enough, so only the last backward pass synchronizes: DDP averages a bucket of gradients
+    # while the next ones are still being computed, FSDP reduces and scatters them block by block.
     losses, checks = [], []
     for number, batch in enumerate(micro_batches, start=1):
         with nullcontext() if number == len(micro_batches) else strategy.no_sync():
@@ -213,8 +221,9 @@ def forward_backward(
 class SyncedSteps:
     """What all ranks know about the last steps.
 
-    ``steps``: the metrics of each; ``flags``: the sum of each flag over the ranks; ``bad``: by step, those that were
-    skipped because loss or gradient norm is not finite, unless the loss scale explains it.
+    ``steps``: the metrics of each; ``flags``: the sum of each flag over the ranks; ``bad``: by
+    step, those that were skipped because loss or gradient norm is not finite, unless the loss scale
+    explains it.
     """
 
     steps: list[StepMetrics]
@@ -245,8 +254,8 @@ class StepLog:
     def sync(self, seconds: float, flags: Mapping[str, int]) -> SyncedSteps:
         """Exchange the steps since the last call with all ranks.
 
-        ``seconds``: since the run began; ``flags``: what only this rank knows, as integers under the same names on all
-        ranks.
+        ``seconds``: since the run began; ``flags``: what only this rank knows, as integers under
+        the same names on all ranks.
         """
         records, self.records = self.records, []
 
@@ -301,7 +310,8 @@ class StepLog:
         self, records: Sequence[StepRecord], flags: Mapping[str, int]
     ) -> tuple[list[float], dict[str, int], list[list[float]]]:
         """The sums over all ranks: each step's loss, each flag, and of each step the rows answered right and all."""
-        # All travel in one tensor, the losses first: a second all-reduce would cost another round trip.
+        # All travel in one tensor, the losses first: a second all-reduce would cost another round
+        # trip.
         values = [float(flag) for flag in flags.values()]
         local = [torch.tensor(values, dtype=torch.float64, device=self.ranks.device)]
         if records:

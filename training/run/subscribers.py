@@ -33,7 +33,8 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
         subscribers.append(Trackers(config.run_dir, step, config.tracker_names, flags, context.say))
     subscribers.append(LossSpikes(events, exporter, context.say))
     if ranks.world_size > 1:
-        # After the profiler, which is to see a whole step; CollectiveRecorder leaves a step to it that both want.
+        # After the profiler, which is to see a whole step; CollectiveRecorder leaves a step to it
+        # that both want.
         collectives = CollectiveRecorder(events, ranks.backend, RECORD_EVERY)
         subscribers.append(collectives)
         subscribers.append(

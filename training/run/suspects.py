@@ -2,24 +2,26 @@
 
 Two witnesses are asked, and neither needs a pass of its own over the rows.
 
-The steps: each finds out how probable the model finds the label of each of its rows. Averaged over the epochs, a wrong
-label stays improbable, because the other rows teach the model something else. That is the area under the margin (Pleiss
-et al., arXiv 2001.10528) with log-probabilities instead of margins; the threshold is that of confident learning
-(Northcutt et al., arXiv 1911.00068).
+The steps: each finds out how probable the model finds the label of each of its rows. Averaged over
+the epochs, a wrong label stays improbable, because the other rows teach the model something else.
+That is the area under the margin (Pleiss et al., arXiv 2001.10528) with log-probabilities instead
+of margins; the threshold is that of confident learning (Northcutt et al., arXiv 1911.00068).
 
-The words: a naive Bayes classifier that has not seen the row, and so cannot have memorised its label as the model can.
-It reads single tokens and pairs of neighbouring ones.
+The words: a naive Bayes classifier that has not seen the row, and so cannot have memorised its
+label as the model can. It reads single tokens and pairs of neighbouring ones.
 
-The ranking compares a row with the others of its label. A label that is easily confused has many rows that are
-improbable and still right, so they must not crowd out those of a label whose rows are all easy.
+The ranking compares a row with the others of its label. A label that is easily confused has many
+rows that are improbable and still right, so they must not crowd out those of a label whose rows are
+all easy.
 
-Tried while fine-tuning MiniLM on 4,000 rows of AG News, and left out because no more was found: other weights of the
-epochs (the first, in which the model has not seen the row, says least), their median or maximum, margins of logits
-instead of log-probabilities, and out-of-fold linear probes on vectors of the encoder. Those of the steps are no witness
-of their own, because the model that makes them has seen the label. Those of the encoder before training (averages of
-the token embeddings, or of a layer's output over the first 12 to 40 tokens) judge about as well as the words, but
-beside the steps and the words they add nothing. ``benchmarks/label_errors.py`` measures what is found, and shows rows
-that it counts as mistakes although their label is wrong or arguable in the data itself.
+Tried while fine-tuning MiniLM on 4,000 rows of AG News, and left out because no more was found:
+other weights of the epochs (the first, in which the model has not seen the row, says least), their
+median or maximum, margins of logits instead of log-probabilities, and out-of-fold linear probes on
+vectors of the encoder. Those of the steps are no witness of their own, because the model that makes
+them has seen the label. Those of the encoder before training (averages of the token embeddings, or
+of a layer's output over the first 12 to 40 tokens) judge about as well as the words, but beside the
+steps and the words they add nothing. ``benchmarks/label_errors.py`` measures what is found, and
+shows rows that it counts as mistakes although their label is wrong or arguable in the data itself.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ MOST_TOKENS = (
 MOST_SUMS = 2**26  # of words by label: half a GiB
 USUAL_ROWS = 20  # A label's usual doubt is that of its rows and of so many of all labels, because it may have few.
 TENSOR = "suspects/rows"
-# Its columns: the sum of the log-probabilities of a row's label, how many they are, the strongest other label in the
-# last of them, and the row's weight in the loss.
+# Its columns: the sum of the log-probabilities of a row's label, how many they are, the strongest
+# other label in the last of them, and the row's weight in the loss.
 LOG_PROBABILITIES, COUNT, OTHER, WEIGHT = range(4)
 
 
@@ -56,8 +58,8 @@ LOG_PROBABILITIES, COUNT, OTHER, WEIGHT = range(4)
 class Suspect:
     """A training row, the label that it has and the one that the run proposes.
 
-    ``doubt``: 1 minus the probability of the label, averaged over epochs and words, above 0.5; ``is_flagged``: both
-    the steps and the words call the label wrong.
+    ``doubt``: 1 minus the probability of the label, averaged over epochs and words, above 0.5;
+    ``is_flagged``: both the steps and the words call the label wrong.
     """
 
     row: int
@@ -74,7 +76,8 @@ class Suspects:
         index: the row numbers of the training rows, ascending.
         labels: the label of each of them.
         action: what becomes of flagged rows when an epoch has ended.
-        words: the log-probability of each label by the words of each row, (rows, labels); see :func:`ask_words`.
+        words: the log-probability of each label by the words of each row, (rows, labels); see
+            :func:`ask_words`.
     """
 
     def __init__(
@@ -162,8 +165,8 @@ class Suspects:
         return self._rows[:, LOG_PROBABILITIES] / np.maximum(self._rows[:, COUNT], 1)
 
     def _flagged(self) -> np.ndarray:
-        """Whether the label is as improbable as the other one is probable, on average, for rows that do have it,
-        and the words favour another label too.
+        """Whether the label is as improbable as the other one is probable, on average, for rows
+        that do have it, and the words favour another label too.
         """
         probabilities, other = np.exp(self._log_probabilities()), self._rows[:, OTHER].astype(int)
         believed = (probabilities > 0.5) & (self._rows[:, COUNT] > 0)
@@ -175,10 +178,11 @@ class Suspects:
 
 
 def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.ndarray:
-    """How probable each label is by the words of each row, from all other rows: log-probabilities, (rows, labels).
+    """How probable each label is by the words of each row, from all other rows: log-probabilities,
+    (rows, labels).
 
-    Naive Bayes over tokens and pairs of neighbouring ones, each with its weight in a row: rarer ones count more, and
-    the weights of a row have length 1.
+    Naive Bayes over tokens and pairs of neighbouring ones, each with its weight in a row: rarer
+    ones count more, and the weights of a row have length 1.
     """
     labels, num_rows = rows.labels[index], len(index)
     ids = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index]).astype(
@@ -186,15 +190,16 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     )
     places = np.repeat(np.arange(num_rows), rows.lengths[index])  # of the row that a token is in
 
-    # Features are tokens, and pairs of them under numbers above those of all tokens. Each counts once per row.
+    # Features are tokens, and pairs of them under numbers above those of all tokens. Each counts
+    # once per row.
     is_pair = (places[1:] == places[:-1]) & (len(ids) <= MOST_TOKENS)
     pairs = ((1 + ids[:-1]) * (1 + ids.max()) + ids[1:])[is_pair]
     found, features = np.unique(np.concatenate([ids, pairs]), return_inverse=True)
     features += np.concatenate([places, places[1:][is_pair]]) * len(found)
     places, features = np.divmod(np.unique(features), len(found))
 
-    # A feature that occurs in one row only says nothing about others. Of the rest, the most frequent are kept, as many
-    # as fit into memory.
+    # A feature that occurs in one row only says nothing about others. Of the rest, the most
+    # frequent are kept, as many as fit into memory.
     counts = np.bincount(features)
     kept = np.argsort(-counts, kind="stable")[: MOST_SUMS // num_labels]
     kept = kept[counts[kept] > 1]

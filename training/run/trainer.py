@@ -35,7 +35,9 @@ from training.run.validation import validate
 
 @dataclass(frozen=True)
 class _Due:
-    """What is to be done after a step, the same on all ranks; ``rollback``: the bad step that is one too many."""
+    """What is to be done after a step, the same on all ranks; ``rollback``: the bad step that is
+    one too many.
+    """
 
     rollback: BadStep | None = None
     save: bool = False
@@ -140,7 +142,9 @@ class Trainer:
             return None  # tested again when the run is resumed
 
     def _train(self, validation_is_pending: bool) -> bool:
-        """Run the steps that are left, after a pending validation; returns whether all of it was done."""
+        """Run the steps that are left, after a pending validation; returns whether all of it was
+        done.
+        """
         context, state, plan = self.context, self.context.state, self.context.plan
         self.agreement = Agreement(context, self.checkpoints)
         self.bad_steps = BadSteps(context)
@@ -165,14 +169,17 @@ class Trainer:
         return is_last or state.no_longer_improves(self.context.config)
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Run what is left of an epoch; returns whether the run continues, which it also does after a rollback."""
+        """Run what is left of an epoch; returns whether the run continues, which it also does after
+        a rollback.
+        """
         context, state, sampler = self.context, self.context.state, self.context.sampler
         sampler.set_epoch(epoch)
         steps_done, began = state.step % context.plan.steps_per_epoch, time.perf_counter()
         if not steps_done:
             state.begin_epoch()
         seconds_before, self.agreement.next_step = state.epoch_seconds, state.step + 1
-        # The order of an epoch's batches is a function of seed and epoch, so a resumed run skips those it has seen.
+        # The order of an epoch's batches is a function of seed and epoch, so a resumed run skips
+        # those it has seen.
         for batch in islice(sampler, steps_done, None):
             self._train_step(epoch, self._remaining(context.news.epoch_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
@@ -212,7 +219,9 @@ class Trainer:
         context.state.step = context.phases.step = step
 
     def _agree_on_what_is_due(self) -> _Due:
-        """Without an agreement after this step nothing is due: each of these forces one, or comes from one."""
+        """Without an agreement after this step nothing is due: each of these forces one, or comes
+        from one.
+        """
         context, step = self.context, self.context.state.step
         if not (context.validates_at(step) or self.agreement.is_due(step)):
             return _Due()
@@ -222,13 +231,15 @@ class Trainer:
         stop, save = synced.flags["stop"] > 0, synced.flags["save"] > 0
         # Asked again, because this is the last step if the agreement says that time is up.
         validation = context.validates_at(step)
-        # A validation saves, too. Consecutive bad steps left the weights unchanged, and a rollback must go back past
-        # them: save none of these.
+        # A validation saves, too. Consecutive bad steps left the weights unchanged, and a rollback
+        # must go back past them: save none of these.
         save = save and not validation and not context.state.bad.in_a_row
         return _Due(save=stop or save, stop=stop, validation=validation)
 
     def _validate(self) -> bool:
-        """Validate and save; returns whether it was completed. After a stop the validation is still pending."""
+        """Validate and save; returns whether it was completed. After a stop the validation is still
+        pending.
+        """
         context, state = self.context, self.context.state
         if state.step == 0 and (start := context.plan.start):
             state.epoch_loss.update(start.loss)

@@ -1,8 +1,8 @@
 """How much of the machine training uses.
 
-MFU, model FLOPs utilization, is for language models: the operations that the model's tokens need, over those that the
-devices could do in the same time (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). What is computed twice, such
-as checkpointed activations, counts once.
+MFU, model FLOPs utilization, is for language models: the operations that the model's tokens need,
+over those that the devices could do in the same time (Chowdhery et al., "PaLM", arXiv 2204.02311,
+appendix B). What is computed twice, such as checkpointed activations, counts once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from training.model.precision import DTYPES
 from training.planning.hardware import GPUS
 from training.tasks import MASKED_SHARE, MaskedLanguageModel
 
-# Of a device whose data sheet is not known, the best product of square matrices of this size counts as the peak.
+# Of a device whose data sheet is not known, the best product of square matrices of this size counts
+# as the peak.
 MATRIX, TRIES = 1024, 5
 
 
 def flops_per_token(model: NewsClassifier, length: int) -> float:
     """Operations per token, forward and backward, in blocks of ``length`` tokens."""
-    # Each weight of a matrix is multiplied once forward and twice backward. A lookup multiplies nothing, unless the
-    # head is the same table.
+    # Each weight of a matrix is multiplied once forward and twice backward. A lookup multiplies
+    # nothing, unless the head is the same table.
     network, head = model.network, model.network.get_output_embeddings()
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)}
     multiplied = (
@@ -46,7 +47,8 @@ def peak_flops(ranks: Ranks, precision: str) -> float:
 def gpu_utilization(device: torch.device) -> float | None:
     """The share of the last second in which this rank's GPU computed anything, 0 to 1.
 
-    None on a CPU, and if NVML does not tell: its Python package nvidia-ml-py is missing, or the GPU is divided.
+    None on a CPU, and if NVML does not tell: its Python package nvidia-ml-py is missing, or the GPU
+    is divided.
     """
     if device.type != "cuda":
         return None

@@ -14,7 +14,8 @@ from training.run.context import RunContext
 
 
 def validate(context: RunContext) -> EpochMetrics:
-    """Evaluate the current weights, or with ``--ema`` their average, on the validation rows, if there are any.
+    """Evaluate the current weights, or with ``--ema`` their average, on the validation rows, if
+    there are any.
 
     Raises:
         EvaluationStopped: a rank was asked to stop.
