@@ -443,4 +443,4 @@ def test_machines_that_share_a_cache_download_once(
     for name in ("/config.json", "model.safetensors", "data/train-"):
         downloads = [line for line in asked if line.startswith('"GET') and "/resolve/" in line and name in line]
         assert len(downloads) == (1 if shared else 2), downloads
-    assert not list(tmp_path.rglob(".shared_*"))
+    assert not list(tmp_path.rglob(".distrinews-*"))

@@ -88,24 +88,21 @@ def check_shared(model_folder: Path, ranks: Ranks) -> None:
     """Refuse a run whose machines do not share the output folder: after a restart, rank 0 may be on another machine."""
     if ranks.world_size == ranks.local_world_size:
         return
-    with contextlib.ExitStack() as stack:
-        probe = None
-        if ranks.is_first:
-            folder = nearest_folder(model_folder.absolute().parent)
-            probe = Path(
-                stack.enter_context(NamedTemporaryFile(prefix=".distrinews-", dir=folder)).name
+    # Rank 0's nearest folder: another machine may have fewer of the folders above it.
+    folder = ranks.broadcast(nearest_folder(model_folder.absolute().parent))
+
+    def look(name: str) -> None:
+        if not (folder / name).exists():
+            raise UserError(
+                f"--output_dir {model_folder}: {socket.gethostname()} does not see what rank 0 "
+                f"writes to {folder}; name a folder that all machines share",
+                code="folder-not-shared",
             )
-        probe = ranks.broadcast(probe)
-        ranks.run_on_all_ranks(lambda: _check_seen(probe, model_folder))
 
-
-def _check_seen(probe: Path, model_folder: Path) -> None:
-    if not probe.exists():
-        raise UserError(
-            f"--output_dir {model_folder}: {socket.gethostname()} does not see what rank 0 writes to {probe.parent}; "
-            "name a folder that all machines share",
-            code="folder-not-shared",
-        )
+    with ranks.probing(
+        lambda name: (folder / name).touch(), lambda name: (folder / name).unlink()
+    ) as probe:
+        ranks.run_on_all_ranks(lambda: look(probe))
 
 
 def write_model(

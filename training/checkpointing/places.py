@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 from pathlib import Path
 
 from common.errors import UserError
@@ -36,23 +34,19 @@ def open_location(address: str) -> Storage:
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:
     """Check at the start, not after the first epoch, that rank 0 can write there and every rank can read it."""
-    # A name of its own: another run in the same folder must not remove this one's, and NFS remembers for a while that a
-    # name was absent.
-    probe = ranks.broadcast(f".distrinews-{secrets.token_hex(8)}")
 
-    def put() -> None:
-        if ranks.is_first:
-            try:
-                storage.put_probe(probe)
-            except OSError as error:
-                raise UserError(
-                    f"--checkpoint_dir {storage.location}: cannot be written ({error})",
-                    code="not-writable",
-                ) from error
-
-    def look() -> None:
+    def put(name: str) -> None:
         try:
-            seen = storage.sees_probe(probe)
+            storage.put_probe(name)
+        except OSError as error:
+            raise UserError(
+                f"--checkpoint_dir {storage.location}: cannot be written ({error})",
+                code="not-writable",
+            ) from error
+
+    def look(name: str) -> None:
+        try:
+            seen = storage.sees_probe(name)
         except OSError as error:
             raise UserError(
                 f"--checkpoint_dir {storage.location}: cannot be read ({error})",
@@ -65,10 +59,5 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
                 code="folder-not-shared",
             )
 
-    ranks.run_on_all_ranks(put)
-    try:
-        ranks.run_on_all_ranks(look)
-    finally:
-        if ranks.is_first:
-            with contextlib.suppress(OSError):
-                storage.remove_probe(probe)
+    with ranks.probing(put, storage.remove_probe) as probe:
+        ranks.run_on_all_ranks(lambda: look(probe))

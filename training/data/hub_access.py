@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import sys
 import time
@@ -166,23 +165,22 @@ def cache_is_shared(ranks: Ranks) -> bool:
     if ranks.world_size == ranks.local_world_size:
         return False
     folders = (
-        Path(constants.HF_HUB_CACHE),
-        Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")),
+        Path(constants.HF_HUB_CACHE).expanduser(),
+        Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")).expanduser(),
     )
-    # A name that nobody has looked up yet, because NFS remembers for a while that a file did not exist.
-    name = ranks.broadcast(f".shared_{secrets.token_hex(8)}")
-    markers = [folder.expanduser() / name for folder in folders]
-    if ranks.is_first:
-        with contextlib.suppress(OSError):
-            for marker in markers:
-                marker.parent.mkdir(parents=True, exist_ok=True)
-                marker.touch()
-    ranks.barrier()
-    shared = not ranks.any(not all(marker.exists() for marker in markers))
-    if ranks.is_first:
-        for marker in markers:
-            marker.unlink(missing_ok=True)
-    return shared
+
+    def put(name: str) -> None:
+        with contextlib.suppress(OSError):  # without a cache nobody sees it, so it is not shared
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+
+    def remove(name: str) -> None:
+        for folder in folders:
+            (folder / name).unlink(missing_ok=True)
+
+    with ranks.probing(put, remove) as probe:
+        return not ranks.any(not all((folder / probe).exists() for folder in folders))
 
 
 def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:

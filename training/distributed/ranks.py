@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -112,6 +114,24 @@ class Ranks:
             UserError: as :meth:`run_on_all_ranks`.
         """
         return self.broadcast(self.run_on_all_ranks(lambda: work() if self.is_first else None))  # type: ignore[return-value]
+
+    @contextmanager
+    def probing(self, put: Callable[[str], None], remove: Callable[[str], None]) -> Iterator[str]:
+        """The name of a small file that rank 0 ``put``, for all ranks to look for; removed after.
+
+        Raises:
+            UserError: as :meth:`run_on_all_ranks`, from ``put``.
+        """
+        # A new name each time: runs that start together in one folder must not remove each
+        # other's file, and NFS remembers for a while that a name was absent.
+        name = self.broadcast(f".distrinews-{secrets.token_hex(8)}")
+        self.run_on_all_ranks(lambda: put(name) if self.is_first else None)
+        try:
+            yield name
+        finally:
+            if self.is_first:
+                with suppress(OSError):
+                    remove(name)
 
     def local_rank0_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank of each machine, then on the others, who find its cached
