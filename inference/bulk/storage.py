@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, ParamSpec, Protocol, TypeVar
 
 from common.errors import UserError, first_line
 from common.files import sha256_of, sync_folder, write_whole, writing_whole
+from common.places import open_remote_files
 
 _WILD = set("*?[")
 P = ParamSpec("P")
@@ -197,23 +198,7 @@ class RemoteStorage:
     """Files at an fsspec address; an object is there whole or not at all."""
 
     def __init__(self, address: str) -> None:
-        try:
-            import fsspec
-        except ImportError:
-            message = (
-                f"{address}: addresses need fsspec: pip install fsspec, and the driver for this one"
-            )
-            raise UserError(message, code="score-address") from None
-        try:
-            # Other processes write here too, so a cached listing would be wrong.
-            self._files, _ = fsspec.url_to_fs(address, use_listings_cache=False)
-        except ImportError as error:
-            extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
-            message = f"{address}: its driver is not installed ({first_line(error)}){extra}"
-            raise UserError(message, code="package-missing") from error
-        except ValueError as error:
-            raise UserError(f"{address}: {first_line(error)}", code="score-address") from error
-        self._protocol = address.partition("://")[0]
+        self._files = open_remote_files(address, code="score-address")
 
     def find(self, pattern: str) -> list[str]:
         try:

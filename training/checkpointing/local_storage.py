@@ -16,6 +16,7 @@ from common.files import (
     lock_run_folder,
     move_aside,
     nearest_folder,
+    sha256_of,
     sync_folder,
     write_json,
     write_whole,
@@ -118,8 +119,7 @@ class LocalStorage(Storage):
         return {file.name: file.stat().st_size for file in Path(path).iterdir() if file.is_file()}
 
     def _sha256(self, path: str, name: str) -> str:
-        with Path(path, name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(Path(path, name))
 
     def _read(self, path: str, name: str) -> bytes:
         return Path(path, name).read_bytes()

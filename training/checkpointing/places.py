@@ -20,16 +20,7 @@ def open_storage(config: TrainConfig) -> Storage:
 def open_location(address: str) -> Storage:
     if "://" not in address or address.startswith("file://"):
         return LocalStorage(Path(address.removeprefix("file://")).expanduser())
-    try:
-        return RemoteStorage(address)
-    except ImportError as error:
-        extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
-        raise UserError(
-            f"--checkpoint_dir {address}: its driver is not installed ({error}){extra}",
-            code="package-missing",
-        ) from error
-    except ValueError as error:
-        raise UserError(f"--checkpoint_dir {address}: {error}", code="storage-address") from error
+    return RemoteStorage(address)
 
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:

@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fsspec.core import url_to_fs
 from torch.distributed.checkpoint import FileSystemWriter, StorageReader, StorageWriter
 
 from common.escaping import without_user
+from common.places import open_remote_files
 from training.checkpointing.remote_files import BLOCK_BYTES, HashedFiles, RemoteReader
 from training.checkpointing.storage import (
     LATEST,
@@ -28,20 +28,15 @@ UNFINISHED = "unfinished"
 
 
 class RemoteStorage(Storage):
-    """The checkpoints of one run at an address; the driver finds credentials and endpoint in its usual variables.
+    """The checkpoints of one run at an address.
 
-    Raises:
-        ImportError: the driver of this protocol is not installed.
-        ValueError: no such protocol.
+    The driver finds credentials and endpoint in its usual environment variables.
     """
 
     def __init__(self, address: str) -> None:
-        self.location = address.rstrip("/")
-        # Other ranks write here too, so a cached listing would be wrong.
-        self.files, _ = url_to_fs(self.location, use_listings_cache=False)
-        self.location = without_user(
-            self.location
-        )  # it is shown and recorded; the driver has the password
+        self.files = open_remote_files(address, "--checkpoint_dir", code="storage-address")
+        # It is shown and recorded, so without a password: the driver has that.
+        self.location = without_user(address.rstrip("/"))
         self.place = ""
         self.written: dict[str, dict[str, Any]] = {}
 
@@ -149,10 +144,7 @@ class RemoteStorage(Storage):
             self._drivers_raise_os_errors(),
             self.files.open(f"{path}/{name}", "rb", block_size=BLOCK_BYTES) as file,
         ):
-            sha256 = hashlib.sha256()
-            while data := file.read(BLOCK_BYTES):
-                sha256.update(data)
-            return sha256.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _read(self, path: str, name: str) -> bytes:
         with self._drivers_raise_os_errors():
