@@ -39,14 +39,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old one or the new one, never a part of it."""
-    with writing_whole(path) as file:
+def write_whole(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a file so that readers see the old one or the new one, never a part of it.
+
+    Without ``sync``, no time is spent on waiting for the disk, and a power failure may leave the
+    old file or an empty one.
+    """
+    with writing_whole(path, sync=sync) as file:
         file.write(data)
 
 
 @contextmanager
-def writing_whole(path: Path) -> Iterator[BinaryIO]:
+def writing_whole(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Like :func:`write_whole`, for files too large to be built in memory first."""
     # The pid alone does not identify a writer on a shared folder: every container counts its processes from 1.
     aside = path.with_name(
@@ -55,12 +59,14 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
     try:
         with aside.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,7 +6,6 @@ All flags that are not Ray's are those of python -m inference.score.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import signal
@@ -26,10 +25,10 @@ from common.errors import (
     positive,
     run_command,
 )
+from common.processes import receive_when_parent_dies
 from common.ray_cluster import check_room, connect
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _ERROR = re.compile(r"error: (?P<message>.+) \[(?P<code>[a-z0-9-]+)\]")
 
 
@@ -116,7 +115,9 @@ def _score_in_worker(flags: list[str], threads: int, folder: str) -> dict[str, s
         },
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_end_with_the_worker if sys.platform == "linux" else None,
+        # A worker that is killed takes its copy along, which would otherwise go on beside the one
+        # that replaces it.
+        preexec_fn=lambda: receive_when_parent_dies(signal.SIGKILL),
     )
     last = _pass_on(copy)
     code = copy.wait()
@@ -136,12 +137,6 @@ def _pass_on(copy: subprocess.Popen[str]) -> str:
         if not last.startswith("error: "):  # which the command prints itself, once for all copies
             print(line, end="", file=sys.stderr, flush=True)
     return last
-
-
-def _end_with_the_worker() -> None:
-    # A worker that is killed takes its copy along, which would otherwise go on beside the one that
-    # replaces it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

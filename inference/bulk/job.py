@@ -34,6 +34,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import nearest_folder
+from common.processes import process_fields
 from common.row_parts import Part, PartReader, open_parts
 from common.rows import FORMATS
 from common.text_files import Place
@@ -466,8 +467,8 @@ def _namespace() -> str:
 
 def _start_of(pid: int) -> str:
     """When a process began, in ticks since the start of the machine; empty if there is none or it has ended."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+    fields = process_fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 class FileParts:

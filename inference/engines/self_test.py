@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ModelLoadError, first_line
-from common.files import sha256_of
+from common.files import sha256_of, write_whole
 from common.hardware import Hardware, cpu_flags, cpu_name
 from common.model_folder import MANIFEST_FILE, artefact_folder, weights_file
 from common.problem_types import REGRESSION, SINGLE_LABEL, ProblemType
@@ -182,9 +181,7 @@ def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
         path = _speeds_file(key)
         path.parents[1].mkdir(0o700, parents=True, exist_ok=True)  # training may keep texts there
         path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(speeds, file)
-        Path(file.name).replace(path)
+        write_whole(path, json.dumps(speeds).encode(), sync=False)
 
 
 def _speeds_file(key: str) -> Path:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from common.errors import UserError
+from common.files import write_whole
 
 # Marks a folder that a run made, so that a later run may empty it.
 MARK = ".cards"
@@ -120,11 +121,8 @@ class Storage:
             shutil.copytree(source, copy, dirs_exist_ok=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Write a file and rename it into place: readers see the old one or the new one."""
-        # Unlike `write_whole` it does not wait for the disk: a pass writes hundreds of files, and a
-        # run is not resumed after a power cut.
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_bytes(data)
-        aside.replace(path)
+        # Without waiting for the disk: a pass writes hundreds of files, and a run is not resumed
+        # after a power cut.
+        write_whole(path, data, sync=False)

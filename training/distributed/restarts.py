@@ -6,7 +6,6 @@ Imports nothing slow: an attempt that must not be made ends before the rest is l
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -18,8 +17,8 @@ from types import FrameType
 
 from common.errors import ForeseenError, StopAsked, UserError
 from common.files import write_whole
+from common.processes import receive_when_parent_dies
 
-PR_SET_PDEATHSIG = 1
 EXIT_CODE_FILE = "exit_code"  # run_ddp.sh writes and reads it, too
 BEGUN = "begun"
 
@@ -100,12 +99,9 @@ def end_on_ctrl_c() -> None:
 
 
 def stop_with_launcher() -> None:
-    """Receive SIGTERM when the launcher dies; nothing else would signal, end or restart its ranks.
-
-    Source: prctl(2), PR_SET_PDEATHSIG. Does nothing except under torchrun on Linux.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Receive SIGTERM when torchrun dies; nothing else would signal, end or restart its ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        receive_when_parent_dies(signal.SIGTERM)
 
 
 def _report_to_launcher(error: ForeseenError) -> None:

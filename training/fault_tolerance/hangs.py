@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from common.files import write_whole
+from common.processes import process_fields
 from training.distributed.ranks import Ranks
 from training.monitoring.phases import Phases
 from training.monitoring.status import LOST, RankStatus, read_statuses, writing_period
@@ -98,21 +100,12 @@ def _known_problem(status: RankStatus) -> str | None:
     """What is wrong with a rank according to its own file, or to this machine's process table."""
     if status.state == "failed" and not status.message.startswith(LOST):
         return status.message if status.message.startswith(BUSY) else f"failed: {status.message}"
-    if status.state != "running" or status.host != platform.node():
-        return None
-    state = _process_state(status.pid)
-    if state in (None, "Z", "X"):
+    if status.state != "running" or status.host != platform.node() or not process_fields("self"):
+        return None  # of another machine, or without Linux, nothing is known
+    state, *_ = process_fields(status.pid) or ["X"]
+    if state in "ZX":
         return GONE
-    return "makes no progress: its process is stopped" if state in ("T", "t") else None
-
-
-def _process_state(pid: int) -> str | None:
-    if not Path("/proc/self/stat").exists():
-        return "?"  # no Linux: nothing is known
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
+    return "makes no progress: its process is stopped" if state in "Tt" else None
 
 
 def _busy(run_dir: Path, others: Mapping[int, RankStatus]) -> dict[int, str]:
@@ -161,11 +154,8 @@ def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds
             )
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_text(
-            json.dumps(place | {"flight_records": records}, indent=1), encoding="utf-8"
-        )
-        aside.replace(path)
+        record = json.dumps(place | {"flight_records": records}, indent=1)
+        write_whole(path, record.encode(), sync=False)
     return waits
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import reason_to_record
 from common.files import write_whole
+from common.processes import process_fields
 from training.monitoring.phases import Phases
 from training.monitoring.records import (
     CollectiveUse,
@@ -409,10 +410,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def process_started(process: int | str = "self") -> float:
     """Unix time at which this or another process began; NaN on systems other than Linux."""
     try:
-        # Field 22 of its stat: ticks from boot to the start. The name before it, in brackets, may
-        # hold spaces.
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        # Field 22 of its stat: ticks from boot to the start.
+        after_boot = int(process_fields(process)[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot
-    except (OSError, AttributeError):
+    except (IndexError, AttributeError):
         return math.nan

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from common.errors import reason_to_record
+from common.files import write_whole
 from training.monitoring.events import (
     Event,
     Rescheduled,
@@ -149,9 +150,7 @@ class StatusFile(Subscriber):
             # Both times by one clock, so that their difference survives a jump of it.
             status.phase_since = now - (time.monotonic() - phases.since)
             status.cpu_seconds, status.memory_bytes = time.process_time(), _resident_bytes()
-            aside = self._path.with_suffix(".tmp")
-            aside.write_text(json.dumps(asdict(self.status)), encoding="utf-8")
-            aside.replace(self._path)
+            write_whole(self._path, json.dumps(asdict(self.status)).encode(), sync=False)
         except OSError:
             pass
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from typing import Protocol
 from common.errors import UserError
 from common.files import lock_run_folder
 from common.hardware import threads_asked_for, usable_cpus
-from training.distributed.restarts import PR_SET_PDEATHSIG
+from common.processes import receive_when_parent_dies
 from training.search.space import SearchSpace
 
 TRAINING = Path(__file__).resolve().parents[1]
@@ -72,11 +71,11 @@ def start_process(
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a run that is asked to save and stop if this process dies; it may use these ``cores``, or all."""
-    libc, parent = ctypes.CDLL(None), os.getpid()
+    parent = os.getpid()
 
     def prepare() -> None:
+        receive_when_parent_dies(signal.SIGTERM)
         if sys.platform == "linux":
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:  # it died before the line above
                 os._exit(os.EX_TEMPFAIL)
             if cores:
