@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, their hashes, and the lock on a run folder."""
+"""Files and folders that are written whole or not at all, hashes, and the lock on a run folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def write_whole(path: Path, data: bytes, *, sync: bool = True) -> None:
 @contextmanager
 def writing_whole(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Like :func:`write_whole`, for files too large to be built in memory first."""
-    # The pid alone does not identify a writer on a shared folder: every container counts its processes from 1.
+    # The pid alone does not identify a writer on a shared folder: every container counts its
+    # processes from 1.
     aside = path.with_name(
         f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     )
@@ -83,27 +84,24 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 
 def replace_folder(aside: Path, target: Path) -> None:
-    """Put a finished folder in place of ``target``; an older one is removed once the new one is there.
+    """Put a finished folder in place of ``target``; an older one is removed after that.
 
-    If ``target`` is a symbolic link, the link is replaced, and the folder that it leads to stays as it is.
+    If ``target`` is a symbolic link, the link is replaced, and the folder that it leads to stays as
+    it is.
     """
+    # Before the rename: otherwise a power failure could leave the new name with empty files.
     for path in aside.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(aside)
     old = target.with_name(f".{target.name}.old")
-    # Swapping the two folders in one step means that a reader finds one or the other. If the file system cannot do
-    # that, there is no target for the moment between two renames.
+    # Swapping the two folders in one step means that a reader finds one or the other. If the file
+    # system cannot do that, there is no target for the moment between two renames.
     libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        target.exists()
-        and hasattr(libc, "renameat2")
-        and libc.renameat2(
-            _AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE
-        )
-        == 0
-    ):
+    both = _AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target)
+    can_swap = target.exists() and hasattr(libc, "renameat2")
+    if can_swap and libc.renameat2(*both, _RENAME_EXCHANGE) == 0:
         _remove(aside)  # the older folder has this name now
     else:
         if target.exists():
@@ -115,15 +113,17 @@ def replace_folder(aside: Path, target: Path) -> None:
             if old.exists():
                 old.rename(target)
             raise
+    # Unless the two were swapped, the older folder is still there until the rename is on disk.
     sync_folder(target.parent)
     _remove(old)
 
 
 @contextmanager
 def writing_folder(target: Path) -> Iterator[Path]:
-    """Like :func:`writing_whole`, for a folder: yields an empty one, which replaces ``target`` if the block succeeds.
+    """Yield an empty folder, which replaces ``target`` if the block succeeds.
 
-    Its name cannot be guessed, so in a folder that others can write to, nobody can put a link in its place.
+    Its name cannot be guessed, so in a folder that others can write to, nobody can put a link in
+    its place.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
@@ -136,21 +136,25 @@ def writing_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(target: Path) -> None:
-    """Remove what killed processes left of :func:`writing_folder`; call it only while no other one can be writing."""
+    """Remove what killed processes left of :func:`writing_folder`.
+
+    Call it only while no other process can be writing.
+    """
     for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.tmp"):
-        if (
-            left.is_dir() and left.lstat().st_uid == os.geteuid()
-        ):  # another user's may hold anything
+        # Another user's may hold anything.
+        if left.is_dir() and left.lstat().st_uid == os.geteuid():
             _remove(left)
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a file to be locked, and make it if necessary; what a symbolic link leads to is not touched."""
+    """Open a file to be locked, and make it if necessary; a symbolic link is not followed."""
+    # In a folder that others can write to, a link might lead to a file of this user.
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder if it is there; of a link to one only the link, so that nobody writes through it later."""
+    """Remove a folder if it is there."""
+    # Of a link only the link, so that nobody writes through it later.
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -158,7 +162,7 @@ def _remove(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a folder to the first free name of ``folder.1``, ``folder.2``, ...; returns the new name."""
+    """Rename a folder to the first free name of ``folder.1``, ``folder.2``, ...; return that."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -175,8 +179,8 @@ def is_lfs_pointer(path: Path) -> bool:
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        # Large pieces, for which other threads are not asked to make way all the time: each piece may wait for the
-        # interpreter's lock twice, 5 ms each while another thread imports.
+        # Large pieces, for which other threads are not asked to make way all the time: each piece
+        # may wait for the interpreter's lock twice, 5 ms each while another thread imports.
         piece = memoryview(bytearray(min(max(os.fstat(file.fileno()).st_size, 1), 16 * 2**20)))
         while length := file.readinto(piece):
             digest.update(piece[:length])
@@ -185,10 +189,11 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def lock_run_folder(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
-    """Lock the folder that ``flag`` names for this process; the lock ends with the process, even if that is killed.
+    """Lock the folder that ``flag`` names; the lock ends with the process, even if that is killed.
 
     Raises:
-        UserError: another process has locked it, it cannot be written, or its file system has no locks.
+        UserError: another process has locked it, it cannot be written, or its file system has no
+            locks.
     """
     try:
         file = open_lock(folder / ".lock")
@@ -199,6 +204,7 @@ def lock_run_folder(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
         ) from error
     with file:
         try:
+            # Not lockf: that lock ends as soon as this process closes any descriptor of the file.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(

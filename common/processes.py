@@ -13,7 +13,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def process_fields(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat from the third on; empty if there is no such process or no Linux.
+    """The fields of /proc/PID/stat from the third on; empty without such a process or Linux.
 
     Counted from 0: the state is 0, the start in ticks since the machine's own is 19.
     """
