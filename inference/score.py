@@ -25,16 +25,18 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 _CPUS_FOR_PARALLEL_TOKENIZING = 16
 
 _DESCRIPTION = """
-Classify every row of a file, a folder or a pattern ("texts/*.csv"), and write all rows with the added columns label and
-confidence; a multi-label model adds labels, joined by "|", and a regression model adds value. CSV, TSV, JSONL and
-Parquet are read and written, also at addresses such as s3://bucket/texts.parquet.
+Classify every row of a file, a folder or a pattern ("texts/*.csv"), and write all rows with the
+added columns label and confidence; a multi-label model adds labels, joined by "|", and a regression
+model adds value. CSV, TSV, JSONL and Parquet are read and written, also at addresses such as
+s3://bucket/texts.parquet.
 
-Run the same command again after it was stopped or killed: finished parts are kept, and the output is the same. Run it
-on several machines at once, with the same IN and OUT on a folder that they share: they share the work.
+Run the same command again after it was stopped or killed: finished parts are kept, and the output
+is the same. Run it on several machines at once, with the same IN and OUT on a folder that they
+share: they share the work.
 """
 _EXAMPLE = (
-    "example: python -m inference.score texts.csv answers.parquet --model checkpoints/distilbert_agnews "
-    "--text_column message"
+    "example: python -m inference.score texts.csv answers.parquet "
+    "--model checkpoints/distilbert_agnews --text_column message"
 )
 
 
@@ -42,75 +44,74 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m inference.score", description=_DESCRIPTION.strip(), epilog=_EXAMPLE
     )
-    parser.add_argument(
-        "source", metavar="IN", help="a file, a folder (with all below it) or a pattern in quotes"
-    )
-    parser.add_argument(
+    flag = parser.add_argument
+    flag("source", metavar="IN", help="a file, a folder (with all below it) or a pattern in quotes")
+    flag(
         "out",
         metavar="OUT",
         help="for a file, one that ends in .csv, .tsv, .jsonl or .parquet; otherwise a folder",
     )
-    parser.add_argument(
+    flag(
         "--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)"
     )
-    parser.add_argument(
+    flag(
         "--engine",
         choices=ENGINES,
         metavar="NAME",
         help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
     )
-    parser.add_argument(
+    flag(
         "--text_column",
         default="text",
         metavar="NAME",
         help="column with the text, or several as in title,body (default: text)",
     )
-    parser.add_argument(
+    flag(
         "--pair_column",
         metavar="NAME",
         help="column with the second text, for a model that reads pairs (default: text_pair)",
     )
-    parser.add_argument(
+    flag(
         "--bad_rows",
         choices=("refuse", "keep"),
         default="refuse",
-        help="a row without a text, or that cannot be read: refuse ends with its line, keep writes it without a label "
-        "and with the reason in a column error (default: refuse)",
+        help="a row without a text, or that cannot be read: refuse ends with its line, keep writes "
+        "it without a label and with the reason in a column error (default: refuse)",
     )
-    parser.add_argument(
-        "--probabilities", action="store_true", help="also write the probability of every label"
-    )
-    parser.add_argument(
+    flag("--probabilities", action="store_true", help="also write the probability of every label")
+    flag(
         "--prefix",
         default="",
         metavar="TEXT",
         help="what the names of the added columns begin with",
     )
-    parser.add_argument(
+    flag(
         "--format",
         choices=("csv", "tsv", "jsonl", "parquet"),
         default="",
         help="of the files in the folder OUT (default: that of each input)",
     )
-    parser.add_argument(
+    flag(
         "--part_rows",
         type=positive,
         default=ROWS_PER_PART,
         metavar="N",
-        help=f"rows per part, which is the most work that a killed process loses (default: {ROWS_PER_PART})",
+        help="rows per part, which is the most work that a killed process loses "
+        f"(default: {ROWS_PER_PART})",
     )
-    parser.add_argument(
+    flag(
         "--restart",
         action="store_true",
-        help="discard the finished parts of an earlier start, for example if the input or a flag has changed; not for "
-        "commands that share their work",
+        help="discard the finished parts of an earlier start, for example if the input or a flag "
+        "has changed; not for commands that share their work",
     )
-    parser.add_argument("--quiet", action="store_true", help="print no progress")
+    flag("--quiet", action="store_true", help="print no progress")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse_arguments(arguments)
+    # First of all: loading a model takes seconds, in which a scheduler may stop the job.
     signal.signal(signal.SIGTERM, _stop)
     if usable_cpus() < _CPUS_FOR_PARALLEL_TOKENIZING:
         keep_tokenizer_on_one_thread()
@@ -122,14 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = _load_model(options, job)
     if model.reads_pairs:
         job.settings["pair_column"] = options.pair_column or "text_pair"
-    elif options.pair_column:
-        what = f"--pair_column {options.pair_column}: this model reads single texts; leave the flag out"
-        raise UserError(what, code="flags-conflict")
-    if options.probabilities and model.answering.problem_type is REGRESSION:
-        what = (
-            "--probabilities: this model answers with a number, which has none; leave the flag out"
-        )
-        raise UserError(what, code="flags-conflict")
+    _refuse_flags(options, model)
+    # What can be refused is refused before anything is written, and before --restart removes parts.
     scoring = Scoring(job, model, quiet=options.quiet)
     scoring.check_inputs()
     if options.restart:  # last, so that a mistake in the command costs no finished part
@@ -139,8 +134,8 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         if error.code != "score-job-changed":
             raise
-        # Copies that start at the same moment may each have measured another engine as the fastest. One of them has
-        # begun the job since this one looked, and the others take its engine.
+        # Copies that start at the same moment may each have measured another engine as the fastest.
+        # One of them has begun the job since this one looked, and the others take its engine.
         model = _load_model(options, job)
         job.begin(_describe(model))
         scoring = Scoring(job, model, quiet=options.quiet)
@@ -154,9 +149,20 @@ def main(arguments: list[str] | None = None) -> None:
     print(printable(without_secrets(done)))
 
 
+def _refuse_flags(options: argparse.Namespace, model: ModelLoader) -> None:
+    what = ""
+    if options.pair_column and not model.reads_pairs:
+        what = f"--pair_column {options.pair_column}: this model reads single texts"
+    elif options.probabilities and model.answering.problem_type is REGRESSION:
+        what = "--probabilities: this model answers with a number, which has none"
+    if what:
+        raise UserError(f"{what}; leave the flag out", code="flags-conflict")
+
+
 def _load_model(options: argparse.Namespace, job: Job) -> ModelLoader:
     settings = Settings.from_environment()
-    # A job that has begun keeps its engine: which one is measured as the fastest may change from start to start.
+    # A job that has begun keeps its engine: which one is measured as the fastest may change from
+    # start to start.
     begun_with = None if options.restart else job.earlier_record().get("model", {}).get("runtime")
     engine = options.engine or (
         settings.engine if settings.engine != "auto" else begun_with or "auto"
@@ -182,10 +188,10 @@ def _meaning(answering: Answering) -> dict[str, Any]:
     # What is not part of the weights, and so not of the revision. One label has none of it.
     if answering.problem_type is SINGLE_LABEL:
         return {}
-    thresholds = (
-        {"thresholds": answering.thresholds} if answering.problem_type is MULTI_LABEL else {}
-    )
-    return {"problem_type": answering.problem_type.name, **thresholds}
+    meaning = {"problem_type": answering.problem_type.name}
+    if answering.problem_type is MULTI_LABEL:
+        meaning["thresholds"] = answering.thresholds
+    return meaning
 
 
 def _stop(number: int, frame: object) -> NoReturn:

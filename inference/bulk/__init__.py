@@ -1,1 +1,1 @@
-"""Scoring of files: parts that processes share, forward passes that keep all cores busy, whole outputs."""
+"""Scoring of files: parts that processes share, forward passes on all cores, whole outputs."""

@@ -1,32 +1,33 @@
-"""A job of scoring: its record, its parts, and the claims by which processes share them without a coordinator.
+"""A job of scoring: its record, its parts, and the claims by which processes share them.
 
-A correct result does not depend on claims. A part is a function of the input and the model, and is written whole, so
-two processes that score the same part write the same bytes; claims only keep that from happening often. What is on disk
-at any moment is therefore a job that the same command can finish:
+A correct result does not depend on claims. A part is a function of the input and the model, and is
+written whole, so two processes that score the same part write the same bytes; claims only keep that
+from happening often. What is on disk at any moment is therefore a job that the same command can
+finish:
 
     OUT                        the output, once it is complete
-    OUT.job.json               what the job is: inputs, model, settings; stays beside OUT and says which model wrote it
+    OUT.job.json               what the job is: inputs, model, settings; stays beside OUT and says
+                               which model wrote it
     OUT.parts/JOB-0/17.part    a finished part of the first input file
     OUT.parts/JOB-0/17.claim   a process is working on it, and changes this file every few seconds
     OUT.parts/JOB-0/17.place   where in the input it begins
     OUT.parts/JOB-0/end        the number of parts, once someone has read the last one
     OUT.parts/JOB-0/done       the output is complete
 
-JOB is a hash of the record, so that parts that another job left behind are never taken for this one's.
+JOB is a hash of the record, so that parts that another job left behind are never taken for this
+one's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import platform
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -41,8 +42,8 @@ from common.text_files import Place
 from inference.bulk.rows_out import FORMATS as OUT_FORMATS
 from inference.bulk.storage import Storage, is_remote, storage_of
 
-# A claim that has not changed for so long belongs to a process that is gone. Measured on the clock of whoever waits, so
-# that machines need not agree about the time.
+# A claim that has not changed for so long belongs to a process that is gone. Measured on the clock
+# of whoever waits, so that machines need not agree about the time.
 LEASE_SECONDS = 60.0
 BEAT_SECONDS = 5.0
 VERSION = 1
@@ -50,7 +51,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file of rows and where they go. ``name``: below the folder that was given; ``suffix``: in small letters."""
+    """One file of rows and where they go.
+
+    ``name``: below the folder that was given; ``suffix``: in small letters.
+    """
 
     path: str
     name: str
@@ -78,6 +82,8 @@ class Job:
     @cached_property
     def fingerprint(self) -> str:
         """Of a job that has begun: its parts carry it in their path."""
+        # Not "finished" and "rows", which the end of the job adds: a process that is late must look
+        # for its parts where it wrote them.
         what = {name: self.record[name] for name in ("version", "model", "settings", "inputs")}
         return hashlib.sha256(_json(what)).hexdigest()[:12]
 
@@ -89,7 +95,8 @@ class Job:
         """Forget an earlier start of this job with its finished parts.
 
         Raises:
-            UserError: there is an output, which stays, and so does the record that says what wrote it.
+            UserError: there is an output, which stays, and so does the record that says what wrote
+                it.
         """
         if self._out_exists():
             raise UserError(
@@ -108,7 +115,8 @@ class Job:
         if data is None:
             if self._out_exists():
                 raise UserError(
-                    f"{self.out}: exists, and no job of this command wrote it; remove it or name another OUT",
+                    f"{self.out}: exists, and no job of this command wrote it; remove it or name "
+                    "another OUT",
                     code="score-out-exists",
                 )
             return {}
@@ -128,8 +136,8 @@ class Job:
             return record
         if self._out_exists():
             raise UserError(
-                f"{missing[0]}: was complete and is gone, but the rest of {self.out} is still there; remove all of it "
-                "to have it written again, or name another OUT",
+                f"{missing[0]}: was complete and is gone, but the rest of {self.out} is still "
+                "there; remove all of it to have it written again, or name another OUT",
                 code="score-out-exists",
             )
         self.outputs.remove(self.record_path)  # the output was removed to have it written again
@@ -141,7 +149,7 @@ class Job:
         return self.outputs.exists(self.out)
 
     def begin(self, model: dict[str, Any]) -> None:
-        """Write the record, or hold this job to the one that an earlier start or another process wrote.
+        """Write the record, or hold this job to the one that is already there.
 
         Raises:
             UserError: that was another model, other settings, or other rows.
@@ -158,21 +166,15 @@ class Job:
             parent = self.out.rstrip("/").rpartition("/")[0]
             if parent:
                 self.outputs.make_folder(parent)
+            # Of several processes that start at once, one writes the record. The others check
+            # theirs against it below, as a later start does.
             if self.outputs.create(self.record_path, _json(self.record)):
                 return
             earlier = self.earlier_record()  # another process was first
-        changed = [
-            f"{name} was {_short(old.get(name))} and is now {_short(new.get(name))}"
-            for old, new in ((earlier["model"], model), (earlier["settings"], self.settings))
-            for name in sorted(old.keys() | new.keys())
-            if old.get(name) != new.get(name)
-        ]
-        if not changed:
-            changed = self._changed_inputs(earlier["inputs"])
-        if changed:
+        if changed := self._first_change(earlier, model):
             raise UserError(
-                f"{self.out}: belongs to another job ({changed[0]}); name another OUT, or remove {self.out} "
-                "and pass --restart to begin again",
+                f"{self.out}: belongs to another job ({changed}); name another OUT, or remove "
+                f"{self.out} and pass --restart to begin again",
                 code="score-job-changed",
             )
         self.record = earlier
@@ -186,19 +188,23 @@ class Job:
             **({"sha256": sha256} if (sha256 := self.inputs.checksum(file.path)) else {}),
         }
 
-    def _changed_inputs(self, before: list[dict[str, Any]]) -> list[str]:
-        names, old = [file.name for file in self.files], [one["name"] for one in before]
-        for name in sorted(set(names) ^ set(old)):
-            return [f"the input {name} {'is new' if name in names else 'is gone'}"]
-        changed = (
-            file
-            for file, known in zip(self.files, before, strict=True)
-            if self._has_changed(file, known)
-        )
-        return [f"the input {file.name} has changed" for file in itertools.islice(changed, 1)]
+    def _first_change(self, earlier: dict[str, Any], model: dict[str, Any]) -> str | None:
+        for old, new in ((earlier["model"], model), (earlier["settings"], self.settings)):
+            for name in sorted(old.keys() | new.keys()):
+                if old.get(name) != new.get(name):
+                    return f"{name} was {_short(old.get(name))} and is now {_short(new.get(name))}"
+        names, before = [file.name for file in self.files], earlier["inputs"]
+        for name in sorted(set(names) ^ {known["name"] for known in before}):
+            return f"the input {name} {'is new' if name in names else 'is gone'}"
+        # Last and one by one, because this may read and hash every byte of the input.
+        for file, known in zip(self.files, before, strict=True):
+            if self._has_changed(file, known):
+                return f"the input {file.name} has changed"
+        return None
 
     def _has_changed(self, file: InputFile, known: dict[str, Any]) -> bool:
         version = self.inputs.version(file.path)
+        # Cheap to ask for, and enough as long as nobody has touched the file.
         if version.items() <= known.items():
             return False
         # Another machine may show another time for the same bytes, so the bytes decide.
@@ -213,7 +219,8 @@ class Job:
         """
         if self._has_changed(self.files[number], self.record["inputs"][number]):
             raise UserError(
-                f"{self.files[number].path}: changed while it was scored; begin again with --restart",
+                f"{self.files[number].path}: changed while it was scored; begin again with "
+                "--restart",
                 code="score-job-changed",
             )
 
@@ -231,6 +238,9 @@ class Job:
     def finish(self, rows: int) -> None:
         """All outputs are complete: note it, and remove the parts."""
         if not self.is_finished_on_disk():
+            # The record before the parts: killed between the two, the next start finds the job
+            # finished and removes what is left. The other way round, it would score everything
+            # again.
             self.record = {**self.record, "finished": True, "rows": rows}
             self.outputs.write(self.record_path, _json(self.record))
         self._remove_parts()
@@ -258,45 +268,42 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
         what = "matches no file" if set(source) & set("*?[") else "no such file or folder"
         what = "holds no file" if inputs.is_folder(source) else what
         raise UserError(f"{source}: {what}", code="data-not-found")
-    is_one = (not inputs.is_folder(source) and found == [source]) or (
-        is_remote(source) and len(found) == 1 and inputs.absolute(source) == found[0]
-    )
-    suffix = PurePosixPath(out).suffix.lower()
-    if is_one:
-        _known_format(source, source)
-        if suffix not in OUT_FORMATS:
-            raise UserError(f"{out}: must end in {', '.join(OUT_FORMATS)}", code="data-format")
-        if outputs.is_folder(out):
-            raise UserError(f"{out}: is a folder; name a file in it", code="not-writable")
-        files = [
-            InputFile(
-                found[0],
-                PurePosixPath(source).name,
-                out,
-                PurePosixPath(source).suffix.lower(),
-                suffix,
-            )
-        ]
+    if _is_one_file(source, found, inputs):
+        files = [_single_file(source, found[0], out, outputs)]
     else:
-        if suffix in OUT_FORMATS:
-            raise UserError(
-                f"{out}: names one file, and {source} matches {len(found)}; name a folder",
-                code="data-format",
-            )
-        files = list(_files_of(source, found, out, settings["format"], inputs))
-        if not files:
-            raise UserError(
-                f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found"
-            )
+        files = _files_of(source, found, out, settings["format"], inputs)
     _refuse_overwriting(source, out, files, inputs, outputs)
     if not is_remote(out):
-        above = nearest_folder(Path(out).absolute().parent)
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(
-                f"{out}: cannot be written ({above} is not a folder that you may write to); name another OUT",
-                code="not-writable",
-            )
+        _refuse_unwritable(out)
     return Job(source, out, files, inputs, outputs, settings)
+
+
+def _is_one_file(source: str, found: list[str], inputs: Storage) -> bool:
+    """Whether IN names one file, so that OUT does; a pattern that matches one file does not."""
+    if found == [source] and not inputs.is_folder(source):
+        return True
+    # A driver gives addresses back in its own spelling.
+    return is_remote(source) and len(found) == 1 and inputs.absolute(source) == found[0]
+
+
+def _single_file(source: str, found: str, out: str, outputs: Storage) -> InputFile:
+    in_suffix = _known_format(source, source)
+    out_suffix = PurePosixPath(out).suffix.lower()
+    if out_suffix not in OUT_FORMATS:
+        raise UserError(f"{out}: must end in {', '.join(OUT_FORMATS)}", code="data-format")
+    if outputs.is_folder(out):
+        raise UserError(f"{out}: is a folder; name a file in it", code="not-writable")
+    return InputFile(found, PurePosixPath(source).name, out, in_suffix, out_suffix)
+
+
+def _refuse_unwritable(out: str) -> None:
+    above = nearest_folder(Path(out).absolute().parent)
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(
+            f"{out}: cannot be written ({above} is not a folder that you may write to); name "
+            "another OUT",
+            code="not-writable",
+        )
 
 
 def _without_own_files(
@@ -333,9 +340,15 @@ def _known_format(path: str, given: str) -> str:
 
 def _files_of(
     source: str, found: list[str], out: str, wanted: str, inputs: Storage
-) -> Iterator[InputFile]:
+) -> list[InputFile]:
+    """The files of a folder or a pattern that hold rows, each with its place below OUT."""
+    if PurePosixPath(out).suffix.lower() in OUT_FORMATS:
+        raise UserError(
+            f"{out}: names one file, and {source} matches {len(found)}; name a folder",
+            code="data-format",
+        )
     folder = inputs.plain(_before_wildcards(source))
-    outs: dict[str, str] = {}
+    files: dict[str, InputFile] = {}  # by their output
     for path in found:
         suffix = PurePosixPath(path).suffix.lower()
         if suffix not in FORMATS:
@@ -348,13 +361,19 @@ def _files_of(
             raise UserError(f"{path!a}: {what}", code="data-unreadable") from error
         out_suffix = f".{wanted}" if wanted else {".json": ".jsonl"}.get(suffix, suffix)
         target = f"{out}/{name[: len(name) - len(suffix)]}{out_suffix}"
-        if target in outs:
+        # Such as a.csv and a.tsv, when both are to become Parquet.
+        if target in files:
             raise UserError(
-                f"{path}: its rows would go to {target}, like those of {outs[target]}; rename one",
+                f"{path}: its rows would go to {target}, like those of {files[target].path}; "
+                "rename one",
                 code="score-overwrites",
             )
-        outs[target] = path
-        yield InputFile(path, name, target, suffix, out_suffix)
+        files[target] = InputFile(path, name, target, suffix, out_suffix)
+    if not files:
+        raise UserError(
+            f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found"
+        )
+    return list(files.values())
 
 
 def _refuse_overwriting(
@@ -366,7 +385,8 @@ def _refuse_overwriting(
     target = outputs.absolute(out)
     if inputs.is_folder(source) and (target == ours or target.startswith(ours + "/")):
         raise UserError(
-            f"{out}: is in {source}, so the output would become input of the next start; name a folder elsewhere",
+            f"{out}: is in {source}, so the output would become input of the next start; name a "
+            "folder elsewhere",
             code="score-overwrites",
         )
     for file in files:
@@ -387,7 +407,8 @@ class Claims:
         self._beat = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        # Enough to see, on the same machine, that a process is gone: then nobody needs to wait for its lease.
+        # Enough to see, on the same machine, that a process is gone: then nobody needs to wait for
+        # its lease.
         self._owner = {
             "host": platform.node(),
             "boot": _read("/proc/sys/kernel/random/boot_id"),
@@ -401,6 +422,8 @@ class Claims:
     def take(self, path: str) -> bool:
         """Claim, or take over a claim whose process is gone."""
         with self._lock:
+            # To create is atomic, to take over is not: two processes that find a claim abandoned at
+            # the same moment both work on the part, and write the same bytes.
             taken = self._storage.create(path, self._contents())
             if not taken and self._is_abandoned(path):
                 self._storage.write(path, self._contents())
@@ -429,11 +452,14 @@ class Claims:
             return False
         with contextlib.suppress(ValueError, KeyError, TypeError):
             owner = json.loads(contents)
+            # Within one boot and one namespace of processes a pid means the same to both. It may
+            # have been given to another process since, so the time of its start has to match, too.
             same_kernel = all(
                 owner[name] and owner[name] == self._owner[name] for name in ("boot", "processes")
             )
             if same_kernel and _start_of(owner["pid"]) != owner["started"]:
                 return True
+        # Of another machine only its beat tells that it lives: it has to change within the lease.
         before, since = self._seen.get(path, (b"", 0.0))
         if contents != before:
             self._seen[path] = (contents, time.monotonic())
@@ -444,7 +470,7 @@ class Claims:
         while not self._closed.wait(BEAT_SECONDS):
             self._beat += 1
             for path in list(self._held):
-                # A full disk or a lost network must not end the work; at worst another process does it too.
+                # A full disk or a lost network must not end the work; at worst it is done twice.
                 with self._lock, contextlib.suppress(OSError, UserError):
                     if path in self._held:
                         self._storage.write(path, self._contents())
@@ -466,7 +492,7 @@ def _namespace() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process began, in ticks since the start of the machine; empty if there is none or it has ended."""
+    """When a process began, in ticks since the machine did; empty if it has ended."""
     fields = process_fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else ""
 
@@ -479,6 +505,8 @@ class FileParts:
         self._job, self._storage = job, job.outputs
         self._number = number
         self._reader: PartReader | None = None
+        # By part. A place is found by reading the part before, so those that are known are kept
+        # here, and on disk for the other processes.
         self._places: dict[int, Place] = {0: Place()}
         self._last = (0, Place())  # the furthest that is known
         self._size = 0  # in what places count: bytes, or rows of Parquet
@@ -499,15 +527,9 @@ class FileParts:
                     f"{self.file.path}: cannot be read ({why})", code="data-unreadable"
                 ) from error
             settings = self._job.settings
-            columns = settings["text_column"], settings.get("pair_column", "")
-            self._reader = open_parts(
-                self.file.path,
-                self.file.suffix,
-                source,
-                columns[0],
-                settings["part_rows"],
-                columns[1],
-            )
+            path, suffix, text = self.file.path, self.file.suffix, settings["text_column"]
+            pair = settings.get("pair_column", "")
+            self._reader = open_parts(path, suffix, source, text, settings["part_rows"], pair)
             self._size = self._reader.num_rows or self._job.inputs.version(self.file.path)["bytes"]
         return self._reader
 
@@ -529,7 +551,8 @@ class FileParts:
 
     @property
     def is_done(self) -> bool:
-        # Somebody may have removed the output since; as long as its parts are there, they become it again.
+        # Somebody may have removed the output since; as long as its parts are there, they become it
+        # again.
         return self._storage.exists(f"{self.folder}/done") and self._storage.exists(self.file.out)
 
     def count(self) -> int | None:
@@ -547,6 +570,7 @@ class FileParts:
         """A part's rows, also noting where the next one begins; None behind the last."""
         part = self.reader.read(self.place(number))
         if part.texts:
+            # Before the part is scored, so that others need not wait for the next one.
             self._note_place(number + 1, part.end)
             return part
         self._storage.write(f"{self.folder}/end", str(number).encode())
@@ -555,6 +579,7 @@ class FileParts:
     def place(self, number: int) -> Place:
         """Where a part begins; if nobody has noted it, the parts before it are read for that."""
         first = number
+        # Part 0 begins at the beginning, so this ends.
         while (place := self._noted_place(first)) is None:
             first -= 1
         for i in range(first, number):
@@ -582,10 +607,8 @@ class FileParts:
         self._last = max(self._last, (number, place), key=lambda known: known[0])
 
     def position(self) -> float:
-        """The share of the file that lies in finished parts, 0 to 1, supposing that parts are equally large."""
+        """The share of the file that lies in finished parts, 0 to 1, if parts are equally large."""
         number, place = self._last
-        return (
-            min(1.0, len(self.finished()) * place.offset / number / self._size)
-            if number and self._size
-            else 0.0
-        )
+        if not number or not self._size:
+            return 0.0
+        return min(1.0, len(self.finished()) * place.offset / number / self._size)

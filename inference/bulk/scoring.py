@@ -1,4 +1,4 @@
-"""Scores the parts of a job: reading and tokenizing ahead, forward passes on all cores, writing behind."""
+"""Scores the parts of a job: reads and tokenizes ahead, runs on all cores, writes behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +24,8 @@ from inference.bulk.rows_out import Added, Answers, RowsOut
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
 from inference.engines.model_loader import ModelLoader
 
-# Parts whose passes are queued at the same time: while the last passes of one run, those of the next follow.
+# Parts whose passes are queued at the same time: while the last passes of one run, those of the
+# next follow.
 PARTS_IN_PASSES = 2
 LINE_SECONDS = 5.0
 WAIT_SECONDS = 0.25
@@ -48,8 +49,8 @@ class Passes:
     def __init__(self, engine: Engine, problem_type: ProblemType) -> None:
         self._engine, self._problem_type = engine, problem_type
         slots = engine.num_slots
-        # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each pass gets several,
-        # which answers nothing differently.
+        # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each
+        # pass gets several, which answers nothing differently.
         at_once = min(slots, PASSES_AT_ONCE)
         self._threads: SimpleQueue[int] = SimpleQueue()
         for number in range(at_once):
@@ -61,7 +62,7 @@ class Passes:
         )
 
     def divide(self, token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Texts of equal length go together; the longest first, so that the last passes of all are short."""
+        """Texts of equal length go together; the longest first, so the last passes are short."""
         order = sorted(range(len(token_ids)), key=lambda i: (-len(token_ids[i]), i))
         lengths = [len(token_ids[i]) for i in order]
         return [
@@ -85,8 +86,8 @@ class Passes:
             raise
         except Exception as error:  # every runtime has its own errors
             raise UserError(
-                f"the model failed on {len(token_ids)} rows ({type(error).__name__}: {first_line(error)}); try another "
-                "--engine. Finished parts are kept",
+                f"the model failed on {len(token_ids)} rows ({type(error).__name__}: "
+                f"{first_line(error)}); try another --engine. Finished parts are kept",
                 code="score-failed",
             ) from error
         finally:
@@ -97,7 +98,7 @@ class Passes:
 
 
 class Progress:
-    """What this process has done, and how long the whole job will take, in one line every few seconds."""
+    """What this process has done and how long the whole job will take, every few seconds."""
 
     def __init__(self, job: Job, *, quiet: bool) -> None:
         self._sizes = [job.inputs.version(file.path)["bytes"] for file in job.files]
@@ -138,12 +139,10 @@ class Progress:
         seconds = time.monotonic() - self._begun
         if sys.stderr.isatty() and not self._quiet:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        bad = (
-            f"; {self.bad_rows:,} of them could not be classified, the last column says why"
-            if self.bad_rows
-            else ""
-        )
-        return f"{counted(self.rows, 'row')} in {seconds:,.1f} s, {self.rows / seconds:,.0f} rows per second{bad}"
+        bad = f"; {self.bad_rows:,} of them could not be classified, the last column says why"
+        bad = bad if self.bad_rows else ""
+        speed = f"{self.rows / seconds:,.0f} rows per second"
+        return f"{counted(self.rows, 'row')} in {seconds:,.1f} s, {speed}{bad}"
 
 
 class Scoring:
@@ -160,6 +159,7 @@ class Scoring:
         self._tokenize = model.tokenizer.many()
         self._keep = job.settings["bad_rows"] == "keep"
         self.files = [FileParts(job, number) for number in range(len(job.files))]
+        # What writes the rows of each input, and the joining of its parts, both by its number.
         self._outs: dict[int, RowsOut] = {}
         self._assembling: dict[int, Future[None]] = {}
         self._done: set[int] = set()
@@ -169,7 +169,8 @@ class Scoring:
         """Open every file once, so that a wrong column is known before hours of work.
 
         Raises:
-            UserError: a file cannot be read, has no such column, or has one with the name of a new one.
+            UserError: a file cannot be read, has no such column, or has one with the name of a new
+                one.
         """
         for number, file in enumerate(self.files):
             self._rows_out(number)
@@ -180,30 +181,21 @@ class Scoring:
         """Read, tokenize, run and write until nothing is left."""
         for file in self.files:
             file.begin()
-        claims, passes = (
-            Claims(self._job.outputs),
-            Passes(self._model.engine, self._model.answering.problem_type),
-        )
+        claims = Claims(self._job.outputs)
+        passes = Passes(self._model.engine, self._model.answering.problem_type)
+        # One thread each, so that parts are read and written in order, and an output is joined
+        # while other parts are still being scored.
         ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
-        running: deque[tuple[Prepared, list[Future[NDArray[np.float64]]]]] = deque()
-        writing: deque[Future[None]] = deque()
-        parts = self._claimed_parts(claims, passes, joining)
         try:
-            following = ahead.submit(next, parts, None)
-            while (prepared := following.result()) is not None or self._wait(running, writing):
-                if prepared is not None:
-                    running.append((prepared, passes.submit(prepared)))
-                following = ahead.submit(next, parts, None)
-                # Now the passes of two parts are queued and a third is being prepared, so no core waits for the next
-                # text; and not more than that is in memory.
-                while running and (len(running) >= PARTS_IN_PASSES or prepared is None):
-                    ended, futures = running.popleft()
-                    found = [future.result() for future in futures]
-                    writing.append(behind.submit(self._write, claims, ended, found))
-                    while len(writing) > 1 or (writing and prepared is None):
-                        writing.popleft().result()
+            self._score(
+                self._claimed_parts(claims, passes, joining),
+                passes,
+                ahead,
+                lambda prepared, found: behind.submit(self._write, claims, prepared, found),
+            )
         except FileNotFoundError:
-            # Another process has taken over what this one was slow with, finished the job and removed the parts.
+            # Another process has taken over what this one was slow with, finished the job and
+            # removed the parts.
             if not self._job.is_finished_on_disk():
                 raise
         finally:
@@ -213,8 +205,33 @@ class Scoring:
             claims.close()
         self._job.finish(sum(file.rows_done() for file in self.files))
 
+    def _score(
+        self,
+        parts: Iterator[Prepared | None],
+        passes: Passes,
+        ahead: ThreadPoolExecutor,
+        write: Callable[[Prepared, list[NDArray[np.float64]]], Future[None]],
+    ) -> None:
+        running: deque[tuple[Prepared, list[Future[NDArray[np.float64]]]]] = deque()
+        writing: deque[Future[None]] = deque()
+        following = ahead.submit(next, parts, None)
+        while (prepared := following.result()) is not None or self._wait(running, writing):
+            if prepared is None:  # others work on all that is left: bring this process's to an end
+                most_running = most_writing = 0
+            else:
+                running.append((prepared, passes.submit(prepared)))
+                most_running, most_writing = PARTS_IN_PASSES - 1, 1
+            following = ahead.submit(next, parts, None)
+            # Now the passes of two parts are queued and a third is being prepared, so no core
+            # waits for the next text; and not more than that is in memory.
+            while len(running) > most_running:
+                ended, futures = running.popleft()
+                writing.append(write(ended, [future.result() for future in futures]))
+                while len(writing) > most_writing:
+                    writing.popleft().result()
+
     def _wait(self, running: Sequence[object], writing: Sequence[object]) -> bool:
-        """Whether there is still something to do, after a moment if this process can only wait for others."""
+        """Whether there is still something to do; waits a moment if others do it."""
         if len(self._done) == len(self.files):
             return False
         if not running and not writing:
@@ -224,28 +241,35 @@ class Scoring:
     def _claimed_parts(
         self, claims: Claims, passes: Passes, joining: ThreadPoolExecutor
     ) -> Iterator[Prepared | None]:
-        """Parts that are this process's to score, one by one; None when others work on all that is left."""
+        """Parts that are this process's to score; None when others work on all that is left."""
         while len(self._done) < len(self.files):
+            # Asked once per round through the files, because it reads the record from the disk.
             if self._job.is_finished_on_disk():  # its parts may be gone already
                 self._done.update(range(len(self.files)))
                 return
             for number, file in enumerate(self.files):
-                if number in self._done:
-                    continue
-                if number in self._assembling and self._assembling[number].done():
-                    self._assembling.pop(number).result()
-                if file.is_done:
-                    self._done.add(number)
-                    self.progress.finished_file(number)
+                if self._is_done(number):
                     continue
                 yield from self._claimed_of(number, claims, passes)
                 file.close()
                 count = file.count()
                 if number in self._assembling or not count or len(file.finished()) < count:
                     continue
+                # All parts of this file are there, so one of the processes joins them.
                 if claims.take(file.path("output", "claim")):
                     self._assembling[number] = joining.submit(self._join, claims, number, count)
             yield None
+
+    def _is_done(self, number: int) -> bool:
+        if number in self._done:
+            return True
+        if number in self._assembling and self._assembling[number].done():
+            self._assembling.pop(number).result()  # raises what joining failed with
+        if not self.files[number].is_done:
+            return False
+        self._done.add(number)
+        self.progress.finished_file(number)
+        return True
 
     def _claimed_of(self, file_number: int, claims: Claims, passes: Passes) -> Iterator[Prepared]:
         file, number = self.files[file_number], 0
@@ -286,6 +310,7 @@ class Scoring:
             else:
                 blank.append(position)
         token_ids = self._tokenize.token_ids(cleaned) if cleaned else []
+        # Backwards, so that the indices of those still to go stay right.
         for i in reversed(self._tokenize.blank if cleaned else []):
             blank.append(positions.pop(i))
             del token_ids[i]
@@ -302,6 +327,7 @@ class Scoring:
     ) -> None:
         file, part = prepared.file, prepared.part
         num_rows = len(part.rows)
+        # (rows, labels). NaN stays where a row has no answer, because its text is blank.
         values = np.full((num_rows, len(self._model.labels)), np.nan)
         for chosen, answers in zip(prepared.passes, found, strict=True):
             values[[prepared.positions[i] for i in chosen]] = answers
@@ -309,9 +335,8 @@ class Scoring:
             if not np.isfinite(values[position]).all():
                 values[position] = np.nan
                 row = file.place(prepared.number).rows + position + 1
-                part.problems[position] = (
-                    f"{file.file.path} row {row}: the model answers this text with NaN"
-                )
+                problem = f"{file.file.path} row {row}: the model answers this text with NaN"
+                part.problems[position] = problem
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         number = self.files.index(file)
@@ -323,8 +348,10 @@ class Scoring:
     def _join(self, claims: Claims, number: int, count: int) -> None:
         file, storage = self.files[number], self._job.outputs
         try:
+            # Parts of an older and a newer version of the input would make an output of neither.
             self._job.check_unchanged(number)
-            # The claim may have been taken over, so two processes must not write to the same file aside.
+            # The claim may have been taken over, so two processes must not write to the same file
+            # aside.
             with storage.writing(
                 file.file.out, file.path(f"output-{secrets.token_hex(4)}", "new")
             ) as output:
@@ -344,6 +371,7 @@ class Scoring:
 
 def _unusable(problem: str) -> UserError:
     return UserError(
-        f"{problem}; fix it, or keep such rows without a label with --bad_rows keep; then begin again with --restart",
+        f"{problem}; fix it, or keep such rows without a label with --bad_rows keep; then begin "
+        "again with --restart",
         code="row-unusable",
     )

@@ -1,4 +1,4 @@
-"""Where rows are read from and written to: folders of this machine or shared by machines, or an fsspec address."""
+"""Where rows are read from and written to: folders, also shared by machines, or addresses."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 from common.errors import UserError, first_line
 from common.files import sha256_of, sync_folder, write_whole, writing_whole
 from common.places import open_remote_files
 
 _WILD = set("*?[")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def is_remote(address: str) -> bool:
@@ -36,29 +33,23 @@ def storage_of(address: str) -> Storage:
     return RemoteStorage(address) if is_remote(address) else LocalStorage()
 
 
-def _in_one_line(method: Callable[P, R]) -> Callable[P, R]:
+@contextmanager
+def _in_one_line(path: str) -> Iterator[None]:
     """Turn what the disk or the network answers into a line that names the file."""
-
-    @wraps(method)
-    def called(*arguments: P.args, **named: P.kwargs) -> R:
-        try:
-            return method(*arguments, **named)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise _unwritable(str(arguments[1]), error) from error
-
-    return called
-
-
-def _unwritable(path: str, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(
-            f"{path}: {error.strerror}; free some space and run the same command again, finished parts are kept",
-            code="score-disk-full",
-        )
-    why = error.strerror or first_line(error)
-    return UserError(f"{path}: cannot be written ({why}); name another OUT", code="not-writable")
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(
+                f"{path}: {error.strerror}; free some space and run the same command again, "
+                "finished parts are kept",
+                code="score-disk-full",
+            ) from error
+        why = error.strerror or first_line(error)
+        what = f"cannot be written ({why}); name another OUT"
+        raise UserError(f"{path}: {what}", code="not-writable") from error
 
 
 class Storage(Protocol):
@@ -95,21 +86,22 @@ class Storage(Protocol):
         """Write a file unless it exists; of several processes that try, one gets True."""
 
     def writing(self, path: str, aside: str) -> AbstractContextManager[BinaryIO]:
-        """Write a large file whole; until it is complete it may lie at ``aside``, on the same file system."""
+        """Write a large file whole; until then it may lie at ``aside``, on the same file system."""
 
 
 class LocalStorage:
     """Files of this machine, or of a folder that several machines mount."""
 
     def find(self, pattern: str) -> list[str]:
-        if set(pattern) & _WILD and not Path(pattern).exists():
-            # pathlib has no pattern that begins anywhere
-            found = glob.glob(pattern, recursive=True)  # noqa: PTH207
-            return sorted(path for path in found if Path(path).is_file())
-        if not Path(pattern).is_dir():
-            return [pattern] if Path(pattern).exists() else []
-        below = (path for path in Path(pattern).rglob("*") if path.is_file())
-        return sorted(str(path) for path in below if not path.name.startswith("."))
+        path = Path(pattern)
+        if path.is_dir():
+            below = (file for file in path.rglob("*") if file.is_file())
+            return sorted(str(file) for file in below if not file.name.startswith("."))
+        if path.exists():  # a file may be named like a pattern
+            return [pattern]
+        # pathlib has no pattern that begins anywhere
+        found = glob.glob(pattern, recursive=True)  # noqa: PTH207
+        return sorted(file for file in found if Path(file).is_file())
 
     def is_folder(self, path: str) -> bool:
         return Path(path).is_dir()
@@ -124,6 +116,7 @@ class LocalStorage:
         return Path(path).open("rb")
 
     def version(self, path: str) -> dict[str, Any]:
+        # The time alone would miss a file that is replaced by one of the same age, such as a copy.
         status = Path(path).stat()
         return {"bytes": status.st_size, "modified": status.st_mtime_ns}
 
@@ -145,52 +138,50 @@ class LocalStorage:
         except FileNotFoundError:
             return set()
 
-    @_in_one_line
     def make_folder(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        with _in_one_line(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
 
-    @_in_one_line
     def write(self, path: str, data: bytes) -> None:
-        write_whole(Path(path), data)
+        with _in_one_line(path):
+            write_whole(Path(path), data)
 
-    @_in_one_line
     def create(self, path: str, data: bytes) -> bool:
-        # A link of a whole file is there at once and with its contents, also on NFS.
         aside = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-        try:
-            Path(aside).write_bytes(data)
-            os.link(aside, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            try:  # a file system without links
-                with Path(path).open("xb") as file:
-                    file.write(data)
+        with _in_one_line(path):
+            try:
+                Path(aside).write_bytes(data)
+                try:
+                    # A link of a whole file is there at once and with its contents, also on NFS.
+                    os.link(aside, path)
+                except OSError as error:
+                    if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                        raise
+                    # Some file systems, such as FAT, have no links. There the file is empty for a
+                    # moment, in which a reader cannot tell whose claim it is.
+                    with Path(path).open("xb") as file:
+                        file.write(data)
             except FileExistsError:
                 return False
-        finally:
-            Path(aside).unlink(missing_ok=True)
+            finally:
+                Path(aside).unlink(missing_ok=True)
         return True
 
     @contextmanager
     def writing(self, path: str, aside: str) -> Iterator[BinaryIO]:
-        try:
+        with _in_one_line(path):
             with writing_whole(Path(aside)) as file:
                 yield file
+            # Only now: a job that is stopped before leaves no empty folder for its output.
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(aside).replace(path)
             sync_folder(Path(path).parent)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise _unwritable(path, error) from error
 
     def remove(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
     def remove_folder(self, folder: str) -> None:
+        # Another process of the same job may be removing it, too.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -198,7 +189,7 @@ class RemoteStorage:
     """Files at an fsspec address; an object is there whole or not at all."""
 
     def __init__(self, address: str) -> None:
-        self._files = open_remote_files(address, code="score-address")
+        self._files = open_remote_files(address)
 
     def find(self, pattern: str) -> list[str]:
         try:
@@ -222,6 +213,8 @@ class RemoteStorage:
 
     def version(self, path: str) -> dict[str, Any]:
         info = self._files.info(path)
+        # What a store offers differs. An ETag depends on the contents alone; the times change with
+        # every copy, so they count only without one. As text, because some are no JSON.
         known = {
             name: str(info[name])
             for name in ("ETag", "etag", "LastModified", "mtime", "created")
@@ -252,24 +245,26 @@ class RemoteStorage:
         with contextlib.suppress(FileExistsError):
             self._files.makedirs(folder, exist_ok=True)
 
-    @_in_one_line
     def write(self, path: str, data: bytes) -> None:
-        self._files.pipe_file(path, data)
+        with _in_one_line(path):
+            self._files.pipe_file(path, data)
 
-    @_in_one_line
     def create(self, path: str, data: bytes) -> bool:
-        try:
-            self._files.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
-        except OSError:
-            if self._files.exists(path):  # each store has its own answer for "it is there already"
+        with _in_one_line(path):
+            try:
+                self._files.pipe_file(path, data, mode="create")
+            except FileExistsError:
                 return False
-            raise
+            except OSError:
+                # Some stores have an answer of their own for "it is there already".
+                if self._files.exists(path):
+                    return False
+                raise
         return True
 
     @contextmanager
     def writing(self, path: str, aside: str) -> Iterator[BinaryIO]:
+        # An object appears when it is closed, as a whole, so nothing has to lie aside.
         file = self._files.open(path, "wb")
         try:
             yield file
