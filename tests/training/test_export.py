@@ -79,9 +79,7 @@ def write_tiny(
         "validation": figures,
     }
     settings = {"text_cleaning": cleaning}
-    write_model(
-        model.network.config, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"), settings
-    )
+    write_model(model.network.config, model.state_dict(), tokenizer, metrics, folder, settings)
     return model.eval()
 
 

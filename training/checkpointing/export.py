@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 DEFAULT_LABELS = 2  # as transformers writes of a model without a head
 # What a model folder holds, written here or by transformers; besides it, the folders of exports.
 _OF_A_MODEL = re.compile(
-    r"README\.md|(config|generation_config|metrics|added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json"
-    r"|vocab\.txt|merges\.txt|chat_template\.jinja|[\w.-]+\.model|model[\w-]*\.safetensors(\.index\.json)?"
+    r"README\.md"
+    r"|(config|generation_config|metrics|added_tokens|special_tokens_map)\.json"
+    r"|(tokenizer|tokenizer_config|vocab)\.json|vocab\.txt|merges\.txt|chat_template\.jinja"
+    r"|[\w.-]+\.model|model[\w-]*\.safetensors(\.index\.json)?"
 )
 
 
@@ -46,35 +48,12 @@ def check_output(model_folder: Path) -> None:
 
     The finished model takes the place of the whole folder, and what else was in it would be gone.
     """
-    if model_folder.is_file():
-        raise UserError(
-            f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty"
-        )
-    for suffix, is_wrong in ((".pt", Path.is_dir), (".run", Path.is_file)):
-        if is_wrong(beside := model_folder.with_name(model_folder.name + suffix)):
-            what = "is no file" if suffix == ".pt" else "is no folder"
-            raise UserError(
-                f"--output_dir {model_folder}: {beside}, which the run would write, {what}; move it, or name another "
-                "folder",
-                code="output-not-empty",
-            )
-    entries = sorted(model_folder.iterdir()) if model_folder.is_dir() else []
-    if entries and not (model_folder / "config.json").is_file():
-        raise UserError(
-            f"--output_dir {model_folder}: holds files that are not a model; name a new or empty folder",
-            code="output-not-empty",
-        )
-    for entry in entries:
-        if not (entry.name in PRECISIONS if entry.is_dir() else _OF_A_MODEL.fullmatch(entry.name)):
-            raise UserError(
-                f"--output_dir {model_folder}: holds {entry.name}, which the finished model would remove; move it, or "
-                "name another folder",
-                code="output-not-empty",
-            )
-    # The folder may not exist yet, so try to write where it would be created.
-    nearest = nearest_folder(
-        model_folder.absolute().parent
-    )  # all is written beside it, and renamed
+    for problem in _in_the_way(model_folder):
+        raise UserError(f"--output_dir {model_folder}: {problem}", code="output-not-empty")
+    # All is written beside the folder and renamed, so what counts is the folder above. It may not
+    # exist either, so try where the first missing one would be created. A random name: runs that
+    # start together must not remove each other's file.
+    nearest = nearest_folder(model_folder.absolute().parent)
     try:
         NamedTemporaryFile(prefix=".distrinews-", dir=nearest).close()
     except OSError as error:
@@ -84,8 +63,30 @@ def check_output(model_folder: Path) -> None:
         ) from error
 
 
+def _in_the_way(model_folder: Path) -> Iterator[str]:
+    """What the finished model could not replace, or would remove."""
+    if model_folder.is_file():
+        yield "is a file; name a folder"
+    of_a_run = ((".pt", Path.is_dir, "is no file"), (".run", Path.is_file, "is no folder"))
+    for suffix, is_wrong, what in of_a_run:
+        if is_wrong(beside := model_folder.with_name(model_folder.name + suffix)):
+            yield f"{beside}, which the run would write, {what}; move it, or name another folder"
+    entries = sorted(model_folder.iterdir()) if model_folder.is_dir() else []
+    if entries and not (model_folder / "config.json").is_file():
+        yield "holds files that are not a model; name a new or empty folder"
+    for entry in entries:
+        if not (entry.name in PRECISIONS if entry.is_dir() else _OF_A_MODEL.fullmatch(entry.name)):
+            yield (
+                f"holds {entry.name}, which the finished model would remove; move it, or "
+                "name another folder"
+            )
+
+
 def check_shared(model_folder: Path, ranks: Ranks) -> None:
-    """Refuse a run whose machines do not share the output folder: after a restart, rank 0 may be on another machine."""
+    """Refuse a run whose machines do not share the output folder.
+
+    After a restart, rank 0 may be on another machine.
+    """
     if ranks.world_size == ranks.local_world_size:
         return
     # Rank 0's nearest folder: another machine may have fewer of the folders above it.
@@ -111,86 +112,101 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     metrics: dict[str, Any],
     model_folder: Path,
-    checkpoint_file: Path,
     settings: Mapping[str, Any],
     task: type[Task] = Classification,
 ) -> None:
-    """Write the model folder and, beside it, the same model as one ``.pt`` file; each is complete or absent.
+    """Write the model folder and, beside it, the same model as one ``.pt`` file.
 
-    The file is for serving, so a model without labels has none. ``weights`` is the whole state dict on the CPU.
-    ``metrics`` becomes ``metrics.json``. ``settings`` go into config.json, so that serving cleans and answers texts as
-    training did.
+    Each is complete or absent. The file is for serving, so a model without labels has none.
+    ``weights`` is the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``.
+    ``settings`` go into config.json, so that serving cleans and answers texts as training did.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
     remove_unfinished(model_folder)
-    with writing_folder(
-        model_folder
-    ) as aside:  # renamed last: a reader sees the old model or the new one
-        whole = {
-            name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()
-        }
+    # Renamed last, with the .pt file already there: a reader sees the old model or the new one.
+    with writing_folder(model_folder) as aside:
         with _system_errors():
-            if hasattr(architecture, "own_network"):
-                architecture.update(settings)
-                architecture.save_pretrained(aside)
-                save_file(whole, aside / WEIGHTS_FILE)
-            else:
-                # The network is only needed for its names and its configuration; on the meta device it takes no memory.
-                with torch.device("meta"):  # the trained one may lie in parts on many ranks
-                    network = getattr(transformers, task.auto_class).from_config(
-                        architecture, dtype=torch.float32
-                    )
-                network.config.update(settings)
-                if not task.keeps_head:
-                    network.config.num_labels = DEFAULT_LABELS
-                network.save_pretrained(aside, state_dict=whole)
-                if not task.keeps_head:  # an encoder, which nobody should take for a classifier
-                    about = json.loads((aside / "config.json").read_text(encoding="utf-8"))
-                    about["architectures"] = [type(network.base_model).__name__]
-                    about[POOLING_KEY] = POOLER
-                    write_json(aside / "config.json", about)
+            _write_network(architecture, weights, settings, task, aside)
             tokenizer.save_pretrained(aside)
         write_json(aside / "metrics.json", metrics)
         (aside / "README.md").write_text(
             model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8"
         )
-        if not task.has_labels:
-            return
-        labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
-        # The .pt file is complete in itself: architecture and tokenizer are inside, as JSON.
-        one_file = {
-            "epoch": metrics["best_epoch"],
-            "model_state_dict": weights,
-            "loss": metrics["test"].get("loss"),  # of a model without test rows
-            "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
-            "config": {
-                "model_name": metrics["base_model"],
-                "num_labels": len(labels),
-                "max_length": metrics["max_length"],
-                "labels": labels,
-                "encoder_config": json.loads((aside / "config.json").read_text(encoding="utf-8")),
-                "tokenizer_json": read_tokenizer(aside, architecture.to_dict()),
-                "metrics": metrics,
-            },
-        }
-        with writing_whole(checkpoint_file) as file, _system_errors():
-            torch.save(one_file, file)
+        if task.has_labels:
+            one_file = _one_file(architecture, weights, metrics, aside)
+            beside = model_folder.with_name(f"{model_folder.name}.pt")
+            with writing_whole(beside) as file, _system_errors():
+                torch.save(one_file, file)
+
+
+def _write_network(
+    architecture: PreTrainedConfig,
+    weights: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    task: type[Task],
+    folder: Path,
+) -> None:
+    """Write config.json and the weights, under the names that transformers reads."""
+    whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
+    if hasattr(architecture, "own_network"):
+        architecture.update(settings)
+        architecture.save_pretrained(folder)
+        save_file(whole, folder / WEIGHTS_FILE)
+        return
+    # The network is only needed for its names and its configuration, and on the meta device it
+    # takes no memory. The one that was trained may lie in parts on many ranks.
+    with torch.device("meta"):
+        network = getattr(transformers, task.auto_class).from_config(
+            architecture, dtype=torch.float32
+        )
+    network.config.update(settings)
+    if not task.keeps_head:
+        network.config.num_labels = DEFAULT_LABELS
+    network.save_pretrained(folder, state_dict=whole)
+    if not task.keeps_head:  # an encoder, which nobody should take for a classifier
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        about["architectures"] = [type(network.base_model).__name__]
+        about[POOLING_KEY] = POOLER
+        write_json(folder / "config.json", about)
+
+
+def _one_file(
+    architecture: PreTrainedConfig,
+    weights: dict[str, torch.Tensor],
+    metrics: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """What the .pt file holds, complete in itself: architecture and tokenizer are JSON in it."""
+    labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
+    return {
+        "epoch": metrics["best_epoch"],
+        "model_state_dict": weights,
+        "loss": metrics["test"].get("loss"),  # of a model without test rows
+        "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
+        "config": {
+            "model_name": metrics["base_model"],
+            "num_labels": len(labels),
+            "max_length": metrics["max_length"],
+            "labels": labels,
+            "encoder_config": json.loads((folder / "config.json").read_text(encoding="utf-8")),
+            "tokenizer_json": read_tokenizer(folder, architecture.to_dict()),
+            "metrics": metrics,
+        },
+    }
 
 
 @contextlib.contextmanager
 def _system_errors() -> Iterator[None]:
-    """safetensors, tokenizers and torch each report a failed write in their own way; turn all of them into OSError."""
+    """Turn what safetensors, tokenizers and torch each raise when a write fails into OSError."""
     try:
         yield
     except Exception as error:
-        if isinstance(
-            error.__context__, OSError
-        ):  # torch.save hides a full disk behind an error of its own
+        # torch.save hides a full disk behind an error of its own.
+        if isinstance(error.__context__, OSError):
             raise error.__context__ from None
-        if (
-            isinstance(error, SafetensorError) or type(error) is Exception
-        ):  # tokenizers has no class of its own
+        # tokenizers has no class of its own: it raises Exception itself.
+        if isinstance(error, SafetensorError) or type(error) is Exception:
             raise OSError(first_line(error)) from error
         raise

@@ -26,7 +26,7 @@ from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name,
 
 
 class LocalStorage(Storage):
-    """The checkpoints of one run in a folder that all its machines share; it is created by the first save."""
+    """The checkpoints of one run in a folder that its machines share; the first save makes it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,6 +37,7 @@ class LocalStorage(Storage):
         return lock_run_folder(self.folder, "--checkpoint_dir")
 
     def begin(self, step: int) -> None:
+        # What an earlier attempt at this step left: its files may be of another number of ranks.
         self.discard(step)
         _make_folder(self._aside(step))
 
@@ -53,7 +54,7 @@ class LocalStorage(Storage):
         found = {}
         for path in sorted(self._aside(step).glob(f"{prefix}*")):
             with path.open("rb") as file:
-                # Needed for .metadata: DCP syncs that file before Python has flushed its last bytes.
+                # Needed for .metadata: DCP syncs it before Python has flushed its last bytes.
                 os.fsync(file.fileno())
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 found[path.name] = {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
@@ -61,8 +62,8 @@ class LocalStorage(Storage):
 
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
         aside = self._aside(step)
-        # Order matters if the power fails: every file is on disk before the manifest names it, the manifest before the
-        # rename, and the rename before `latest` points to it.
+        # Order matters if the power fails: every file is on disk before the manifest names it, the
+        # manifest before the rename, and the rename before `latest` points to it.
         write_json(aside / MANIFEST, manifest_of(step, files, self._sizes(str(aside))))
         target = self.folder / free_name(step, self._folders())
         aside.rename(target)
@@ -77,6 +78,8 @@ class LocalStorage(Storage):
     def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
         super().prune(keep_last, keep_every, best_step)
         with contextlib.suppress(OSError):
+            # Of processes that were killed while they saved. This run saves one at a time, and has
+            # just committed that, so nobody is writing there.
             for leftover in self.folder.glob(".step_*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
             for leftover in self.folder.glob(f".{LATEST}.*.tmp"):
@@ -125,8 +128,8 @@ class LocalStorage(Storage):
         return Path(path, name).read_bytes()
 
     def _remove(self, name: str) -> None:
-        # Without its manifest the folder is no checkpoint anymore, so a removal that is interrupted leaves no half of
-        # one.
+        # Without its manifest the folder is no checkpoint anymore, so a removal that is interrupted
+        # leaves no half of one.
         (self.folder / name / MANIFEST).unlink(missing_ok=True)
         sync_folder(self.folder / name)
         shutil.rmtree(self.folder / name)

@@ -1,7 +1,7 @@
-"""Which rank writes which part of a state, so that each part is written once and all ranks write about equally much.
+"""Which rank writes which part of a state: each part once, all ranks about equally much.
 
-A part that several ranks hold (a DDP replica, the replicas of hybrid sharding) is cut into pieces, which are divided
-among the ranks that hold it. Every rank computes the same assignment on its own.
+A part that several ranks hold (a DDP replica, the replicas of hybrid sharding) is cut into pieces,
+which are divided among the ranks that hold it. Every rank computes the same assignment on its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chunk:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self) -> list[Chunk]:
-        """The chunk cut along its first dimension into pieces of about ``PIECE_BYTES``; itself if it is small."""
+        """The chunk cut along its first dimension, into pieces of about ``PIECE_BYTES``."""
         if self.num_bytes <= PIECE_BYTES:
             return [self]
         rows = max(1, PIECE_BYTES * self.shape[0] // self.num_bytes)
@@ -57,7 +57,7 @@ class Chunk:
 
 
 def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
-    """The part of a tensor that this rank holds: all of a plain tensor, the local shard of a DTensor."""
+    """The part of a tensor that this rank holds: of a plain one all, of a DTensor its shard."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         shape, offsets = compute_local_shape_and_global_offset(
@@ -67,18 +67,19 @@ def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
 
 
 def assign_pieces(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Assign every piece to one of the ranks that hold it: the largest first, to the rank that has the least so far.
+    """Assign every piece to one of the ranks that hold it.
 
     ``held`` is what each rank holds; the result is what each rank writes.
     """
-    # Equal chunks on several ranks are the same numbers: under DDP every rank holds everything, under FSDP only its
-    # shard, and with hybrid sharding one rank per replica.
+    # Equal chunks on several ranks are the same numbers: under DDP every rank holds everything,
+    # under FSDP only its shard, and with hybrid sharding one rank per replica.
     holders: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(held):
         for chunk in chunks:
             if chunk.num_bytes:  # an uneven split leaves the last ranks nothing
                 holders.setdefault(chunk, []).append(rank)
-    # Greedy, largest first, which comes close to the best balance. The order is fixed, so that all ranks agree.
+    # Greedy, largest first, which comes close to the best balance. The order is fixed, so that all
+    # ranks agree.
     loads, owned = [0] * len(held), [[] for _ in held]
     for chunk in sorted(holders, key=lambda chunk: _write_order(chunk, len(holders[chunk]))):
         for piece in chunk.pieces():
@@ -89,12 +90,12 @@ def assign_pieces(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
 
 
 def _write_order(chunk: Chunk, num_holders: int) -> tuple[object, ...]:
-    """Chunks that only one rank can write come first, so that the others can make up for them; then by size."""
+    # Chunks that only one rank can write come first, so that the others can make up for them.
     return num_holders > 1, -chunk.num_bytes, chunk.name, chunk.offsets
 
 
 class Ownership:
-    """This rank's pieces of a state. The assignment is kept until any rank holds something else than before."""
+    """This rank's pieces of a state; the assignment is kept until any rank holds another part."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -104,7 +105,9 @@ class Ownership:
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
         """What this rank writes of ``tensors``; a collective call."""
         held = [chunk_of(name, tensor) for name, tensor in tensors.items()]
-        # What the ranks hold never changes in most runs, so the assignment is computed at the first save only.
+        # What the ranks hold never changes in most runs, so the assignment is computed at the first
+        # save only.
+        # Asked of all ranks, because the assignment is a collective, in which all take part.
         if self.ranks.any(held != self._held):
             self._held = held
             self._owned = assign_pieces(self.ranks.gather(held))[self.ranks.rank]

@@ -13,18 +13,20 @@ from training.distributed.ranks import Ranks
 
 
 def open_storage(config: TrainConfig) -> Storage:
-    """The storage that ``--checkpoint_dir`` names; the run folder's ``checkpoints`` if it is unset."""
+    """The storage that ``--checkpoint_dir`` names; ``checkpoints`` in the run folder by default."""
     return open_location(config.checkpoint_dir or str(config.run_dir / "checkpoints"))
 
 
 def open_location(address: str) -> Storage:
+    # file:// is not left to fsspec, whose driver neither syncs what it writes nor renames a folder
+    # in one step.
     if "://" not in address or address.startswith("file://"):
         return LocalStorage(Path(address.removeprefix("file://")).expanduser())
     return RemoteStorage(address)
 
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:
-    """Check at the start, not after the first epoch, that rank 0 can write there and every rank can read it."""
+    """Check, before an epoch is lost, that rank 0 can write there and all ranks can read it."""
 
     def put(name: str) -> None:
         try:
@@ -45,8 +47,8 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
             ) from error
         if not seen:
             raise UserError(
-                f"--checkpoint_dir {storage.location}: files that rank 0 writes there are not visible here; "
-                "name a place that all machines share",
+                f"--checkpoint_dir {storage.location}: files that rank 0 writes there are not "
+                "visible here; name a place that all machines share",
                 code="folder-not-shared",
             )
 

@@ -34,6 +34,7 @@ class HashedFiles(FileSystem):
             if "r" in mode:
                 yield stream
                 return
+            # Hashed on the way: to hash the object later, it would have to be downloaded again.
             hashed = _HashedStream(stream)
             yield hashed
             self.written[path] = {"bytes": hashed.size, "sha256": hashed.sha256.hexdigest()}
@@ -42,6 +43,7 @@ class HashedFiles(FileSystem):
         """Object stores have no folders, and creating a bucket is not our business."""
 
     def rename(self, path: str, new_path: str) -> None:
+        # DCP writes .metadata under another name first, so its hash moves along.
         super().rename(path, new_path)
         self.written[new_path] = self.written.pop(path)
 
@@ -57,16 +59,18 @@ class _HashedStream:
         self.size += memoryview(data).nbytes
         return self.stream.write(data)
 
+    # DCP asks for the offset of each tensor before it writes it.
     def tell(self) -> int:
         return self.size
 
+    # Nothing to do: whoever opened the stream closes it, which completes the upload.
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class RemoteReader(SafeReader):
-    """DCP's reader, reading tensors in file order and each in one piece: every seek would be another request."""
+    """DCP's reader, reading tensors in file order and each in one piece."""
 
     def __init__(self, path: str, files: Any) -> None:
         super().__init__(path)
@@ -83,5 +87,6 @@ class RemoteReader(SafeReader):
         )
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        # In one piece, because the driver makes another request after each seek.
         file.seek(sinfo.offset)
         return io.BytesIO(file.read(sinfo.length))

@@ -1,4 +1,4 @@
-"""Checkpoints at an fsspec address such as S3. Nothing is renamed; the manifest, uploaded last, commits one."""
+"""Checkpoints at an address, such as a bucket's. The manifest, uploaded last, commits one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from training.checkpointing.storage import (
     manifest_of,
 )
 
-# Marks a folder that is being written, or whose writer died. It is not a checkpoint, not even a damaged one.
+# Marks a folder that is being written, or whose writer died. It is not a checkpoint, not even a
+# damaged one.
 UNFINISHED = "unfinished"
 
 
@@ -34,7 +35,7 @@ class RemoteStorage(Storage):
     """
 
     def __init__(self, address: str) -> None:
-        self.files = open_remote_files(address, "--checkpoint_dir", code="storage-address")
+        self.files = open_remote_files(address, "--checkpoint_dir")
         # It is shown and recorded, so without a password: the driver has that.
         self.location = without_user(address.rstrip("/"))
         self.place = ""
@@ -45,6 +46,7 @@ class RemoteStorage(Storage):
         self._put(f"{self.location}/{free_name(step, self._folders())}/{UNFINISHED}", b"")
 
     def writer(self, step: int) -> StorageWriter:
+        # Rank 0 has chosen the name. The mark that it put there shows the others which one it is.
         (name,) = (name for name in self._unfinished() if is_of_step(name, step))
         self.place = f"{self.location}/{name}"
         self.written = {}
@@ -72,6 +74,8 @@ class RemoteStorage(Storage):
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
         manifest = manifest_of(step, files, self._sizes(self.place))
         self._put_whole(f"{self.place}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+        # The manifest counts, so a crash between these two lines leaves a complete checkpoint whose
+        # mark nobody heeds.
         self._delete(f"{self.place}/{UNFINISHED}")
         self._put_whole(f"{self.location}/{LATEST}", f"{self.place.rsplit('/', 1)[-1]}\n".encode())
         return self.place
@@ -93,6 +97,7 @@ class RemoteStorage(Storage):
         with self._drivers_raise_os_errors():
             while self.files.exists(target := f"{path}.{number}"):
                 number += 1
+            # The manifest last: until then the copy is no checkpoint.
             for name in sorted(sizes, key=lambda name: name == MANIFEST):
                 self.files.cp_file(f"{path}/{name}", f"{target}/{name}")
         self._remove(path.rsplit("/", 1)[-1])
@@ -110,6 +115,8 @@ class RemoteStorage(Storage):
 
     def _folders(self) -> dict[str, bool]:
         contents = self._contents().items()
+        # Those without a manifest and without a mark count as damaged checkpoints: somebody removed
+        # their manifest. Those with a mark never were one.
         return {
             name: MANIFEST in held
             for name, held in contents
@@ -155,7 +162,8 @@ class RemoteStorage(Storage):
             self.files.pipe_file(path, data)
 
     def _put_whole(self, path: str, data: bytes) -> None:
-        """Upload so that readers see all of a file or nothing; some drivers send a file in several pieces."""
+        """Upload so that readers see all of a file or nothing."""
+        # Some drivers send a file in several pieces. The store then copies all of it or nothing.
         aside = f"{path}.tmp"
         self._put(aside, data)
         with self._drivers_raise_os_errors():

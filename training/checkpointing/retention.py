@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class SaveSchedule:
-    """When the next checkpoint is due: by steps, which all ranks count alike, and by rank 0's clock.
+    """When the next checkpoint is due: by steps, which all ranks count alike, or by rank 0's clock.
 
     Args:
         every: optimizer steps between checkpoints; 0 = off.
@@ -39,5 +39,6 @@ def steps_to_keep(
     return {
         step
         for step in rising
+        # The best one is kept for the end of the run, which writes the model from it.
         if step in newest or step == best_step or (keep_every and step % keep_every == 0)
     }

@@ -1,7 +1,7 @@
 """Reading a checkpoint must not run code from it.
 
-Tensors are read with ``weights_only``. Their list, ``.metadata``, is a pickle, which could name any function, so only
-the classes below are unpickled.
+Tensors are read with ``weights_only``. Their list, ``.metadata``, is a pickle, which could name any
+function, so only the classes below are unpickled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-# What a list of tensors consists of. BytesStorageMetadata is not allowed: such entries would be unpickled freely.
+# What a list of tensors consists of. BytesStorageMetadata is not allowed: such entries would be
+# unpickled freely.
 _ALLOWED = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -30,6 +31,8 @@ _ALLOWED = {
 
 class _ListOfTensors(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        # Data types are pickled by name. Besides Size, nothing else in torch may be named:
+        # torch.load is there, too.
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(

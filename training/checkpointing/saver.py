@@ -1,7 +1,8 @@
 """Checkpoints that are written in the background.
 
-Training only waits for one copy of what this rank writes. A thread then writes that copy, and coordinates with the
-threads of the other ranks over a process group of its own. Read :meth:`Saver.save`, then :meth:`Saver._write`.
+Training only waits for one copy of what this rank writes. A thread then writes that copy, and
+coordinates with the threads of the other ranks over a process group of its own. Read
+:meth:`Saver.save`, then :meth:`Saver._write`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class SaveFailed(Exception):
 
 @dataclass(frozen=True)
 class _Order:
-    """A checkpoint to write, whose tensors are staged. ``began``: when the main thread asked for it."""
+    """A checkpoint to write, with staged tensors. ``began``: when the main thread asked for it."""
 
     step: int
     run_state: dict[str, Any]
@@ -91,21 +91,17 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         elif self._thread:
-            # The save may be waiting for ranks that wait for this one. The process group goes when the process does.
+            # The save may be waiting for ranks that wait for this one. The process group goes when
+            # the process does.
             self._thread.join(SECONDS_TO_CLOSE_FAILED)
 
     @property
     def done(self) -> bool:
-        """Whether this rank's thread has finished; once it has on all ranks, :meth:`collect` returns the outcome."""
+        """Whether this rank's thread has finished; once all have, :meth:`collect` may be called."""
         return self._thread is not None and not self._thread.is_alive()
 
     @property
@@ -126,8 +122,8 @@ class Saver:
     ) -> list[SavedCheckpoint]:
         """Copy the state and write it in the background.
 
-        A save that is still running is waited for first. So is a failed one, if it holds the best weights, since this
-        copy replaces the only one left of them.
+        A save that is still running is waited for first. So is a failed one, if it holds the best
+        weights, since this copy replaces the only one left of them.
 
         Returns:
             The checkpoints completed since the last call.
@@ -147,12 +143,13 @@ class Saver:
         return finished
 
     def wait(self) -> list[SavedCheckpoint]:
-        """Wait until the last save is complete, retrying if it failed; returns and raises like :meth:`save`."""
+        """Wait until the last save is complete, retrying; returns and raises like :meth:`save`."""
         pause = min(self.retry_seconds, RETRY_SECONDS_AT_REST)
         finished = self._join(waits=pause)
         while self._failures:
             began = time.perf_counter()
-            # Wait in case it is a short outage; but a scheduler that asks to stop only gives half a minute.
+            # Wait in case it is a short outage; but a scheduler that asks to stop gives half a
+            # minute.
             while not (self.ranks.any(self._pause_is_over(pause)) or self.stop_agreed()):
                 time.sleep(TICK)
             self.retry()
@@ -161,7 +158,7 @@ class Saver:
         return finished
 
     def release(self) -> None:
-        """Free the last save's copies, once :meth:`wait` has returned: they are as large as weights and moments."""
+        """Free the last save's copies, as large as weights and moments, after :meth:`wait`."""
         self._staging.copies.clear()
 
     def retry(self) -> None:
@@ -177,16 +174,20 @@ class Saver:
         if isinstance(outcome, SavedCheckpoint):
             self._failures = 0
             return [replace(outcome, blocked_seconds=self._blocked)]
+        # SaveFailed is the same on all ranks, so all may go on together. Anything else is not.
         if not isinstance(outcome, SaveFailed):
             raise outcome
         self.num_failed += 1
         self._failures += 1
         self._failed_at = time.monotonic()
-        where = f"the checkpoint of step {self._order.step} could not be written to {self.storage.location} ({outcome})"
+        where = (
+            f"the checkpoint of step {self._order.step} could not be written to "
+            f"{self.storage.location} ({outcome})"
+        )
         if self._failures == MOST_FAILURES:
             raise TrainingFailure(
-                f"{where}, {MOST_FAILURES} times in a row; {self._newest()}: free some space or fix the storage, then "
-                f"{self.config.how_to_resume}",
+                f"{where}, {MOST_FAILURES} times in a row; {self._newest()}: free some space or "
+                f"fix the storage, then {self.config.how_to_resume}",
                 quiet=not self.ranks.is_first,
                 code="checkpoint-not-saved",
             )
@@ -234,21 +235,22 @@ class Saver:
                 order.step, 0.0, time.perf_counter() - order.began, num_bytes
             )
         except Exception as error:
+            # The half that was written may fill the disk, which the next try needs.
             if isinstance(error, SaveFailed) and self.ranks.is_first:
                 with contextlib.suppress(OSError):
                     self.storage.discard(order.step)
             self._outcome = error
 
     def _write(self, order: _Order) -> int:
-        """Write a checkpoint so that it is complete or absent; runs in the thread of every rank. Returns its bytes."""
+        """Write a checkpoint, complete or absent, in a thread of each rank. Returns its bytes."""
         storage, step = self.storage, order.step
         # 1. Rank 0 creates an empty staging place: readers do not see what is in it.
         self._on_first(lambda: storage.begin(step))
         # A list instead of a result, because results are sent to all ranks, and a writer cannot be.
         writers: list[StorageWriter] = []
         self._together(lambda: writers.append(writer_with_clear_errors(storage.writer(step))))
-        # 2. Every rank writes its pieces into one file. DCP collects the plans of all ranks first, checks that together
-        # they cover every tensor exactly once, and writes that as .metadata.
+        # 2. Every rank writes its pieces into one file. DCP collects the plans of all ranks first,
+        # checks that together they cover every tensor exactly once, and writes that as .metadata.
         try:
             dcp.save(
                 {},
@@ -266,8 +268,9 @@ class Saver:
             for part in self._together(lambda: self._files(order))
             for name, entry in part.items()
         }
-        # 4. Only now, with all files on disk, rank 0 writes the manifest and renames the folder: the commit. A process
-        # that dies before this line leaves no checkpoint; one that dies after it leaves a complete one.
+        # 4. Only now, with all files on disk, rank 0 writes the manifest and renames the folder:
+        # the commit. A process that dies before this line leaves no checkpoint; one that dies after
+        # it leaves a complete one.
         self._on_first(lambda: storage.commit(step, files))
         # 5. The new checkpoint is safe, so older ones may go.
         self._on_first(
@@ -291,7 +294,7 @@ class Saver:
         self._together(on_first)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on all ranks and return every rank's result; if it fails on any rank, all of them raise."""
+        """Run ``work`` on all ranks and return all results; if it fails on any rank, all raise."""
         result, reason = None, None
         try:
             result = work()

@@ -1,4 +1,7 @@
-"""A rank's pieces of a state: staged in host memory, written and read with DCP (``torch.distributed.checkpoint``)."""
+"""A rank's pieces of a state: staged in host memory, written and read with DCP.
+
+DCP: ``torch.distributed.checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,15 @@ from training.checkpointing.ownership import Chunk
 
 
 class Staging:
-    """Copies of a rank's pieces in host memory, which training does not touch; the next save reuses it."""
+    """Copies of a rank's pieces in host memory, which training does not touch."""
 
     def __init__(self) -> None:
         self.copies: dict[Chunk, torch.Tensor] = {}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> None:
+        # Copies of the last save are written over; those of pieces that this rank writes no more
+        # are freed first, so that memory holds one copy of the state and not two.
         self.copies = {piece: self.copies[piece] for piece in pieces if piece in self.copies}
         for piece in pieces:
             source = piece.cut_from(tensors[piece.name])
@@ -44,13 +49,15 @@ class Staging:
                 )
             self.copies[piece].copy_(source, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
+            # The next step writes to the tensors, so the copies have to be there before it begins.
             torch.cuda.current_stream().synchronize()
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Gives DCP the staged copies; DCP checks over all ranks that no piece overlaps another and none is missing."""
+    """Gives DCP the staged copies; it checks that no piece overlaps another and none is missing."""
 
     def __init__(self, copies: Mapping[Chunk, torch.Tensor]) -> None:
+        # The names are flat already.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._items = [_write_item(chunk) for chunk in copies]
         self._copies = {(chunk.name, chunk.offsets): copy for chunk, copy in copies.items()}
@@ -61,6 +68,8 @@ class StagedPlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        # DCP would look through a state dict for what to write. Here that is known from the start,
+        # and `state_dict` is empty.
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -81,8 +90,9 @@ def _write_item(chunk: Chunk) -> WriteItem:
 def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
     """A writer whose errors say in one line why it could not write.
 
-    torch.save hides a full disk behind an error of its own. DCP sends errors to the other ranks as pickles, and if a
-    driver's error cannot be pickled, this rank would fail while the others wait for it.
+    torch.save hides a full disk behind an error of its own. DCP sends errors to the other ranks as
+    pickles, and if a driver's error cannot be pickled, this rank would fail while the others wait
+    for it.
     """
 
     def with_clear_errors(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,6 +107,7 @@ def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
 
         return wrapped
 
+    # The three methods in which the writer touches the disk or the network.
     for name in ("prepare_local_plan", "write_data", "finish"):
         setattr(writer, name, with_clear_errors(getattr(writer, name)))
     return writer
@@ -133,6 +144,8 @@ class SavedShards:
         Raises:
             UserError: a tensor is missing, has another shape, or cannot be read.
         """
+        # As if this rank were alone: no collective, so that each may read what it needs and when.
+        # What no rank asks for is not read at all.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(wanted), self._metadata, is_coordinator=True)
         plan = self._or_user_error(planner.create_local_plan)
@@ -141,9 +154,8 @@ class SavedShards:
     def _or_user_error(self, work: Any) -> Any:
         try:
             return work()
-        except (
-            Exception
-        ) as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user
+        # Of the storage's driver, of a pickle, of torch: all mean the same to the user.
+        except Exception as error:
             raise UserError(
                 f"checkpoint {self.location}: cannot be read ({first_line(error)})",
                 code="checkpoint-damaged",

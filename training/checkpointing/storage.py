@@ -1,9 +1,9 @@
-"""A place for checkpoints. A checkpoint is complete or absent, and the newest complete one is found, not configured.
+"""A place for checkpoints. One is complete or absent, and the newest complete one is found.
 
-A checkpoint is a folder such as ``step_00000120`` with the files that every rank wrote, ``state.json``, and
-``manifest.json`` with size and SHA-256 of each. The manifest is written last, and readers ignore a folder without it.
-If a step is saved again, it gets the next free name, ``step_00000120-2``, so the older one stays valid until the newer
-one is.
+A checkpoint is a folder such as ``step_00000120`` with the files that every rank wrote,
+``state.json``, and ``manifest.json`` with size and SHA-256 of each. The manifest is written last,
+and readers ignore a folder without it. If a step is saved again, it gets the next free name,
+``step_00000120-2``, so the older one stays valid until the newer one is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from training.checkpointing.retention import steps_to_keep
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = 1
+# The step, and from the second save of it on the number of the save. At least eight digits, so that
+# the names sort like the steps.
 _NAME = re.compile(r"step_(\d{8,})(?:-([1-9]\d*))?")
 
 
@@ -33,8 +35,9 @@ class Unreachable(OSError):
 class Storage(ABC):
     """The checkpoints of one run in one place.
 
-    Files are written to a staging place until :meth:`commit`. Rank 0 begins, commits, discards and prunes; every rank
-    writes. Paths are strings: a folder, or an address such as ``s3://bucket/run/step_00000120``.
+    Files are written to a staging place until :meth:`commit`. Rank 0 begins, commits, discards and
+    prunes; every rank writes. Paths are strings: a folder, or an address such as
+    ``s3://bucket/run/step_00000120``.
 
     Raises:
         OSError: by every method, if the storage cannot be read or written.
@@ -62,18 +65,18 @@ class Storage(ABC):
 
     @abstractmethod
     def hashes(self, step: int, prefix: str) -> dict[str, dict[str, Any]]:
-        """``bytes`` and ``sha256`` of the staged files that this rank wrote and whose names have this prefix."""
+        """``bytes`` and ``sha256`` of the files that this rank staged under this prefix."""
 
     @abstractmethod
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
-        """Turn the staged files into a checkpoint: the manifest, the final name, then ``latest``; returns its path."""
+        """Make the staged files a checkpoint: manifest, name, ``latest``. Returns its path."""
 
     @abstractmethod
     def discard(self, step: int) -> None: ...
 
     @abstractmethod
     def move_aside(self, path: str) -> str:
-        """Rename a checkpoint to the first free name of ``PATH.1``, ``PATH.2``, ...; returns the new name."""
+        """Rename a checkpoint to the first free of ``PATH.1``, ``PATH.2``, ...; return that."""
 
     @abstractmethod
     def put_probe(self, name: str) -> None: ...
@@ -100,7 +103,7 @@ class Storage(ABC):
 
     @abstractmethod
     def _remove(self, name: str) -> None:
-        """Remove a folder, its manifest first, so that an interrupted removal leaves no checkpoint."""
+        """Remove a folder, its manifest first: an interrupted removal leaves no checkpoint."""
 
     def steps(self) -> dict[int, str]:
         """The path of each step's checkpoint, complete or not."""
@@ -112,12 +115,11 @@ class Storage(ABC):
         return json.loads(self._read(path, name))
 
     def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
-        """Remove the checkpoints that need not be kept, after a :meth:`commit`. What cannot be removed is tried again
-        later.
-        """
+        """Remove the checkpoints that need not be kept, after a :meth:`commit`."""
+        # What cannot be removed now is tried again after the next save.
         with contextlib.suppress(OSError):
-            # Only complete checkpoints count. If none of them is kept, nothing is removed: a wrong setting must not
-            # delete the last good checkpoint.
+            # Only complete checkpoints count. If none of them is kept, nothing is removed: a wrong
+            # setting must not delete the last good checkpoint.
             folders = self._folders()
             whole = _newest_names({name: True for name, is_whole in folders.items() if is_whole})
             kept = {whole[step] for step in steps_to_keep(whole, keep_last, keep_every, best_step)}
@@ -126,17 +128,19 @@ class Storage(ABC):
                     self._remove(name)
 
     def find_damage(self, path: str, part: int = 0, parts: int = 1) -> str | None:
-        """Why a checkpoint is not complete, or None if it is; hashes every ``parts``-th file, starting with number
-        ``part``.
+        """Why a checkpoint is not complete, or None; hashes the files part, part + parts, ...
 
         Raises:
             UserError: the storage does not respond.
         """
         try:
             return self._find_damage(path, part, parts)
+        # A storage that does not respond says nothing about the checkpoint. If it counted as
+        # damaged, the run would resume from an older one.
         except Unreachable as error:
             raise UserError(
-                f"{path}: cannot be read now ({error}); rerun the same command when it can be read again",
+                f"{path}: cannot be read now ({error}); rerun the same command when it can be read "
+                "again",
                 code="storage-unreachable",
             ) from error
         except FileNotFoundError:
@@ -168,15 +172,12 @@ class Storage(ABC):
 
     def _find_wrong_content(self, path: str, name: str, expected: str) -> str | None:
         try:
-            return (
-                None
-                if self._sha256(path, name) == expected
-                else f"{name} does not match its SHA-256"
-            )
+            is_same = self._sha256(path, name) == expected
         except Unreachable:
             raise
         except OSError as error:
             return f"{name} cannot be read ({error})"
+        return None if is_same else f"{name} does not match its SHA-256"
 
 
 def manifest_of(
@@ -193,6 +194,8 @@ def manifest_of(
 
 def free_name(step: int, taken: dict[str, Any]) -> str:
     """The name for a checkpoint of ``step``, with a number larger than any existing one."""
+    # Larger than all, not the first that is free: the higher number is the later save, even if
+    # pruning has removed those between.
     tries = [
         int(match[2] or 1)
         for match in map(_NAME.fullmatch, taken)
@@ -211,6 +214,8 @@ def _newest_names(folders: dict[str, bool]) -> dict[int, str]:
     found: dict[int, tuple[bool, int, str]] = {}
     for name, is_whole in folders.items():
         if match := _NAME.fullmatch(name):
+            # The order of a tuple decides: a complete one wins over a later one that is not, which
+            # may be what a killed save or a broken disk left.
             candidate = (is_whole, int(match[2] or 1), name)
             found[int(match[1])] = max(found.get(int(match[1]), candidate), candidate)
     return {step: name for step, (_, _, name) in found.items()}

@@ -1,8 +1,8 @@
-"""Hangs: which ranks are missing, as far as the others can tell, and what each rank leaves behind for debugging.
+"""Hangs: which ranks are missing, as far as others can tell, and what each leaves to debug.
 
-What is known about a rank: its status file, its process if that is on this machine, and its record of collectives.
-Clocks of different machines are never compared; a status counts as silent if it is not rewritten while this rank
-watches.
+What is known about a rank: its status file, its process if that is on this machine, and its record
+of collectives. Clocks of different machines are never compared; a status counts as silent if it is
+not rewritten while this rank watches.
 """
 
 from __future__ import annotations
@@ -43,57 +43,74 @@ class Missing:
     def __str__(self) -> str:
         status = self.status
         where = f"host {status.host}, process {status.pid}"
-        return f"rank {status.rank} ({where}) {self.why}; last seen {describe_position(status.phase, status.step)}"
+        seen = describe_position(status.phase, status.step)
+        return f"rank {status.rank} ({where}) {self.why}; last seen {seen}"
 
 
 def describe_position(phase: str, step: int) -> str:
-    return (
-        f"in phase {phase} of step {step + 1}"
-        if phase != "start"
-        else f"between steps, after step {step}"
-    )
+    if phase == "start":
+        return f"between steps, after step {step}"
+    return f"in phase {phase} of step {step + 1}"
 
 
 def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]:
-    """Find out which ranks are lost, watching for at most three status intervals which of them still write.
+    """Find out which ranks are lost, watching for at most three status intervals who still writes.
 
     Returns:
-        The ranks that are gone, stopped, silent, failed, or busy while others wait; and the numbers of those that wait.
+        The ranks that are gone, stopped, silent, failed, or busy while others wait; and the
+        numbers of those that wait.
     """
-    others = {
-        status.rank: status for status in read_statuses(run_dir) if status.rank < ranks.world_size
-    }
-    written = {rank: status.written for rank, status in others.items()}
     patience = 3 * writing_period(ranks.world_size) + MARGIN_SECONDS
+    others, silent = _watch(run_dir, ranks, patience)
+    # The surest reason first. Once a rank is known to be gone, the others wait for it, and a rank
+    # that is silent or busy beside it would only distract.
+    lost = (
+        _known_problems(others)
+        or dict.fromkeys(silent, f"has written nothing for {patience:.0f} s")
+        or _busy(run_dir, others)
+    )
+    missing = [Missing(others[rank], why) for rank, why in sorted(lost.items())]
+    return missing, sorted(others.keys() - lost.keys())
+
+
+def _watch(run_dir: Path, ranks: Ranks, patience: float) -> tuple[dict[int, RankStatus], list[int]]:
+    """The last status of each other rank, and which of them wrote none while this rank watched.
+
+    Ends early once all have written, or one is known to be lost.
+    """
+    first = others = _others(run_dir, ranks)
     end = time.monotonic() + patience
     while True:
-        others |= {
-            status.rank: status for status in read_statuses(run_dir) if status.rank in others
-        }
-        others.pop(ranks.rank, None)
+        # A file that cannot be read at this moment, because it is being replaced, does not make
+        # its rank disappear: what it held before stays.
+        latest = _others(run_dir, ranks)
+        others = {rank: latest.get(rank, before) for rank, before in others.items()}
         silent = [
             rank
-            for rank, s in others.items()
-            if s.state == "running" and s.written == written[rank]
+            for rank, status in others.items()
+            if status.state == "running" and status.written == first[rank].written
         ]
-        evident = {rank: why for rank, status in others.items() if (why := _known_problem(status))}
-        if evident or not silent or time.monotonic() > end:
-            break
+        if not silent or _known_problems(others) or time.monotonic() > end:
+            return others, silent
         time.sleep(_LOOK_AGAIN)
-    if not evident and time.monotonic() > end:
-        evident = dict.fromkeys(silent, f"has written nothing for {patience:.0f} s")
-    lost = evident or _busy(run_dir, others)
-    return [Missing(others[rank], why) for rank, why in sorted(lost.items())], sorted(
-        others.keys() - lost.keys()
-    )
 
 
 def is_any_gone(run_dir: Path, ranks: Ranks) -> bool:
     """Whether the process of a rank that runs on this machine has ended."""
-    others = [
-        status for status in read_statuses(run_dir) if ranks.rank != status.rank < ranks.world_size
-    ]
-    return any(_known_problem(status) == GONE for status in others)
+    return GONE in _known_problems(_others(run_dir, ranks)).values()
+
+
+def _others(run_dir: Path, ranks: Ranks) -> dict[int, RankStatus]:
+    # An earlier start may have had more ranks, and left their files.
+    return {
+        status.rank: status
+        for status in read_statuses(run_dir)
+        if ranks.rank != status.rank < ranks.world_size
+    }
+
+
+def _known_problems(statuses: Mapping[int, RankStatus]) -> dict[int, str]:
+    return {rank: why for rank, status in statuses.items() if (why := _known_problem(status))}
 
 
 def _known_problem(status: RankStatus) -> str | None:
@@ -114,11 +131,9 @@ def _busy(run_dir: Path, others: Mapping[int, RankStatus]) -> dict[int, str]:
     for rank, status in others.items():
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(record_path(run_dir, rank).read_text())
-            if (
-                record["pid"] == status.pid
-                and record["step"] == status.step
-                and not record["waits"]
-            ):
+            # Not that of an earlier hang or start, which lies in the same file.
+            is_now = (record["pid"], record["step"]) == (status.pid, status.step)
+            if is_now and not record["waits"]:
                 busy[rank] = f"{BUSY} {record['seconds']:.0f} s"
     return busy
 
@@ -129,7 +144,7 @@ def record_path(run_dir: Path, rank: int) -> Path:
 
 
 def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: float) -> bool:
-    """Write all threads' stacks and the last collectives of this rank, which has not moved for ``seconds``.
+    """Write all threads' stacks and the last collectives of this rank, still for ``seconds``.
 
     Returns whether it waits in a collective.
     """
@@ -140,18 +155,13 @@ def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds
             waits = any(_is_under_way(record["entries"]) for record in records)
     path = record_path(run_dir, status.rank)
     place = {"rank": status.rank, "host": status.host, "pid": status.pid, "restart": status.restart}
-    place |= {
-        "phase": phases.now,
-        "step": phases.step,
-        "seconds": round(seconds, 1),
-        "waits": waits,
-    }
+    place |= {"phase": phases.now, "step": phases.step}
+    place |= {"seconds": round(seconds, 1), "waits": waits}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".txt").open("w", encoding="utf-8") as file:
-            file.write(
-                f"rank {status.rank}: {describe_position(phases.now, phases.step)} for {seconds:.0f} s\n\n"
-            )
+            position = describe_position(phases.now, phases.step)
+            file.write(f"rank {status.rank}: {position} for {seconds:.0f} s\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         record = json.dumps(place | {"flight_records": records}, indent=1)
@@ -160,7 +170,7 @@ def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds
 
 
 def _flight_records() -> list[dict[str, Any]]:
-    """The flight records of gloo, and of NCCL, which builds without CUDA lack; empty ones are left out."""
+    """The flight records of gloo and NCCL, of those that this build of torch has and that ran."""
     recorders = torch._C._distributed_c10d
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     records = [json.loads(getattr(recorders, name)()) for name in names if hasattr(recorders, name)]
@@ -168,9 +178,9 @@ def _flight_records() -> list[dict[str, Any]]:
 
 
 def _is_under_way(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a collective has not ended. Of sends and receives in a batch, only the batch as a whole is marked as
-    ended.
-    """
+    """Whether a collective has not ended."""
+    # Of sends and receives in a batch, only the batch as a whole is marked as ended, so what counts
+    # is whether any entry of a launch is.
     launched = {_launch(entry) for entry in entries}
     return launched != {_launch(entry) for entry in entries if entry["retired"]}
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: finish the step, save, and exit so that the run can be resumed."""
+"""Signals that ask a run to stop: finish the step, save, and exit so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from common.errors import StopAsked
 from training.fault_tolerance.terminal import outlive_terminal
 
-# SIGTERM and SIGINT come from people, launchers and Kubernetes, SIGHUP when a terminal closes, and SIGUSR1 from SLURM
-# shortly before the time limit.
+# SIGTERM and SIGINT come from people, launchers and Kubernetes, SIGHUP when a terminal closes, and
+# SIGUSR1 from SLURM shortly before the time limit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Schedulers and launchers kill 30 s after asking.
 STOP_SECONDS = 20.0
-# A launcher forwards the Ctrl-C that its ranks have already received from the terminal; a second one by a person takes
-# longer.
+# A launcher forwards the Ctrl-C that its ranks have already received from the terminal; a second
+# one by a person takes longer.
 SECOND_THOUGHT = 1.0
 # The final message may go into a pipe that nobody reads.
 FINAL_MESSAGE_SECONDS = 5.0
@@ -31,13 +31,15 @@ FINAL_MESSAGE_SECONDS = 5.0
 class Interruption:
     """Whether this process was asked to stop. Within its context, stop signals only set ``asked``.
 
-    Before :meth:`saving` there is nothing to save, so a signal ends the process with :class:`StopAsked`; only SIGUSR1,
-    which comes long before the end, is remembered. After it, the process is already on its way out and signals change
-    nothing. A second Ctrl-C ends it immediately, anywhere. SIGHUP stays ignored if it was (nohup).
+    Before :meth:`saving` there is nothing to save, so a signal ends the process with
+    :class:`StopAsked`; only SIGUSR1, which comes long before the end, is remembered. After it, the
+    process is already on its way out and signals change nothing. A second Ctrl-C ends it
+    immediately, anywhere. SIGHUP stays ignored if it was (nohup).
 
-    Python only runs a signal handler between two instructions of its main thread, which may be stuck in a collective,
-    so a thread listens too. Outside the main thread no signal can be caught: there the context does nothing, and the
-    owner of the thread decides when it ends (Ray trains in a thread of its workers).
+    Python only runs a signal handler between two instructions of its main thread, which may be
+    stuck in a collective, so a thread listens too. Outside the main thread no signal can be caught:
+    there the context does nothing, and the owner of the thread decides when it ends (Ray trains in
+    a thread of its workers).
 
     Args:
         exit_code: of a process that stops with nothing saved; after Ctrl-C it is 130, as usual.
@@ -57,29 +59,24 @@ class Interruption:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             self._ended.clear()
-            reader, writer = os.pipe()
-            os.set_blocking(writer, False)
-            self._writer, self._fd_before = (
-                writer,
-                signal.set_wakeup_fd(writer, warn_on_full_buffer=False),
-            )
+            # As a signal arrives, C code writes its number into this pipe, whatever the main thread
+            # is doing. It must not block: a handler that waits would stop the process.
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._fd_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(
-                target=self._listen, args=(reader,), name="signals", daemon=True
+                target=self._listen, args=[reader], name="signals", daemon=True
             ).start()
             outlive_terminal()
             is_nohup = (signal.SIGHUP, signal.SIG_IGN)
-            caught = [
-                number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != is_nohup
-            ]
-            self._before = {number: signal.signal(number, self._handle) for number in caught}
+            self._before = {
+                number: signal.signal(number, self._handle)
+                for number in STOP_SIGNALS
+                if (number, signal.getsignal(number)) != is_nohup
+            }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth or not self._before:
             return
@@ -94,13 +91,13 @@ class Interruption:
     def saving(self) -> Iterator[Interruption]:
         """From here on a stop is synchronized and saved."""
         with self:
-            self._saves = (
-                True  # for good: the error that ends the run must not give way to a late signal
-            )
+            # For good: the error that ends the run must not give way to a late signal.
+            self._saves = True
             yield self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        # SLURM sends SIGUSR1 long before the limit: the run goes on until it can be saved.
         if number != signal.SIGUSR1 and not self._saves and not self._gives_up:
             self._gives_up = True
             raise StopAsked(
@@ -117,23 +114,28 @@ class Interruption:
                 if interrupted is not None and time.monotonic() - interrupted > SECOND_THOUGHT:
                     leave(128 + number, "interrupted")
                 interrupted = interrupted or time.monotonic()
-            stops_at_next_step = self._saves or number == signal.SIGUSR1
-            if not stops_at_next_step and not self._ended.wait(STOP_SECONDS) and not self._saves:
-                # The main thread did not get to run its handler, and still nothing can be saved: it is stuck.
-                leave(
-                    self.exit_code,
-                    "error: stop requested, but another rank does not respond; there was nothing to save "
-                    "[stop-not-agreed]",
-                )
+            if not self._saves and number != signal.SIGUSR1:
+                self._end_if_stuck()
             self.asked = self.asked or self._saves
         os.close(reader)
+
+    def _end_if_stuck(self) -> None:
+        """Give the main thread time to run its handler, which ends the process; if not, end it."""
+        # A save that has become possible meanwhile changes that: then the step loop stops it.
+        if not self._ended.wait(STOP_SECONDS) and not self._saves:
+            leave(
+                self.exit_code,
+                "error: stop requested, but another rank does not respond; there was nothing to "
+                "save [stop-not-agreed]",
+            )
 
 
 def run_rank(main: Callable[[], None]) -> NoReturn:
     """Run the main function of a rank, print what it fails with, and exit without cleanup.
 
-    Leaving a process group and unloading CUDA may wait for ranks that wait for this one. Besides, a launcher waits for
-    the last rank before it restarts them, and freeing the memory of a Python process takes seconds.
+    Leaving a process group and unloading CUDA may wait for ranks that wait for this one. Besides, a
+    launcher waits for the last rank before it restarts them, and freeing the memory of a Python
+    process takes seconds.
     """
     code: int | str | None = 0
     try:
@@ -148,6 +150,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
 
 def leave(exit_code: int, line: str = "") -> NoReturn:
     """End the process from any thread, whatever the main thread is waiting for."""
+    # A timer first: to print may block, and so may the lock of a stream that another thread holds.
     last = threading.Timer(FINAL_MESSAGE_SECONDS, os._exit, (exit_code,))
     last.daemon = True
     last.start()

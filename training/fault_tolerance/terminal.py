@@ -13,13 +13,15 @@ class _Terminal(io.FileIO):
         try:
             return super().write(data)
         except OSError:
+            # As if all had been written, or the buffer would keep it and raise at the next write.
             return len(data)
 
 
 def outlive_terminal() -> None:
     """Keep stdout and stderr writable for as long as the process lives, if they are a terminal.
 
-    Otherwise Python would raise in the next print, even in the middle of a save, and exit with 120 if output is left.
+    Otherwise Python would raise in the next print, even in the middle of a save, and exit with 120
+    if output is left.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,13 +1,10 @@
-"""Watchdog: a thread on each rank that ends a run which no longer makes progress, and reports which ranks it waited
-for.
-"""
+"""Watchdog: a thread on each rank that ends a run without progress and reports who is missing."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NoReturn
 
 from common.errors import LostRank, in_one_line
@@ -28,20 +25,20 @@ from training.monitoring.events import Event, RunStarted, StepsAgreed, Subscribe
 from training.monitoring.monitors import Monitors
 
 TICK = 0.5  # seconds
-# A launcher asks the others to stop when a rank has died. Whoever still waits for it after so long will wait in vain.
+# A launcher asks the others to stop when a rank has died. Whoever still waits for it after so long
+# will wait in vain.
 GONE_SECONDS = 3.0
 # If another rank reports the failure, give it this long to do so.
 REPORT_SECONDS = 10.0
 
 
 class Watchdog(Subscriber):
-    """Ends this process when its main thread makes no progress for longer than the timeout, or cannot stop when asked
-    to.
+    """Ends this process when its main thread makes no progress, or cannot stop when asked to.
 
-    Staying in one phase for longer than the timeout without a :meth:`Phases.heartbeat` is a hang: the rank writes its
-    threads' stacks and its last collectives to the run folder, and the lowest rank that is alive prints one line with
-    the ranks that are missing. If a collective breaks because a rank is gone, the error that leaves this context says
-    the same.
+    Staying in one phase for longer than the timeout without a :meth:`Phases.heartbeat` is a hang:
+    the rank writes its threads' stacks and its last collectives to the run folder, and the lowest
+    rank that is alive prints one line with the ranks that are missing. If a collective breaks
+    because a rank is gone, the error that leaves this context says the same.
 
     Args:
         config: of the run. Its ``--collective_timeout`` applies after the first steps, and at least an hour before.
@@ -63,12 +60,7 @@ class Watchdog(Subscriber):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._ended.set()
         # If the thread is about to end the process, let it do the reporting.
         with self._report_lock:
@@ -79,7 +71,7 @@ class Watchdog(Subscriber):
                 raise LostRank(line, quiet=not reports) from error
 
     def receive(self, event: Event) -> None:
-        """Set the timeout of a start, and the normal one once the first steps have downloaded and compiled all."""
+        """Set the timeout of a start, and the normal one once the first steps have compiled all."""
         match event:
             case RunStarted():
                 limit_collective_time(self._limit)  # also in the process groups of the strategy
@@ -104,6 +96,7 @@ class Watchdog(Subscriber):
                 asked += passed
             if still > self._limit:
                 self._end_hang(still)
+            # Both: still for so long, and asked to stop that long ago. A slow step is no hang.
             if min(still, asked) > STOP_SECONDS:
                 self._stop_without_agreement()
             elif min(still, asked) > GONE_SECONDS and is_any_gone(self._run_dir, self._ranks):
@@ -121,7 +114,8 @@ class Watchdog(Subscriber):
             if not waits:
                 missing.append(Missing(status, why))
             line = self._line(missing, f"no progress for {seconds:.0f} s (--collective_timeout)")
-            line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [no-progress]"
+            hangs = self._run_dir / "hangs"
+            line += f". Stacks and last collectives of the ranks: {hangs} [no-progress]"
             self._events.write("hang", seconds=seconds, message=line)
             self._report_and_exit(exit_code, line, reports=reports, at_once=not waits)
 
@@ -136,13 +130,14 @@ class Watchdog(Subscriber):
         with self._report_lock:
             missing, reports = self._find_missing_ranks()
             if missing:  # else the others live, and a slow step or a long save will end
-                line = f"{self._line(missing, 'asked to stop, but the ranks could not agree on it')} [stop-not-agreed]"
+                what = "asked to stop, but the ranks could not agree on it"
+                line = f"{self._line(missing, what)} [stop-not-agreed]"
                 self._report_and_exit(
                     self._interruption.exit_code, line, reports=reports, at_once=True
                 )
 
     def _find_missing_ranks(self) -> tuple[list[Missing], bool]:
-        """Which ranks are missing, and whether this rank is the lowest of the others, which reports it."""
+        """Which ranks are missing, and whether this one, the lowest of the others, reports it."""
         missing, waiting = find_missing(self._run_dir, self._ranks)
         return missing, self._ranks.rank < min(waiting, default=self._ranks.world_size)
 
@@ -159,6 +154,6 @@ class Watchdog(Subscriber):
     ) -> NoReturn:
         self._status.failed(line)
         if not reports and not at_once:
-            # torchrun ends all ranks once one is gone, so the rank that reports must not be cut short.
+            # torchrun ends all ranks once one is gone: the one that reports must not be cut short.
             time.sleep(REPORT_SECONDS)
         leave(exit_code, f"error: {line}" if reports else "")

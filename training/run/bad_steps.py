@@ -1,5 +1,4 @@
-"""Bad steps: loss or gradient norm is not finite. Each is skipped and reported; after too many the
-run is rolled back.
+"""Bad steps: loss or gradient norm is not finite. Each is skipped; too many roll the run back.
 
 The update is skipped on all ranks in a bad step, so its effect never reaches a checkpoint. Here the
 steps are counted. Beyond ``--bad_steps`` consecutive ones, the run restores its newest checkpoint
@@ -45,22 +44,23 @@ class BadStep:
 
     @property
     def suspects(self) -> list[int]:
-        """The rows to blame: those whose own loss is not finite, or if there are none, the whole batch."""
+        """The rows to blame: those whose own loss is not finite, or else the whole batch."""
+        # If each row alone has a finite loss, their sum or the gradient overflowed, and no single
+        # row can be blamed for that.
         return self.rows or self.batch.tolist()
 
     @property
     def what(self) -> str:
-        return (
-            f"the gradient norm is {self.grad_norm}"
-            if math.isfinite(self.loss)
-            else f"the loss is {self.loss}"
-        )
+        if not math.isfinite(self.loss):
+            return f"the loss is {self.loss}"
+        return f"the gradient norm is {self.grad_norm}"
 
     def __str__(self) -> str:
         where = "; ".join(
             f"rank {rank}, training rows {_listed(rows)}" for rank, rows in self.found.items()
         )
-        return f"step {self.step}: {self.what} ({where or 'every row has a finite loss, the gradient overflowed'})"
+        where = where or "every row has a finite loss, the gradient overflowed"
+        return f"step {self.step}: {self.what} ({where})"
 
 
 class BadSteps:
@@ -71,6 +71,7 @@ class BadSteps:
         self.budget = context.config.bad_steps
         self.file = JsonLines(context.config.run_dir / BAD_ROWS_FILE)
         texts = context.news.texts
+        # What the data left out comes first in the file, once: a resumed run finds it there.
         if context.ranks.is_first and texts.left_out and not context.state.step:
             self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})
             context.events.write_on_rank0(
@@ -82,9 +83,7 @@ class BadSteps:
         return ~np.isin(rows, self.context.state.bad.excluded_rows)
 
     def count(self, steps: Sequence[StepMetrics], bad: Mapping[int, BadStep]) -> BadStep | None:
-        """Count the steps just synchronized; returns the bad step that exceeds the budget, after
-        which the run is rolled back.
-        """
+        """Count the steps just synchronized; returns the bad step that exceeds the budget."""
         count = self.context.state.bad
         for metrics in steps:
             if metrics.step in bad:
@@ -141,8 +140,8 @@ class BadSteps:
         if count.last_good < count.went_back_from:
             self._fail(
                 last,
-                f"Going back from step {count.went_back_from} and leaving out {len(count.excluded_rows)} rows did not "
-                "help: lower --learning_rate",
+                f"Going back from step {count.went_back_from} and leaving out "
+                f"{len(count.excluded_rows)} rows did not help: lower --learning_rate",
             )
         return {*count.excluded_rows, *count.suspects}
 
@@ -158,13 +157,9 @@ class BadSteps:
             "skipped_step", step=bad.step, what=bad.what, rows=bad.rows
         )
         if self.context.ranks.is_first:
-            fields = {
-                "step": bad.step,
-                "epoch": bad.epoch,
-                "ranks": list(bad.found),
-                "rows": bad.rows,
-            }
-            self.file.write({**fields, "loss": bad.loss, "norm": bad.grad_norm, "what": bad.what})
+            fields = {"step": bad.step, "epoch": bad.epoch, "ranks": list(bad.found)}
+            fields |= {"rows": bad.rows, "loss": bad.loss, "norm": bad.grad_norm, "what": bad.what}
+            self.file.write(fields)
         if self.budget:
             self.context.say(f"Skipped {bad}{self._shown(bad)}")
 
@@ -173,6 +168,5 @@ class BadSteps:
 
 
 def _listed(rows: Sequence[int], most: int = 8) -> str:
-    return ", ".join(map(str, rows[:most])) + (
-        f" and {len(rows) - most} more" if len(rows) > most else ""
-    )
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return ", ".join(map(str, rows[:most])) + more

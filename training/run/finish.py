@@ -131,7 +131,6 @@ def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor
             context.news.tokenizer,
             metrics,
             config.output_dir,
-            config.checkpoint_file,
             {CLEANING_KEY: config.clean, **task.settings(result.best.validation)},
             type(task),
         )

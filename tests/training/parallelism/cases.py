@@ -129,7 +129,7 @@ def _assert_written_whole(case: Case, weights: dict[str, torch.Tensor]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "model"
         config = small_config(case.family, DROPOUT[case.family] if case.dropout else 0.0, case.layers)
-        write_model(config, weights, tokenizer, metrics, target, Path(folder) / "model.pt", {"text_cleaning": "news"})
+        write_model(config, weights, tokenizer, metrics, target, {"text_cleaning": "news"})
         read = AutoModelForSequenceClassification.from_pretrained(target).state_dict()
     assert {f"network.{name}" for name in read} == weights.keys()
     for name, tensor in read.items():
