@@ -87,9 +87,8 @@ class Baseline:
     def tile(self) -> tuple[str, str]:
         """The first of them, and what it is."""
         metric = METRICS[self._metrics[0]]
-        return metric.shown(
-            self.test[self._metrics[0]]
-        ), f"{metric.title} of {self.how}: {self.verdict}"
+        figure = metric.shown(self.test[self._metrics[0]])
+        return figure, f"{metric.title} of {self.how}: {self.verdict}"
 
     @property
     def _metrics(self) -> list[str]:
@@ -98,19 +97,15 @@ class Baseline:
     @property
     def how(self) -> str:
         read, there = self.rows
-        return f"{self.name}, " + (
-            "the same rows" if read == there else f"on {read:,} of the {there:,} rows"
-        )
+        rows = "the same rows" if read == there else f"on {read:,} of the {there:,} rows"
+        return f"{self.name}, {rows}"
 
     @property
     def verdict(self) -> str:
         if not self.gain.is_clear:
             return "no clear difference"
-        by = (
-            ""
-            if self.gain.metric == self._metrics[0]
-            else f" by its {METRICS[self.gain.metric].title}"
-        )
+        is_first = self.gain.metric == self._metrics[0]
+        by = "" if is_first else f" by its {METRICS[self.gain.metric].title}"
         return f"{'better' if self.gain.value < 0 else 'worse'} than this model{by}"
 
     @property
@@ -120,13 +115,14 @@ class Baseline:
     def to_plain(self) -> dict[str, Any]:
         """For metrics.json; ``gain`` is the network's over the baseline."""
         read, there = self.rows
-        rows = {"train_rows": read, **({} if read == there else {"of_train_rows": there})}
         return {
             "name": self.name,
-            **rows,
+            "train_rows": read,
+            **({} if read == there else {"of_train_rows": there}),
             "validation": self.validation or None,
             "test": self.test,
-        } | {"gain": vars(self.gain)}
+            "gain": vars(self.gain),
+        }
 
 
 def seconds_for_baseline(config: TrainConfig, news: PreparedNews) -> float:
@@ -166,9 +162,8 @@ def measure_baseline(
     """
     assert news.texts is not None
     num_labels = len(news.tokens.label_names)
-    letters = int(
-        (seconds_for_baseline(config, news) - STARTING_SECONDS) / _seconds_per_letter(num_labels)
-    )
+    seconds = seconds_for_baseline(config, news) - STARTING_SECONDS
+    letters = int(seconds / _seconds_per_letter(num_labels))
 
     def read(texts: Sequence[Text], index: np.ndarray) -> tuple[np.ndarray, list[Text]]:
         """As many of these rows as there is time for, and their texts as the network gets them."""
@@ -177,26 +172,23 @@ def measure_baseline(
         return rows, [_cleaned(text, news.cleaning) for text in ChosenTexts(texts, rows)]
 
     train, texts = read(news.texts.train.texts, news.labelled_index)
-    weights = None if class_weights is None else dict(enumerate(class_weights))
-    if config.sampling == "balanced":
-        weights = "balanced"
+    weights = _class_weights(config, class_weights)
     answer = fit_linear(texts, news.tokens.train.labels[train], num_labels, config.seed, weights)
     validation: dict[str, Any] = {}
     if len(news.validation_index):
         rows, texts = read((news.texts.validation or news.texts.train).texts, news.validation_index)
         validation = task.metrics(task.as_scores(answer(texts)), news.validation_rows.labels[rows])
+    # Thresholds were chosen on the validation rows, so the test rows are only measured.
     rows, texts = read(news.texts.test.texts, np.arange(len(news.tokens.test)))
     scores, targets = task.as_scores(answer(texts)), news.tokens.test.labels[rows]
     heartbeat()
 
-    names = [
-        name for name in config.task_facts.metrics if name != "loss"
-    ]  # which is one of probabilities
-    by_preference = dict.fromkeys(
-        name for name in (config.best_metric, *names[:2]) if name in names
-    )
+    # The loss is one of probabilities, which distances from a plane are not.
+    names = [name for name in config.task_facts.metrics if name != "loss"]
     of_both = [(scores_of_network[rows], chosen_by_network), (scores, validation)]
-    gains = [_gain(task, name, of_both, targets) for name in by_preference]
+    gains = [
+        _gain(task, name, of_both, targets) for name in _compared_by(config.best_metric, names)
+    ]
     test = task.metrics(scores, targets, validation)
     return Baseline(
         name=NAMES[task.problem_type.name],
@@ -206,6 +198,21 @@ def measure_baseline(
         # Accuracy often cannot tell two models apart that macro-F1 can, because some labels are rare.
         gain=next((gain for gain in gains if gain.is_clear), gains[0]),
     )
+
+
+def _class_weights(
+    config: TrainConfig, class_weights: np.ndarray | None
+) -> Mapping[int, float] | str | None:
+    """What a row of each label weighs, as scikit-learn takes it."""
+    # The network sees rare labels more often instead; a linear model gets the same from weights.
+    if config.sampling == "balanced":
+        return "balanced"
+    return None if class_weights is None else dict(enumerate(class_weights))
+
+
+def _compared_by(best_metric: str, names: Sequence[str]) -> list[str]:
+    """The metric that the run chose its epoch by, then the two that people see first, each once."""
+    return list(dict.fromkeys(name for name in (best_metric, *names[:2]) if name in names))
 
 
 def _draw(texts: Sequence[Text], index: np.ndarray, letters: int, seed: int) -> np.ndarray:
@@ -242,9 +249,8 @@ def _gain(
         return first - second
 
     every = np.arange(len(targets))
-    part = (
-        np.random.default_rng(len(targets)).permutation(every) % PARTS
-    )  # at random, as rows may come in an order
+    # At random, as rows may come in an order: a part of one label alone would say nothing of the others.
+    part = np.random.default_rng(len(targets)).permutation(every) % PARTS
     if len(targets) < PARTS:
         return Gain(metric, difference(every), math.inf)
     without = np.array([difference(every[part != left_out]) for left_out in range(PARTS)])
@@ -297,16 +303,14 @@ def _features(texts: Sequence[Text], read: Callable[[Iterable[str]], spmatrix]) 
     """(texts, features); ``read``: from texts to their TF-IDF."""
     from scipy.sparse import hstack
 
-    of_all = read(
-        chain.from_iterable(zip(*map(texts_in, texts), strict=True))
-    )  # the first of all pairs, the second
+    # The first texts of all pairs, then the second ones: (texts or 2 * pairs, words).
+    of_all = read(chain.from_iterable(zip(*map(texts_in, texts), strict=True)))
     if of_all.shape[0] == len(texts):
         return of_all
     first, second = of_all[: len(texts)], of_all[len(texts) :]
     shared = first.multiply(second)
-    return hstack(
-        [first, second, shared, shared.sum(axis=1)], format="csr"
-    )  # the last is their cosine similarity
+    # Rows of TF-IDF have length 1, so the last column is the cosine similarity of the two texts.
+    return hstack([first, second, shared, shared.sum(axis=1)], format="csr")
 
 
 def _separate(
@@ -334,9 +338,8 @@ def _separate(
         found = np.ones((rows.shape[0], 1)) if svm is None else svm.decision_function(rows)
         if found.ndim == 1:  # two labels share one plane
             found = np.stack([-found, found], axis=1)
-        answers = np.full(
-            (rows.shape[0], num_labels), found.min() - 2
-        )  # of labels that no row has: they never apply
+        # Labels that no training row has are below all others, so they are never the answer.
+        answers = np.full((rows.shape[0], num_labels), found.min() - 2)
         answers[:, present] = found
         return answers
 

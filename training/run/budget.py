@@ -33,7 +33,7 @@ from training.data.prepare import PreparedNews
 from training.data.tokenized import TokenizedRows
 from training.distributed.ranks import Ranks
 from training.evaluation.baseline import seconds_for_baseline
-from training.evaluation.evaluator import evaluate
+from training.evaluation.evaluator import ModelOnRanks, evaluate
 from training.facts import STRATEGY_FACTS, TINY
 from training.model.classifier import NewsClassifier, widen
 from training.model.layers import FAMILY_OF, freeze_layers
@@ -269,7 +269,7 @@ def start_budget(
     if not config.budget:
         return None
     budget = Budget(config.budget_seconds, _seconds_since_start(ranks), began.get("budget") or {})
-    per_token = _seconds_per_token(strategy, ranks, news)
+    per_token = _seconds_per_token(strategy, news)
     validation = news.validation_rows.lengths[news.validation_index]
     weights = sum(parameter.numel() for parameter in strategy.parameters.values())
     budget.closing = (
@@ -292,7 +292,7 @@ def start_budget(
     return budget
 
 
-def _seconds_per_token(strategy: Strategy, ranks: Ranks, news: PreparedNews) -> float:
+def _seconds_per_token(strategy: Strategy, news: PreparedNews) -> float:
     """That all ranks together need for a token of the test rows. What they answer is thrown away."""
     rows, size = news.tokens.test, strategy.data_shard.size
     # Every so many of the batches that the test will have: rows drawn one by one would share
@@ -300,14 +300,7 @@ def _seconds_per_token(strategy: Strategy, ranks: Ranks, news: PreparedNews) -> 
     batch = np.arange(len(rows)) // strategy.task.rows_at_once
     every = max(1, len(rows) // (ROWS_TIMED * size))
     some = np.argsort(rows.lengths, kind="stable")[batch % every == every // 2]
-    answer = partial(
-        evaluate,
-        partial(strategy.logits, precision=strategy.test_precision),
-        rows,
-        ranks,
-        strategy.task,
-        strategy.data_shard,
-    )
+    answer = partial(evaluate, ModelOnRanks.of_run(strategy, strategy.test_precision), rows)
     answer(np.sort(some[: len(some) // 8 + 1]))  # threads start, memory is allocated
     began = time.perf_counter()
     answer(np.sort(some))

@@ -13,15 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from common.text import counted
 from training.config import TrainConfig
-from training.data.batching import DataShard
 from training.data.earlier import read_earlier
 from training.data.tokenized import TokenizedRows
 from training.distributed.ranks import Ranks
-from training.evaluation.evaluator import evaluate
+from training.evaluation.evaluator import ModelOnRanks, evaluate
 from training.model.classifier import NewsClassifier
 from training.monitoring.records import format_percent
 from training.run.fitted_head import Linear
@@ -79,16 +77,7 @@ def measure_change(
     known = np.flatnonzero(rows.labels < len(saved.labels))  # the earlier labels come first
     if not len(known):
         return None
-    model = NewsClassifier.from_saved(saved).to(ranks.device).eval()
-    with torch.inference_mode():
-        _, earlier = evaluate(
-            lambda input_ids, mask, finish: finish(model(input_ids, mask)),
-            rows,
-            ranks,
-            model.task,
-            DataShard(ranks.rank, ranks.world_size),
-            index=known,
-        )
+    _, earlier = evaluate(ModelOnRanks.whole(saved, ranks), rows, known)
     truth = rows.labels[known]
     before, after = earlier.argmax(axis=1) == truth, logits[known].argmax(axis=1) == truth
     recalls = {

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from training.data.earlier import read_earlier, sources_of
 from training.data.report import run_lengths
 from training.data.teacher import notes_on_teachers
 from training.evaluation.baseline import Baseline, measure_baseline, seconds_for_baseline
-from training.evaluation.evaluator import evaluate
+from training.evaluation.evaluator import ModelOnRanks, evaluate
 from training.model.lora import merge_adapters
 from training.model.window_attention import split_head
 from training.monitoring import EpochMetrics
@@ -110,11 +109,8 @@ def _test(context: RunContext, best: EpochMetrics) -> tuple[dict[str, Any], np.n
     )
     with counting as count, context.phases("evaluate"):
         return evaluate(
-            partial(context.strategy.logits, precision=context.strategy.test_precision),
+            ModelOnRanks.of_run(context.strategy, context.strategy.test_precision),
             tokens.test,
-            context.ranks,
-            context.strategy.task,
-            data_shard,
             chosen=best.validation,
             on_batch=lambda rows: count(rows * data_shard.size),
             stops=context.stop_agreed,

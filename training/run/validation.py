@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from common.errors import TrainingFailure
 from training.distributed.failures import translate_errors
-from training.evaluation.evaluator import evaluate
+from training.evaluation.evaluator import ModelOnRanks, evaluate
 from training.monitoring import EpochMetrics
 from training.monitoring.records import score_of
 from training.run.context import RunContext
@@ -30,11 +29,8 @@ def validate(context: RunContext) -> EpochMetrics:
         )
     with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1), averaged:
         validation, _ = evaluate(
-            partial(context.strategy.logits, precision=context.precision),
+            ModelOnRanks.of_run(context.strategy, context.precision),
             context.news.validation_rows,
-            context.ranks,
-            context.strategy.task,
-            context.strategy.data_shard,
             context.news.validation_index,
             stops=context.stop_agreed,
         )
