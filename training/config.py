@@ -36,6 +36,7 @@ from common.windows import MOST_WINDOWS
 from training.conflicts import CONFLICTS
 from training.deepspeed_file import flags_of_file
 from training.facts import (
+    DEFAULT_TASK,
     EPSILON,
     FLAGS_OF_STRATEGIES,
     FLAGS_OF_TASKS,
@@ -156,7 +157,7 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    task: Literal[tuple(TASK_FACTS)] = _field("classification", "task")  # type: ignore[valid-type]
+    task: Literal[tuple(TASK_FACTS)] = _field(DEFAULT_TASK, "task")  # type: ignore[valid-type]
     """what the model answers; classification = one label per text, pair = one label per pair of
     texts, multi_label = each label that applies, from none to all, regression = a number; on plain
     text without labels, embedding = the vector that --distill gives a text, to make a small encoder

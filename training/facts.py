@@ -87,6 +87,7 @@ TASK_FACTS = {
         needs_decoder=True,
     ),
 }
+DEFAULT_TASK = "classification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def _strategies(are_meant: Callable[[StrategyFacts], bool]) -> tuple[str, ...]:
     return tuple(name for name, facts in STRATEGY_FACTS.items() if are_meant(facts))
 
 
+# What a model that reads from left to right is trained for without labels.
+DECODER_TASK, *_ = _tasks(lambda task: task.needs_decoder)
 _ONE_LABEL = _tasks(lambda task: task.has_one_label)
 _LABELLED = _tasks(lambda task: task.has_labels)
 _TEXTS = _tasks(lambda task: not task.is_language_model)  # one by one, not in blocks

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from common.escaping import code_span, in_markdown, printable, some_of
 from common.rows import AG_NEWS_LABELS
-from training.facts import TASK_FACTS, TaskFacts
+from training.facts import DEFAULT_TASK, TASK_FACTS, TaskFacts
 from training.monitoring.records import metrics_of
 
 # By this tag a repository of the hub is known to come from here.
@@ -115,7 +115,7 @@ def _classes(test: dict[str, Any]) -> str:
 
 
 def _facts(metrics: dict[str, Any]) -> TaskFacts:
-    return TASK_FACTS[metrics.get("task", "classification")]
+    return TASK_FACTS[metrics.get("task", DEFAULT_TASK)]
 
 
 def _is_news(metrics: dict[str, Any]) -> bool:
