@@ -1,7 +1,9 @@
-"""A linear baseline: what TF-IDF and a linear model make of the rows of a run, in seconds, beside the network.
+"""A linear baseline: what TF-IDF and a linear model make of the rows of a run, in seconds, beside
+the network.
 
-A network that was trained too briefly can stay far behind a linear model of single words and pairs of neighbouring
-ones. Whoever has no such figure to compare with takes the network's for what can be had.
+A network that was trained too briefly can stay far behind a linear model of single words and pairs
+of neighbouring ones. Whoever has no such figure to compare with takes the network's for what can be
+had.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.text import Text, cleaner, num_chars, texts_in
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews
@@ -26,27 +29,31 @@ if TYPE_CHECKING:
     from scipy.sparse import spmatrix
 
 NAMES = {
-    "single_label_classification": "TF-IDF + linear SVM",
-    "multi_label_classification": "TF-IDF + a linear SVM per label",
-    "regression": "TF-IDF + ridge regression",
+    SINGLE_LABEL.name: "TF-IDF + linear SVM",
+    MULTI_LABEL.name: "TF-IDF + a linear SVM per label",
+    REGRESSION.name: "TF-IDF + ridge regression",
 }
-# What it may take at the end of a run, on one core. If that is not enough, some of the rows are read, drawn at random.
+# What it may take at the end of a run, on one core. If that is not enough, some of the rows are
+# read, drawn at random.
 MOST_SECONDS = 10.0
-# Of a run's --budget, and of the --collective_timeout after which ranks give up waiting for the one that does this.
+# Of a run's --budget, and of the --collective_timeout after which ranks give up waiting for the one
+# that does this.
 SHARE_OF_BUDGET, SHARE_OF_TIMEOUT = 0.05, 0.2
-# Of a core: to import scikit-learn, to count the words and pairs of a text, and to fit one label to them. They are what
-# 10,000 to 79,235 rows of AG News took, rounded up.
+# Of a core: to import scikit-learn, to count the words and pairs of a text, and to fit one label to
+# them. They are what 10,000 to 79,235 rows of AG News took, rounded up.
 STARTING_SECONDS, SECONDS_PER_LETTER, SECONDS_PER_LETTER_AND_LABEL = 2.0, 4.5e-7, 1.1e-7
 LETTERS_PER_TOKEN = 5
-# The error of a difference is estimated by leaving out one of so many parts of the test rows after the other. With
-# fewer rows than parts, no difference is clear.
+# The error of a difference is estimated by leaving out one of so many parts of the test rows after
+# the other. With fewer rows than parts, no difference is clear.
 PARTS = 20
 CLEAR = 2.0  # standard errors
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better the network is than the baseline on the same test rows by one metric; negative if it is worse."""
+    """How much better the network is than the baseline on the same test rows by one metric;
+    negative if it is worse.
+    """
 
     metric: str
     value: float
@@ -62,8 +69,8 @@ class Gain:
 class Baseline:
     """What the linear model achieves.
 
-    ``rows``: of the training rows with a label, how many it was fitted on, and how many there are; ``validation`` is
-    empty without such rows.
+    ``rows``: of the training rows with a label, how many it was fitted on, and how many there are;
+    ``validation`` is empty without such rows.
     """
 
     name: str
@@ -149,10 +156,12 @@ def measure_baseline(
     chosen_by_network: Mapping[str, Any],
     heartbeat: Callable[[], None] = lambda: None,
 ) -> Baseline:
-    """Fit the linear model to the training rows of a run, and compare it with the network on the test rows.
+    """Fit the linear model to the training rows of a run, and compare it with the network on the
+    test rows.
 
     Args:
-        class_weights: what a row of each label weighs in the loss, (labels,); None if all weigh the same.
+        class_weights: what a row of each label weighs in the loss, (labels,); None if all weigh the
+        same.
         scores_of_network: of all test rows, (rows, labels).
         chosen_by_network: the evaluation on which its thresholds were chosen.
         heartbeat: called now and then, since all of it may take :data:`MOST_SECONDS`.
@@ -195,7 +204,8 @@ def measure_baseline(
         rows=(len(train), len(news.labelled_index)),
         validation={name: validation[name] for name in names if validation},
         test={name: test[name] for name in ("rows", *names)},
-        # Accuracy often cannot tell two models apart that macro-F1 can, because some labels are rare.
+        # Accuracy often cannot tell two models apart that macro-F1 can, because some labels are
+        # rare.
         gain=next((gain for gain in gains if gain.is_clear), gains[0]),
     )
 
@@ -235,10 +245,12 @@ def _gain(
     of_both: Sequence[tuple[np.ndarray, Mapping[str, Any]]],
     targets: np.ndarray,
 ) -> Gain:
-    """Of the first of two models over the second, each with the evaluation that chose its thresholds.
+    """Of the first of two models over the second, each with the evaluation that chose its
+    thresholds.
 
-    Both answered the same rows, so the error is that of the difference: a jackknife over parts of the rows, which fits
-    every metric (Efron & Tibshirani, 1993, "An introduction to the bootstrap", chapter 11).
+    Both answered the same rows, so the error is that of the difference: a jackknife over parts of
+    the rows, which fits every metric (Efron & Tibshirani, 1993, "An introduction to the bootstrap",
+    chapter 11).
     """
 
     def difference(rows: np.ndarray) -> float:
@@ -249,7 +261,8 @@ def _gain(
         return first - second
 
     every = np.arange(len(targets))
-    # At random, as rows may come in an order: a part of one label alone would say nothing of the others.
+    # At random, as rows may come in an order: a part of one label alone would say nothing of the
+    # others.
     part = np.random.default_rng(len(targets)).permutation(every) % PARTS
     if len(targets) < PARTS:
         return Gain(metric, difference(every), math.inf)
@@ -264,21 +277,24 @@ def fit_linear(
     seed: int,
     class_weights: Mapping[int, float] | str | None = None,
 ) -> Callable[[Sequence[Text]], np.ndarray]:
-    """Fit TF-IDF of words and word pairs with a linear SVM, one per label, or to numbers with ridge regression.
+    """Fit TF-IDF of words and word pairs with a linear SVM, one per label, or to numbers with ridge
+    regression.
 
     Args:
-        texts: cleaned; of a pair the words of each text, and those that both have, are features of their own.
+        texts: cleaned; of a pair the words of each text, and those that both have, are features of
+        their own.
         targets: as the task has them, (rows, ...).
         class_weights: see scikit-learn's ``class_weight``.
 
     Returns:
-        A function from texts to scores, (texts, labels): distances from the separating planes, not probabilities. Of
-        numbers, the predictions.
+        A function from texts to scores, (texts, labels): distances from the separating planes, not
+        probabilities. Of numbers, the predictions.
 
     Raises:
         ValueError: the texts have no words.
     """
-    # Here and not at the top, because it takes more than a second to import, and cards and servers do without it.
+    # Here and not at the top, because it takes more than a second to import, and cards and servers
+    # do without it.
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import Ridge
 
@@ -320,7 +336,9 @@ def _separate(
     seed: int,
     class_weights: Mapping[int, float] | str | None = None,
 ) -> Callable[[spmatrix], np.ndarray]:
-    """Fit a linear SVM to rows with one label each; returns a function from features to margins, (rows, labels)."""
+    """Fit a linear SVM to rows with one label each; returns a function from features to margins,
+    (rows, labels).
+    """
     from sklearn.svm import LinearSVC
 
     present = np.unique(labels)

@@ -39,16 +39,19 @@ EVALUATION = (5,)
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was interrupted because the run is stopping; raised on all ranks after the same batch."""
+    """An evaluation was interrupted because the run is stopping; raised on all ranks after the same
+    batch.
+    """
 
 
 @dataclass(frozen=True)
 class ModelOnRanks:
     """A model that can be evaluated, and the ranks that hold it.
 
-    ``logits_of``: from ids and mask, (batch, seq) on this rank's device, to what the function ``finish``, its third
-    argument, makes of the scores of the batch: (batch, :attr:`Task.num_scores`); of a model that reads windows, with
-    the attention's output. ``data_shard``: which share of the batches this rank takes.
+    ``logits_of``: from ids and mask, (batch, seq) on this rank's device, to what the function
+    ``finish``, its third argument, makes of the scores of the batch: (batch,
+    :attr:`Task.num_scores`); of a model that reads windows, with the attention's output.
+    ``data_shard``: which share of the batches this rank takes.
     """
 
     logits_of: Callable[..., torch.Tensor]
@@ -84,7 +87,8 @@ class ModelOnRanks:
         labels = torch.from_numpy(rows.labels[batch])
         # A masked language model hides tokens in the ids; what it hid are the targets.
         asked, targets = self.task.ask(input_ids, mask, labels, batch, EVALUATION)
-        # Scores over a vocabulary are gigabytes, so the task sums them up before they leave the device.
+        # Scores over a vocabulary are gigabytes, so the task sums them up before they leave the
+        # device.
         finish = partial(self.task.summary, targets=targets.to(device))
         mask = None if mask is None else mask.to(device)
         scores = self.logits_of(asked.to(device), mask, finish=finish).float().cpu().numpy()
@@ -104,17 +108,20 @@ def evaluate(
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Answer rows and measure the result; a collective call.
 
-    The batches do not depend on the number of ranks. They are dealt out one by one, and every row counts once.
+    The batches do not depend on the number of ranks. They are dealt out one by one, and every row
+    counts once.
 
     Args:
         index: which rows of the split; by default all.
-        chosen: the evaluation on which was chosen what this one uses, such as thresholds; None to choose here.
+        chosen: the evaluation on which was chosen what this one uses, such as thresholds; None to
+        choose here.
         on_batch: called with the number of rows of each batch that this rank finishes.
-        stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
+        stops: whether to give up; called every few batches by all ranks together, with the same
+        answer on all.
 
     Returns:
-        On every rank, the task's metrics and the scores, float32 (rows, :attr:`Task.num_scores`), in the order of
-        ``index``.
+        On every rank, the task's metrics and the scores, float32 (rows, :attr:`Task.num_scores`),
+        in the order of ``index``.
 
     Raises:
         EvaluationStopped: ``stops`` returned true.
@@ -128,15 +135,16 @@ def evaluate(
     for number, first in enumerate(range(0, len(batches), shard.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
             raise EvaluationStopped
-        # Ranks that shard a model gather it together, so a rank without a batch takes part in the others'.
+        # Ranks that shard a model gather it together, so a rank without a batch takes part in the
+        # others'.
         has_batch = first + shard.rank < len(batches)
         batch = batches[first + shard.rank] if has_batch else batches[-1][:1]
         part = model.scores(rows, index[batch])
         if has_batch:
             results.append(part)
             on_batch(len(batch))
-    # Put every row's scores back where the row was, on every rank. Ranks of the same replica have computed the same,
-    # so one of them hands it over.
+    # Put every row's scores back where the row was, on every rank. Ranks of the same replica have
+    # computed the same, so one of them hands it over.
     own = results if shard.is_replica_leader else []
     for rank, parts in model.ranks.gather((shard.rank, own)):
         for batch, part in zip(batches[rank :: shard.size], parts, strict=False):
@@ -145,7 +153,9 @@ def evaluate(
 
 
 def _batches(rows: TokenizedRows, index: np.ndarray, rows_at_once: int) -> list[np.ndarray]:
-    """Positions in ``index``, batch by batch; data rank r of n takes the batches r, r + n, r + 2n, ..."""
+    """Positions in ``index``, batch by batch; data rank r of n takes the batches r, r + n, r + 2n,
+    ...
+    """
     # Rows of similar length share a batch, so little is padded.
     order = np.argsort(rows.lengths[index], kind="stable")
     # By the number of the row's last input, so a row's windows stay together.
@@ -162,10 +172,12 @@ def evaluate_saved(
     quiet: bool = False,
     robustness: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32; ``robustness``: on rough texts, too.
+    """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32; ``robustness``: on
+    rough texts, too.
 
-    Dataset and columns are by default those that the model was trained on, and so are the test rows that were set aside
-    if the data has none. Of other data without test rows, all rows are evaluated.
+    Dataset and columns are by default those that the model was trained on, and so are the test rows
+    that were set aside if the data has none. Of other data without test rows, all rows are
+    evaluated.
 
     Raises:
         UserError: model or data cannot be read, or their labels differ.
@@ -211,7 +223,9 @@ def _read_data(
     *,
     show_notes: bool,
 ) -> NewsData:
-    """The data, with the rows to evaluate as its test rows; read as for training, apart from what is given."""
+    """The data, with the rows to evaluate as its test rows; read as for training, apart from what
+    is given.
+    """
     recorded = saved.metadata
     name = dataset or recorded.get("dataset")
     if name is None:
@@ -219,33 +233,46 @@ def _read_data(
             f"{saved.path}: does not say what it was trained on; name the data with --dataset",
             code="data-not-found",
         )
-    text, label, pair = columns
-    # Revision, splits and so on of the dataset that it was trained on fit no other.
-    chosen = (
-        {} if dataset else {field.name: recorded.get(field.name) for field in fields(Selection)}
-    )
     say = partial(print, file=sys.stderr)
+    seed, bad_rows = (
+        recorded.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows")
+    )
     data = load_news(
         name,
-        *(recorded.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows")),
-        Columns(
-            text or str(recorded.get("text_column", "text")),
-            label or str(recorded.get("label_column", "label")),
-            pair or str(recorded.get("pair_column", "")),
-        ),
+        seed,
+        bad_rows,
+        _columns(recorded, columns),
         say,
-        Selection(**{flag: str(value) for flag, value in chosen.items() if value}),
+        # Revision, splits and so on of the dataset that it was trained on fit no other.
+        Selection() if dataset else _selection(recorded),
         TASK_OF_PROBLEM[saved.problem_type.name],
         # Numbers without a header mean AG News' classes to a model that answers with these.
         class_names=AG_NEWS_LABELS if set(saved.labels) <= set(AG_NEWS_LABELS) else None,
     )
     if not data.has_test_rows and recorded_name(name) != recorded.get("dataset"):
-        # The model has seen none of these rows. A share that was just set aside would be a part of them for nothing.
+        # The model has seen none of these rows. A share that was just set aside would be a part of
+        # them for nothing.
         labels = np.concatenate([data.train.labels, data.test.labels])
         return replace(data, test=Rows([*data.train.texts, *data.test.texts], labels))
     for note in data.notes if show_notes else ():
         say(note[0].upper() + note[1:])
     return data
+
+
+def _columns(
+    recorded: Mapping[str, Any], given: tuple[str | None, str | None, str | None]
+) -> Columns:
+    usual = (("text_column", "text"), ("label_column", "label"), ("pair_column", ""))
+    names = (
+        name or str(recorded.get(flag, default))
+        for name, (flag, default) in zip(given, usual, strict=True)
+    )
+    return Columns(*names)
+
+
+def _selection(recorded: Mapping[str, Any]) -> Selection:
+    known = {field.name: recorded.get(field.name) for field in fields(Selection)}
+    return Selection(**{flag: str(value) for flag, value in known.items() if value})
 
 
 def _relabelled(data: NewsData, task: Task) -> Rows:

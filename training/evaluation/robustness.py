@@ -1,4 +1,6 @@
-"""How a model's figure falls on rough texts: the same test rows as titles, in upper case, with typing errors."""
+"""How a model's figure falls on rough texts: the same test rows as titles, in upper case, with
+typing errors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from training.data.rough_text import KINDS, cleaned
 from training.monitoring.records import METRICS, Metric, metrics_of
 
 WHOLE = "whole rows"
-# Six times as many are classified: a minute with the starter on two cores. Of more test rows, these are drawn.
+# Six times as many are classified: a minute with the starter on two cores. Of more test rows, these
+# are drawn.
 MOST_ROWS = 7_600
 SEED = 0
 
@@ -22,9 +25,11 @@ def measure_robustness(
 ) -> dict[str, Any]:
     """The task's first metric on rows and on rough versions of them.
 
-    ``answer`` evaluates rows; ``clean`` is what the model's tokenizer does to a text, and is done here before a text is
-    changed, because a character reference without its punctuation could no longer be decoded.
+    ``answer`` evaluates rows; ``clean`` is what the model's tokenizer does to a text, and is done
+    here before a text is changed, because a character reference without its punctuation could no
+    longer be decoded.
     """
+    # Row numbers decide how a text is changed, so they are kept when rows are drawn.
     index = np.arange(len(rows.texts))
     if len(index) > MOST_ROWS:
         index = np.sort(np.random.default_rng(SEED).choice(index, MOST_ROWS, replace=False))

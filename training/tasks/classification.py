@@ -40,9 +40,8 @@ class Classification(Task):
                 f"--dataset {dataset}: all training rows have the label {next(iter(present))!r}; two labels are needed",
                 code="labels-too-few",
             )
-        return list(known or _label_names(present)), _notes_on_labels(
-            dataset, present, known=known is not None
-        )
+        notes = _notes_on_labels(dataset, present, known=known is not None)
+        return list(known or _label_names(present)), notes
 
     @classmethod
     def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
@@ -72,16 +71,18 @@ class Classification(Task):
     def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         log_probabilities, given = scores.float().log_softmax(dim=1), targets[:, None]
         own = log_probabilities.gather(1, given)
+        # The strongest of the others: the row's own label is taken out of the maximum.
         other = log_probabilities.scatter(1, given, -math.inf).max(dim=1, keepdim=True)
         return torch.cat([own, other.indices.float(), (own > other.values).float()], dim=1)
 
     def metrics(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Accuracy, macro-F1, each class's precision and recall, confusion matrix, calibration error.
+        """Accuracy, macro-F1, each class's precision and recall, confusion matrix, calibration
+        error.
 
-        ``confusion_matrix[true][predicted]`` counts rows; ``calibration_error`` is the expected calibration error over
-        15 equal bins (Guo et al., arXiv 1706.04599).
+        ``confusion_matrix[true][predicted]`` counts rows; ``calibration_error`` is the expected
+        calibration error over 15 equal bins (Guo et al., arXiv 1706.04599).
         """
         names, log_probabilities = self.label_names, log_softmax(scores)
         predicted = log_probabilities.argmax(axis=1)
@@ -116,52 +117,77 @@ class Classification(Task):
 
 
 def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
-    """Reasons to doubt that these labels are classes; ``known``: the data itself declares its classes.
+    """Reasons to doubt that these labels are classes; ``known``: the data itself declares its
+    classes.
 
     Raises:
         UserError: most labels occur in a single row.
     """
-    num_rows, notes = labels.total(), []
+    num_rows = labels.total()
     counts = f"{len(labels):,} different labels in {num_rows:,} rows"
-    if len(labels) > FEW_LABELS and 2 * len(labels) > num_rows:
+    per_label = num_rows / len(labels) if len(labels) > FEW_LABELS else math.inf
+    if per_label < 2:
         raise UserError(
             f"--dataset {name}: {counts}; is the label column free text, or a number to predict (--task regression)?",
             code="labels-too-many",
         )
-    if len(labels) > FEW_LABELS and 10 * len(labels) > num_rows:
-        notes.append(f"{counts}: few rows to learn each from; is it the right column?")
-    examples = ", ".join(sorted(labels)[:3])
-    if alike := _spelt_alike(labels):
-        more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
-        shown = "; ".join(
-            ", ".join(f"'{printable(name, keep='')}'" for name in names) for names in alike[:3]
+    few = f"{counts}: few rows to learn each from; is it the right column?"
+    notes = (
+        few if per_label < 10 else "",
+        _note_on_spelling(labels),
+        _note_on_missing_values(labels),
+        _note_on_minus_one(labels),
+        "" if known else _note_on_other_tasks(labels),
+    )
+    return [note for note in notes if note]
+
+
+def _note_on_spelling(labels: Counter[str]) -> str:
+    if not (alike := _spelt_alike(labels)):
+        return ""
+    more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
+    shown = "; ".join(
+        ", ".join(f"'{printable(name, keep='')}'" for name in names) for names in alike[:3]
+    )
+    return f"labels that only differ in spelling are trained as classes of their own: {shown}{more}"
+
+
+def _note_on_missing_values(labels: Counter[str]) -> str:
+    if not (missing := [name for name in labels if name.strip().lower() in _MISSING]):
+        return ""
+    count = sum(labels[name] for name in missing)
+    return (
+        f"the label {', '.join(map(repr, missing))} ({counted(count, 'row')}) looks like a missing "
+        "value and is trained as a class; leave such rows out if it is none"
+    )
+
+
+def _note_on_minus_one(labels: Counter[str]) -> str:
+    count = labels["-1"]
+    # Data sets on the hub mark rows without a label by -1. But -1, 0 and 1 may well be classes, and
+    # so may be numbers around zero.
+    is_rare = count * len(labels) * 10 < labels.total()
+    if not count or "-2" in labels or not (is_rare or "2" in labels):
+        return ""
+    return (
+        f"the label -1 ({counted(count, 'row')}) is trained as a class of its own; if it marks "
+        "rows without a label, leave them out"
+    )
+
+
+def _note_on_other_tasks(labels: Counter[str]) -> str:
+    if _are_fractions(labels):
+        examples = ", ".join(sorted(labels)[:3])
+        return (
+            f"labels look like numbers to predict ({examples}): each value is trained as a class of "
+            "its own; --task regression predicts the number"
         )
-        notes.append(
-            f"labels that only differ in spelling are trained as classes of their own: {shown}{more}"
+    if lists := _lists(labels):
+        return (
+            f"labels such as {lists[0]!r} look like lists: each combination is trained as a class "
+            "of its own; --task multi_label predicts each label separately"
         )
-    if missing := [name for name in labels if name.strip().lower() in _MISSING]:
-        count = sum(labels[name] for name in missing)
-        notes.append(
-            f"the label {', '.join(map(repr, missing))} ({counted(count, 'row')}) looks like a missing value and is "
-            "trained as a class; leave such rows out if it is none"
-        )
-    is_rare = labels["-1"] * len(labels) * 10 < num_rows
-    if (
-        labels["-1"] and (is_rare or "2" in labels) and "-2" not in labels
-    ):  # -1, 0 and 1 may well be classes
-        count = f"the label -1 ({counted(labels['-1'], 'row')}) is trained as a class of its own"
-        notes.append(f"{count}; if it marks rows without a label, leave them out")
-    if not known and _are_fractions(labels):
-        notes.append(
-            f"labels look like numbers to predict ({examples}): each value is trained as a class of its own; "
-            "--task regression predicts the number"
-        )
-    elif not known and (lists := _lists(labels)):
-        notes.append(
-            f"labels such as {lists[0]!r} look like lists: each combination is trained as a class of its own; "
-            "--task multi_label predicts each label separately"
-        )
-    return notes
+    return ""
 
 
 def _are_fractions(labels: Iterable[str]) -> bool:
@@ -181,16 +207,16 @@ def _number(label: str) -> float | None:
 
 
 def _spelt_alike(labels: Iterable[str]) -> list[list[str]]:
-    """Labels that are one number, or one name but for case, space, invisible characters and ways to write a letter."""
+    """Labels that are one number, or one name but for case, space, invisible characters and ways to
+    write a letter.
+    """
     found: dict[Any, list[str]] = {}
     for label in sorted(labels):
-        plain = "".join(
-            one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf"
-        )
+        letters = unicodedata.normalize("NFKC", label)
+        plain = "".join(one for one in letters if unicodedata.category(one) != "Cf")
         number = _number(label)
-        found.setdefault(
-            " ".join(plain.casefold().split()) if number is None else number, []
-        ).append(label)
+        same = " ".join(plain.casefold().split()) if number is None else number
+        found.setdefault(same, []).append(label)
     return [names for names in found.values() if len(names) > 1]
 
 
@@ -209,11 +235,8 @@ def _label_names(labels: Iterable[str]) -> list[str]:
     names = sorted(set(labels))
     if set(names) <= set(AG_NEWS_LABELS):
         return [label for label in AG_NEWS_LABELS if label in names]
-    return (
-        sorted(names, key=int)
-        if all(name.removeprefix("-").isdecimal() for name in names)
-        else names
-    )
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    return sorted(names, key=int) if are_numbers else names
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -223,11 +246,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
-    hits, predicted, actual = (
-        confusion[index, index],
-        confusion[:, index].sum(),
-        confusion[index].sum(),
-    )
+    hits, predicted = confusion[index, index], confusion[:, index].sum()
+    actual = confusion[index].sum()
     return {
         "precision": float(hits / predicted) if predicted else 0.0,
         "recall": float(hits / actual) if actual else 0.0,
@@ -237,6 +257,8 @@ def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
 
 
 def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
+    # A confidence of exactly 1 belongs to the last bin, not to one behind it. A bin's gap is counted
+    # in rows, so that the sum weighs each bin by its rows.
     bins = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
     gaps = [
         abs(confidence[bins == i].sum() - correct[bins == i].sum()) for i in range(CALIBRATION_BINS)

@@ -1,4 +1,6 @@
-"""Embedding: a teacher's vector per text. The encoder that learns to give it is a base for fine-tuning on few rows."""
+"""Embedding: a teacher's vector per text. The encoder that learns to give it is a base for
+fine-tuning on few rows.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ class Embedding(PlainTextTask):
     """Rows are texts without labels; their targets are unit vectors, float32 (rows, width), see
     ``data/teacher_vectors.py``.
 
-    The scores are compared with the vectors by their direction alone. What is written is the encoder without the last
-    layer, which is of no use to another task; a dense layer before it, as DistilBERT's head has, stays.
+    The scores are compared with the vectors by their direction alone. What is written is the
+    encoder without the last layer, which is of no use to another task; a dense layer before it, as
+    DistilBERT's head has, stays.
     """
 
     name = "embedding"
@@ -33,8 +36,9 @@ class Embedding(PlainTextTask):
     def metrics(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """``cosine``: the mean cosine similarity to the teacher's vectors; ``spearman``: whether teacher and student
-        agree on how similar two texts are, over pairs of rows, as benchmarks of sentence vectors measure it.
+        """``cosine``: the mean cosine similarity to the teacher's vectors; ``spearman``: whether
+        teacher and student agree on how similar two texts are, over pairs of rows, as benchmarks of
+        sentence vectors measure it.
         """
         vectors = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-12)
         cosine = float((vectors * targets).sum(axis=1).mean(dtype=np.float64))

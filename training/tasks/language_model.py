@@ -1,7 +1,9 @@
-"""Language models: a model of plain text, which predicts the next token (causal) or tokens that were hidden (masked).
+"""Language models: a model of plain text, which predicts the next token (causal) or tokens that
+were hidden (masked).
 
-Rows have no labels. Texts follow each other, with the tokenizer's end token in between, and are cut into blocks of
-``max_length`` tokens; a block is a row for everything else, so nothing is ever padded but the last block.
+Rows have no labels. Texts follow each other, with the tokenizer's end token in between, and are cut
+into blocks of ``max_length`` tokens; a block is a row for everything else, so nothing is ever
+padded but the last block.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from training.tasks.task import PlainTextTask
 
 # The target of a token that is not predicted, as cross-entropy calls it.
 IGNORED = -100
-# Of all tokens this share is predicted; of these 80% are hidden by the mask token and 10% by another token, and 10% are
-# left as they are (Devlin et al., "BERT", arXiv 1810.04805, section 3.1).
+# Of all tokens this share is predicted; of these 80% are hidden by the mask token and 10% by
+# another token, and 10% are left as they are (Devlin et al., "BERT", arXiv 1810.04805, section
+# 3.1).
 MASKED_SHARE = 0.15
 HIDDEN, REPLACED = 0.8, 0.1
 
@@ -61,7 +64,9 @@ class LanguageModel(PlainTextTask):
         return losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp(min=1)
 
     def summary(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Of each row's predicted tokens the sum of the losses, how many are right, and how many there are."""
+        """Of each row's predicted tokens the sum of the losses, how many are right, and how many
+        there are.
+        """
         losses, right = self._answers(scores, targets)
         count = (targets != IGNORED).sum(dim=1)
         return torch.stack([losses.sum(dim=1), right.sum(dim=1).float(), count.float()], dim=1)
@@ -69,11 +74,12 @@ class LanguageModel(PlainTextTask):
     def _answers(
         self, scores: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of each token and whether it is predicted right, (rows, tokens); 0 and false for others."""
+        """The loss of each token and whether it is predicted right, (rows, tokens); 0 and false for
+        others.
+        """
         scores = scores[:, : targets.shape[1]]  # a strategy may have padded more
-        return self._token_losses(scores, targets), (scores.argmax(dim=2) == targets) & (
-            targets != IGNORED
-        )
+        right = (scores.argmax(dim=2) == targets) & (targets != IGNORED)
+        return self._token_losses(scores, targets), right
 
     def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy, (rows, tokens); 0 for a token that is not predicted."""
@@ -85,7 +91,9 @@ class LanguageModel(PlainTextTask):
     def metrics(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """``scores``: what :meth:`summary` returned. The perplexity is e to the mean loss of a predicted token."""
+        """``scores``: what :meth:`summary` returned. The perplexity is e to the mean loss of a
+        predicted token.
+        """
         loss, right, count = scores.sum(axis=0, dtype=np.float64)
         mean = float(loss / count)
         return {
@@ -133,9 +141,10 @@ class CausalLanguageModel(LanguageModel):
 class MaskedLanguageModel(LanguageModel):
     """Hidden tokens are predicted from all others.
 
-    The vocabulary is by far the widest layer, and six of seven tokens are not predicted. So :meth:`ask` marks those
-    that are (``~id`` in place of ``id``, which is negative), and the model's scores are theirs alone, one token after
-    the other: (tokens that are predicted, vocabulary).
+    The vocabulary is by far the widest layer, and six of seven tokens are not predicted. So
+    :meth:`ask` marks those that are (``~id`` in place of ``id``, which is negative), and the
+    model's scores are theirs alone, one token after the other: (tokens that are predicted,
+    vocabulary).
     """
 
     name = "masked_lm"
@@ -152,7 +161,8 @@ class MaskedLanguageModel(LanguageModel):
             )
 
     def predicted(self, lengths: np.ndarray) -> np.ndarray:
-        # Of the length alone, so that every rank knows the weight of every row without drawing its mask.
+        # Of the length alone, so that every rank knows the weight of every row without drawing its
+        # mask.
         return np.maximum(1, np.round(MASKED_SHARE * lengths).astype(np.int64))
 
     def ask(
@@ -164,17 +174,16 @@ class MaskedLanguageModel(LanguageModel):
         seed: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, targets = input_ids.numpy().copy(), np.full(input_ids.shape, IGNORED)
-        lengths = (
-            [ids.shape[1]] * len(ids)
-            if attention_mask is None
-            else attention_mask.sum(dim=1).tolist()
-        )
+        lengths = [ids.shape[1]] * len(ids)
+        if attention_mask is not None:
+            lengths = attention_mask.sum(dim=1).tolist()
         for row, (number, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
             # The row's own numbers, so that they are the same on whichever rank it is.
             generator = np.random.default_rng([*seed, number])
-            order = generator.random(length) + np.isin(
-                ids[row, :length], self.vocabulary.special
-            )  # these come last
+            # Special tokens come last, since 1 is added to their draw: they are hidden only if
+            # there is nothing else.
+            is_special = np.isin(ids[row, :length], self.vocabulary.special)
+            order = generator.random(length) + is_special
             count = int(self.predicted(np.array(length)))
             chosen = np.argpartition(order, count - 1)[:count]
             targets[row, chosen] = ids[row, chosen]
@@ -188,9 +197,8 @@ class MaskedLanguageModel(LanguageModel):
     def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         is_predicted = targets != IGNORED
         losses = torch.zeros(targets.shape, device=scores.device)
-        return losses.masked_scatter(
-            is_predicted, F.cross_entropy(scores.float(), targets[is_predicted], reduction="none")
-        )
+        found = F.cross_entropy(scores.float(), targets[is_predicted], reduction="none")
+        return losses.masked_scatter(is_predicted, found)
 
     def _answers(
         self, scores: torch.Tensor, targets: torch.Tensor

@@ -19,7 +19,9 @@ FEWEST_TO_CHOOSE = 5
 
 
 class MultiLabelClassification(Task):
-    """A label is answered if its probability reaches its threshold, which is chosen on the validation rows."""
+    """A label is answered if its probability reaches its threshold, which is chosen on the
+    validation rows.
+    """
 
     name = "multi_label"
 
@@ -35,23 +37,14 @@ class MultiLabelClassification(Task):
                 "needs two; for one label that applies or not, use --task classification with two labels",
                 code="labels-too-few",
             )
-        notes, num_rows = [], len(labels)
+        num_rows = len(labels)
         if 2 * len(names) > num_rows:
             raise UserError(
                 f"--dataset {dataset}: {len(names):,} different labels in {num_rows:,} rows; is column {column} free "
                 "text?",
                 code="labels-too-many",
             )
-        if everywhere := [name for name in names if present[name] in (0, num_rows)]:
-            where = "no" if present[everywhere[0]] == 0 else "every"
-            notes.append(
-                f"label {everywhere[0]!r} applies to {where} training row, so nothing is learned about it"
-            )
-        if unlabelled := sum(not row for row in labels):
-            notes.append(
-                f"{unlabelled:,} of {num_rows:,} training rows have no label, which is learned too"
-            )
-        return names, notes
+        return names, list(_notes_on_labels(labels, names, present))
 
     @classmethod
     def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
@@ -64,12 +57,13 @@ class MultiLabelClassification(Task):
 
     @classmethod
     def strata(cls, targets: np.ndarray) -> np.ndarray:
-        """The rarest label of each row, so that rare labels reach every split; one more for rows without labels."""
+        """The rarest label of each row, so that rare labels reach every split; one more for rows
+        without labels.
+        """
         rarest_first = np.argsort(targets.sum(axis=0), kind="stable")
         has_label = targets[:, rarest_first].any(axis=1)
-        return np.where(
-            has_label, rarest_first[targets[:, rarest_first].argmax(axis=1)], targets.shape[1]
-        )
+        rarest = rarest_first[targets[:, rarest_first].argmax(axis=1)]
+        return np.where(has_label, rarest, targets.shape[1])
 
     def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
         found = np.zeros((len(targets), len(self.label_names)), dtype=targets.dtype)
@@ -83,9 +77,10 @@ class MultiLabelClassification(Task):
         self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
     ) -> torch.Tensor:
         """Binary cross-entropy, the mean over the labels."""
-        return F.binary_cross_entropy_with_logits(
+        losses = F.binary_cross_entropy_with_logits(
             scores.float(), targets.float(), reduction="none"
-        ).mean(dim=1)
+        )
+        return losses.mean(dim=1)
 
     def chance_loss(self, targets: np.ndarray) -> float:
         shares = np.clip(targets.mean(axis=0, dtype=np.float64), 1e-12, 1 - 1e-12)
@@ -94,7 +89,9 @@ class MultiLabelClassification(Task):
     def metrics(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """F1 over all decisions (micro) and as the mean over labels (macro), and the share of rows all right."""
+        """F1 over all decisions (micro) and as the mean over labels (macro), and the share of rows
+        all right.
+        """
         probabilities = MULTI_LABEL.answers(scores)
         thresholds = (
             _best_thresholds(probabilities, targets) if chosen is None else self._thresholds(chosen)
@@ -130,13 +127,15 @@ class MultiLabelClassification(Task):
     def describe(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]
     ) -> Iterator[RowAnswer]:
-        """The certainty is that of the least certain decision; the surprise that of the most wrong one."""
+        """The certainty is that of the least certain decision; the surprise that of the most wrong
+        one.
+        """
         probabilities = MULTI_LABEL.answers(scores)
         predicted = probabilities >= self._thresholds(chosen)
-        right = np.where(
-            targets.astype(bool), probabilities, 1 - probabilities
-        )  # of the true answer to each label
-        wrong = predicted != targets.astype(bool)
+        applies = targets.astype(bool)
+        # The probability of the true answer to each label, (rows, labels).
+        right = np.where(applies, probabilities, 1 - probabilities)
+        wrong = predicted != applies
         certainty = np.where(predicted, probabilities, 1 - probabilities).min(axis=1)
         surprise = np.where(wrong, 1 - right, 0.0).max(axis=1)
         for row in range(len(targets)):
@@ -148,20 +147,32 @@ class MultiLabelClassification(Task):
         return np.array(chosen.get("thresholds") or [DEFAULT_THRESHOLD] * len(self.label_names))
 
     def _names(self, flags: np.ndarray) -> str:
-        return (
-            ", ".join(
-                name for name, applies in zip(self.label_names, flags, strict=True) if applies
-            )
-            or "none"
-        )
+        pairs = zip(self.label_names, flags, strict=True)
+        return ", ".join(name for name, applies in pairs if applies) or "none"
+
+
+def _notes_on_labels(
+    labels: Sequence[Label], names: Sequence[str], present: Mapping[str, int]
+) -> Iterator[str]:
+    num_rows = len(labels)
+    constant = next((name for name in names if present[name] in (0, num_rows)), None)
+    if constant is not None:
+        where = "every" if present[constant] else "no"
+        yield f"label {constant!r} applies to {where} training row, so nothing is learned about it"
+    if unlabelled := sum(not row for row in labels):
+        yield f"{unlabelled:,} of {num_rows:,} training rows have no label, which is learned too"
 
 
 def _best_thresholds(probabilities: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The threshold of each label with the best F1 on these rows, half-way to the next lower probability."""
+    """The threshold of each label with the best F1 on these rows, half-way to the next lower
+    probability.
+    """
     thresholds = np.full(targets.shape[1], DEFAULT_THRESHOLD)
     for label in range(targets.shape[1]):
         if targets[:, label].sum() < FEWEST_TO_CHOOSE:
             continue
+        # From the most probable row down: with the threshold below row i, the first i + 1 rows are
+        # predicted, so one cumulative sum gives the hits, and the F1, of every threshold at once.
         order = np.argsort(-probabilities[:, label], kind="stable")
         ranked, hits = probabilities[order, label], np.cumsum(targets[order, label], dtype=np.int64)
         f1 = 2 * hits / (np.arange(1, len(order) + 1) + hits[-1])

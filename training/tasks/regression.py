@@ -16,7 +16,8 @@ STRATA = 10
 
 
 class Regression(Task):
-    """Trains on targets with mean 0 and standard deviation 1, so that one learning rate fits prices and ratings.
+    """Trains on targets with mean 0 and standard deviation 1, so that one learning rate fits prices
+    and ratings.
 
     The written model needs no such scale: :meth:`finish` moves it into the last layer.
     """
@@ -80,8 +81,8 @@ class Regression(Task):
     ) -> dict[str, Any]:
         """The loss is in standard deviations, errors are in the unit of the data.
 
-        ``r2``: share of the variance that is explained; ``spearman``: correlation of the ranks; ``by_tenth``: mean
-        prediction and mean number of each tenth of the rows, by prediction.
+        ``r2``: share of the variance that is explained; ``spearman``: correlation of the ranks;
+        ``by_tenth``: mean prediction and mean number of each tenth of the rows, by prediction.
         """
         predicted = self._predicted(scores)
         errors = predicted - targets
@@ -126,6 +127,8 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 def _ranks(values: np.ndarray) -> np.ndarray:
     """The rank of each value; equal values share the mean of theirs."""
+    # The ranks of a run of c equal values that ends at rank n are n - c + 1 to n; their mean is
+    # n - (c - 1) / 2.
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 

@@ -1,4 +1,5 @@
-"""A task: what a row's label is, the loss, the metrics, and what a report and a model folder say about the answers.
+"""A task: what a row's label is, the loss, the metrics, and what a report and a model folder say
+about the answers.
 
 The loop, the strategies and the evaluator know none of it: they pass labels in and scores out.
 """
@@ -20,8 +21,8 @@ from training.facts import TASK_FACTS
 class RowAnswer:
     """The model's answer to one row, in words.
 
-    ``certainty``: how sure the answer is, or how far off; see :attr:`Task.certainty`. ``surprise``: how wrong it is,
-    the most wrong first in the report; 0 if it is right.
+    ``certainty``: how sure the answer is, or how far off; see :attr:`Task.certainty`. ``surprise``:
+    how wrong it is, the most wrong first in the report; 0 if it is right.
     """
 
     label: str
@@ -72,7 +73,9 @@ class Task:
         return len(self.label_names)
 
     def predicted(self, lengths: np.ndarray) -> np.ndarray:
-        """How much each row counts in the mean loss of a batch, (rows,): what it predicts, by its number of tokens."""
+        """How much each row counts in the mean loss of a batch, (rows,): what it predicts, by its
+        number of tokens.
+        """
         return np.ones(len(lengths))
 
     def ask(
@@ -83,14 +86,17 @@ class Task:
         rows: np.ndarray,
         seed: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids that the model gets, and the targets of the loss, from padded rows and what :meth:`targets` gave.
+        """The ids that the model gets, and the targets of the loss, from padded rows and what
+        :meth:`targets` gave.
 
         ``rows``: their numbers, which together with ``seed`` decide what is drawn.
         """
         return input_ids, labels
 
     def summary(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """What an evaluation keeps of a batch's scores, before it leaves the device: (rows, :attr:`num_scores`)."""
+        """What an evaluation keeps of a batch's scores, before it leaves the device: (rows,
+        :attr:`num_scores`).
+        """
         return scores
 
     def loss(
@@ -102,8 +108,8 @@ class Task:
         return self.row_losses(scores, targets, label_smoothing)
 
     def teacher_losses(self, scores: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """The loss of each row by what a teacher answers, fp32 (rows, labels): probabilities, or a number in the unit
-        of the data.
+        """The loss of each row by what a teacher answers, fp32 (rows, labels): probabilities, or a
+        number in the unit of the data.
         """
         return self.row_losses(scores, answers, 0.0)
 
@@ -149,7 +155,9 @@ class Task:
 
     @classmethod
     def strata(cls, targets: np.ndarray) -> np.ndarray:
-        """A number for each row, (rows,); rows with the same number are shared evenly between the splits."""
+        """A number for each row, (rows,); rows with the same number are shared evenly between the
+        splits.
+        """
         raise NotImplementedError
 
     def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -163,16 +171,11 @@ class Task:
     def _places(self, names: Sequence[str]) -> np.ndarray:
         """The place of each name among the labels."""
         try:
-            return np.array(
-                [
-                    self.label_names.index(SINGLE_LABEL.read_label(name, self.label_names))
-                    for name in names
-                ]
-            )
+            known = [SINGLE_LABEL.read_label(name, self.label_names) for name in names]
         except UnknownLabel as error:
-            raise ValueError(
-                str(error).replace("the training labels", "the model's labels")
-            ) from error
+            what = str(error).replace("the training labels", "the model's labels")
+            raise ValueError(what) from error
+        return np.array([self.label_names.index(name) for name in known])
 
     # The model
 
@@ -186,7 +189,9 @@ class Task:
         return weight, bias
 
     def settings(self, validation: Mapping[str, Any]) -> dict[str, Any]:
-        """What config.json says besides the problem type; ``validation``: the best epoch's evaluation."""
+        """What config.json says besides the problem type; ``validation``: the best epoch's
+        evaluation.
+        """
         return {}
 
     def row_losses(
@@ -196,12 +201,15 @@ class Task:
         raise NotImplementedError
 
     def chance_loss(self, targets: np.ndarray) -> float | None:
-        """The mean loss of a guess that knows only how frequent each label is; None if the task has no such guess."""
+        """The mean loss of a guess that knows only how frequent each label is; None if the task has
+        no such guess.
+        """
         return None
 
     def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
-        """What a step finds out about each row's label: its log-probability, the number of the strongest other label,
-        and whether it is the answer (0 or 1): fp32, (rows, 3). None unless each row has one label.
+        """What a step finds out about each row's label: its log-probability, the number of the
+        strongest other label, and whether it is the answer (0 or 1): fp32, (rows, 3). None unless
+        each row has one label.
         """
         return None
 
