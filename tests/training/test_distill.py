@@ -27,7 +27,7 @@ from training.data.dataset import NewsData, Rows
 from training.data.prepare import prepare_news
 from training.data.teacher import TeacherAnswers
 from training.data.unlabelled import add_unlabelled
-from training.model.classifier import NewsClassifier
+from training.model.classifier import Loading, NewsClassifier
 from training.parallelism.strategy import row_losses
 from training.tasks import Classification, MultiLabelClassification, Regression, Task
 
@@ -339,7 +339,7 @@ def test_the_kept_blocks_are_evenly_spaced_and_everything_else_is_as_it_was(fami
     whole = small_model(family, layers=6)
     whole.network.save_pretrained(tmp_path)
 
-    student = NewsClassifier(len(LABELS), str(tmp_path), LABELS, layers=3)
+    student = NewsClassifier(len(LABELS), str(tmp_path), LABELS, loading=Loading(layers=3))
 
     assert student.config.num_hidden_layers == len(student.blocks) == 3
     for place, block in zip((0, 2, 5), student.blocks, strict=True):
@@ -362,7 +362,7 @@ def test_the_kept_blocks_are_evenly_spaced_and_everything_else_is_as_it_was(fami
 def test_twelve_blocks_give_those_from_which_distilbert_began(tmp_path: Path) -> None:
     whole = small_model("bert", layers=12)
     whole.network.save_pretrained(tmp_path)
-    kept = NewsClassifier(len(LABELS), str(tmp_path), LABELS, layers=6).blocks
+    kept = NewsClassifier(len(LABELS), str(tmp_path), LABELS, loading=Loading(layers=6)).blocks
 
     queries = [block.attention.self.query.weight for block in whole.blocks]
     places = [next(i for i, query in enumerate(queries) if query.equal(b.attention.self.query.weight)) for b in kept]

@@ -17,7 +17,7 @@ from tests.processes import run_on_ranks
 from training.config import TrainConfig
 from training.data.tokenized import TokenizedRows
 from training.distributed.ranks import Ranks
-from training.model.classifier import NewsClassifier
+from training.model.classifier import Loading, NewsClassifier
 from training.model.pooling import MEAN, POOLING_FILE
 from training.run.fitted_head import read_on_all_ranks
 from training.run.head_start import start_from_head
@@ -162,7 +162,7 @@ def read_here(folder: Path) -> np.ndarray:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     torch.manual_seed(0)
-    model = NewsClassifier(2, str(folder), ["a", "b"], pooling=MEAN)
+    model = NewsClassifier(2, str(folder), ["a", "b"], loading=Loading(pooling=MEAN))
     rows = TokenizedRows(np.arange(5, 45, dtype=np.int32), np.arange(0, 41, 4), np.zeros(10, np.int64), 0)
     return read_on_all_ranks(model, rows, np.arange(10), ranks, "fp32")[MEAN]
 

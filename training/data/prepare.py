@@ -58,6 +58,7 @@ from training.distributed.ranks import Ranks
 from training.facts import TINY
 from training.model.classifier import (
     PROBE_PADDING,
+    Loading,
     NewsClassifier,
     try_half_precision,
     try_unknown_family,
@@ -607,11 +608,10 @@ def _stored_model(
             config.model,
             news.tokens.label_names,
             vocab_size=news.tokens.vocab_size,
-            as_stored=True,
-            revision=config.model_revision,
             task=TASKS[config.task],
-            layers=config.layers,
-            pooling=pooling,
+            loading=Loading(
+                config.model_revision, as_stored=True, layers=config.layers, pooling=pooling
+            ),
         )
 
     model = load_from(config.model, read, say)

@@ -1,9 +1,10 @@
 """How each family of networks is run in parts: embeddings, blocks and head.
 
-Parallel strategies put the parts on different processes, so they need to reach each part by name (the names are in
-``common/encoders.py``) and to run it separately. The head reads a single token of each row. If that is the first token,
-the last block computes queries, the output projection and the feed-forward layers for it alone, and keys and values for
-all tokens: logits and gradients stay the same, for a seventh less matrix work in an encoder of six blocks.
+Parallel strategies put the parts on different processes, so they need to reach each part by name
+(the names are in ``common/encoders.py``) and to run it separately. The head reads a single token of
+each row. If that is the first token, the last block computes queries, the output projection and the
+feed-forward layers for it alone, and keys and values for all tokens: logits and gradients stay the
+same, for a seventh less matrix work in an encoder of six blocks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from common.text import segments_of, type_separator
 from training.model.dropout import RowDropout
 
 ROW_ATTENTION = "row_dropout"
-# A block multiplies by twelve matrices of (hidden, hidden): four in attention, eight in the feed-forward layers. If it
-# computes one token, only those of keys and values still work on all tokens.
+# A block multiplies by twelve matrices of (hidden, hidden): four in attention, eight in the
+# feed-forward layers. If it computes one token, only those of keys and values still work on all
+# tokens.
 KEYS_AND_VALUES = 2 / 12
 
 
@@ -38,7 +40,8 @@ class Architecture:
 
     Attributes:
         family: the names of its modules.
-        last_block_work: matrix work of the last block, relative to a block that computes every token.
+        last_block_work: matrix work of the last block, relative to a block that computes every
+        token.
     """
 
     family: EncoderFamily
@@ -63,7 +66,8 @@ class Architecture:
     def context(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> dict[str, Any]:
-        """The arguments of every block besides the hidden states; of an encoder, which keys are padding.
+        """The arguments of every block besides the hidden states; of an encoder, which keys are
+        padding.
 
         Args:
             hidden: (batch, seq, hidden).
@@ -74,7 +78,9 @@ class Architecture:
     def classify(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The head, on the output of the last block: (batch, seq or 1, hidden) -> logits (batch, num_labels)."""
+        """The head, on the output of the last block: (batch, seq or 1, hidden) -> logits (batch,
+        num_labels).
+        """
         raise NotImplementedError
 
     def read_one_token(self, network: PreTrainedModel) -> None:
@@ -91,7 +97,9 @@ class Architecture:
     def run_blocks(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """All blocks that this process has, in order: (batch, seq, hidden) -> (batch, seq or 1, hidden)."""
+        """All blocks that this process has, in order: (batch, seq, hidden) -> (batch, seq or 1,
+        hidden).
+        """
         context = self.context(network, hidden, attention_mask)
         for block in blocks_of(network.get_submodule(self.blocks)):
             hidden = block(hidden, **context)
@@ -145,7 +153,9 @@ class Bert(FirstTokenArchitecture):
 
 
 def token_types(network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Which text of a pair each token belongs to, int64 (batch, seq); None if the model reads no pairs, or no types."""
+    """Which text of a pair each token belongs to, int64 (batch, seq); None if the model reads no
+    pairs, or no types.
+    """
     separator = type_separator(vars(network.config))
     return None if separator is None else segments_of(input_ids, separator)
 
@@ -164,7 +174,8 @@ class Llama(Architecture):
     def context(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor
     ) -> dict[str, Any]:
-        # Rotary positions, and no mask: padding is at the end of a row, where causal attention never looks.
+        # Rotary positions, and no mask: padding is at the end of a row, where causal attention
+        # never looks.
         positions = torch.arange(attention_mask.shape[1], device=hidden.device)[None]
         return {
             "attention_mask": None,
@@ -211,12 +222,16 @@ def architecture_of(network: nn.Module) -> Architecture | None:
 
 
 def blocks_of(container: nn.Module) -> Iterable[nn.Module]:
-    """Blocks in order; a pipeline stage keeps its blocks in a ModuleDict, by their numbers in the whole model."""
+    """Blocks in order; a pipeline stage keeps its blocks in a ModuleDict, by their numbers in the
+    whole model.
+    """
     return container.values() if isinstance(container, nn.ModuleDict) else container  # type: ignore[return-value]
 
 
 def find_blocks(network: nn.Module) -> Sequence[nn.Module]:
-    """The repeated blocks of any network: its module list with the most parameters; empty if it has no list."""
+    """The repeated blocks of any network: its module list with the most parameters; empty if it has
+    no list.
+    """
     lists = [
         module for module in network.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)
     ]
@@ -225,7 +240,9 @@ def find_blocks(network: nn.Module) -> Sequence[nn.Module]:
 
 
 def mask_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask of a batch, int64 (batch, seq): all ones if it was left out because nothing is padded."""
+    """The mask of a batch, int64 (batch, seq): all ones if it was left out because nothing is
+    padded.
+    """
     return torch.ones_like(input_ids) if attention_mask is None else attention_mask
 
 
@@ -233,23 +250,26 @@ def key_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     """(batch, seq) -> bool (batch, 1, 1, seq), or None if nothing is padded."""
     if attention_mask is None:
         return None
-    # A pipeline always passes a mask, even for micro-batches without padding. On a GPU, to look would synchronise.
+    # A pipeline always passes a mask, even for micro-batches without padding. On a GPU, to look
+    # would synchronise.
     if attention_mask.device.type == "cpu" and bool(attention_mask.all()):
         return None
     return attention_mask.bool()[:, None, None, :]
 
 
 def _trains_slowly_when_fused(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether separate operations are faster than PyTorch's fused kernel, forward and backward together.
+    """Whether separate operations are faster than PyTorch's fused kernel, forward and backward
+    together.
 
-    On CPUs with AMX, PyTorch 2.13: in bf16 they are 1.4 to 10 times as fast for 16 to 512 tokens, since the fused
-    backward does not use the matrix units; in fp32 up to about 64 tokens.
+    On CPUs with AMX, PyTorch 2.13: in bf16 they are 1.4 to 10 times as fast for 16 to 512 tokens,
+    since the fused backward does not use the matrix units; in fp32 up to about 64 tokens.
     """
     if query.device.type != "cpu" or not (torch.is_grad_enabled() and query.requires_grad):
         return False
     return query.dtype == torch.bfloat16 or key.shape[2] <= 64
 
 
+# The parameters are those that transformers calls an attention function with.
 def row_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -260,12 +280,13 @@ def row_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention for ``transformers``, with the masks of :class:`RowDropout` on the CPU.
+    """Scaled dot-product attention for ``transformers``, with the masks of :class:`RowDropout` on
+    the CPU.
 
     Args:
         query, key, value: (batch, heads, queries or keys, head size); keys may have fewer heads.
-        attention_mask: bool, broadcastable to (batch, heads, queries, keys). If None, a module with ``is_causal`` set
-            attends to earlier tokens only.
+        attention_mask: bool, broadcastable to (batch, heads, queries, keys). If None, a module with
+            ``is_causal`` set attends to earlier tokens only.
 
     Returns:
         (batch, queries, heads, head size), and None for the weights.
@@ -275,33 +296,36 @@ def row_attention(
     is_causal = (
         attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
     )
+    groups = query.shape[1] // key.shape[1]  # query heads that share one head of keys and values
     if not drops and (dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)):
-        shares_keys = query.shape[1] != key.shape[1]
-        context = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            is_causal,
-            scale=scaling,
-            enable_gqa=shares_keys,
-        )
+        given = (query, key, value, attention_mask, dropout, is_causal)
+        context = F.scaled_dot_product_attention(*given, scale=scaling, enable_gqa=groups > 1)
         return context.transpose(1, 2).contiguous(), None
-    # The fused kernel draws its own dropout mask. Ours has to be applied to the weights, so they are computed here.
-    if query.shape[1] != key.shape[1]:
-        key, value = (
-            states.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-            for states in (key, value)
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query * scale, key.transpose(2, 3))
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1)
+    # The fused kernel draws its own dropout mask. Ours has to be applied to the weights, so they
+    # are computed here.
+    if groups > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    weights = _attention_weights(query, key, attention_mask, scaling)
     if drops:
         weights = drop(weights)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
+
+
+def _attention_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """(batch, heads, queries, keys), each row a distribution over the keys."""
+    # The query is scaled, not the product: it is smaller, unless a text is shorter than a head is
+    # wide.
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query * scale, key.transpose(2, 3))
+    if attention_mask is not None:
+        # Not minus infinity: a row without any token would become NaN.
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1)
 
 
 AttentionInterface.register(ROW_ATTENTION, row_attention)
@@ -334,8 +358,9 @@ def _attend_first(
     return context.flatten(2)
 
 
-# The forward passes of the last block and of its attention, for the first token: (batch, seq, hidden) -> (batch, 1,
-# hidden). They replace transformers' own on the modules themselves, so that hooks on those modules still run.
+# The forward passes of the last block and of its attention, for the first token: (batch, seq,
+# hidden) -> (batch, 1, hidden). They replace transformers' own on the modules themselves, so that
+# hooks on those modules still run.
 
 
 def _distilbert_attend_first(

@@ -1,13 +1,16 @@
-"""NewsClassifier: a network from the hub with the head of its task, and a fast forward pass through it.
+"""NewsClassifier: a network from the hub with the head of its task, and a fast forward pass through
+it.
 
-Three things make it cheaper than calling the same network directly, with the same logits and gradients: the last block
-computes a single token if the architecture is known (see ``architectures.py``), there is no attention mask if no row is
-padded, and four dropout draws come from each random number (see ``dropout.py``).
+Three things make it cheaper than calling the same network directly, with the same logits and
+gradients: the last block computes a single token if the architecture is known (see
+``architectures.py``), there is no attention mask if no row is padded, and four dropout draws come
+from each random number (see ``dropout.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +55,44 @@ from training.tasks import (
     Task,
 )
 
-# A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
+# A row is classified with and without this many padding tokens; its logits may differ by this share
+# of their size.
 PROBE_PADDING = 8
 PROBE_TOLERANCE = 1e-3
 LABEL_MAP = dict(enumerate(AG_NEWS_LABELS))
 HALF = (torch.float16, torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How a stored network is read, and what is changed about it.
+
+    Attributes:
+        revision: of a model on the hub; empty for the newest.
+        as_stored: keep weights that are stored in half precision memory-mapped from their file. A
+            strategy converts to fp32 only what a rank keeps (:func:`widen`), so that not every rank
+            of a machine holds the whole model.
+        layers: how many of its blocks to keep; 0 for all.
+        pooling: ``mean`` to let the head read the mean of all tokens, where that is possible.
+    """
+
+    revision: str = ""
+    as_stored: bool = False
+    layers: int = 0
+    pooling: str = ""
+
+
+AS_IT_IS = Loading()
+
+
 class NewsClassifier(nn.Module):
     """A sequence classifier over any encoder that ``transformers`` can load.
 
     Args:
-        pretrained_model: a hub name, a local folder, or ``tiny`` for a small DistilBERT with random weights.
+        pretrained_model: a hub name, a local folder, or ``tiny`` for a small DistilBERT with random
+        weights.
         label_names: those of AG News by default, if there are four classes.
         vocab_size: used for ``tiny`` only.
-        as_stored: keep weights that are stored in half precision memory-mapped from their file. A strategy converts
-            to fp32 only what a rank keeps (:func:`widen`), so that not every rank of a machine holds the whole
-            model.
-        layers: how many of its blocks to keep; 0 for all.
-        pooling: ``mean`` to let the head read the mean of all tokens, where that is possible.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -83,36 +105,31 @@ class NewsClassifier(nn.Module):
         label_names: Sequence[str] | None = None,
         vocab_size: int = 8192,
         *,
-        as_stored: bool = False,
-        revision: str = "",
         task: type[Task] = Classification,
-        layers: int = 0,
-        pooling: str = "",
+        loading: Loading = AS_IT_IS,
     ) -> None:
         super().__init__()
         if label_names is None:
             label_names = [LABEL_MAP.get(i, str(i)) for i in range(num_labels)]
-        names, about = list(label_names), {}
-        if not task.is_language_model:
-            about |= {"num_labels": num_labels, "id2label": dict(enumerate(names))}
-            about["label2id"] = {name: i for i, name in enumerate(names)}
-            if task is not Classification and task.has_labels:  # which is what transformers assumes
-                about["problem_type"] = task.problem_type.name
+        names = list(label_names)
         network, self.notes, fresh = _load_network(
-            pretrained_model, task, about, vocab_size, revision or None
+            pretrained_model, task, names, vocab_size, loading.revision or None
         )
         family = FAMILY_OF.get(type(network).__name__)
-        # Whether the layer between the encoder and the last layer is one that was trained with the encoder.
+        # Whether the layer between the encoder and the last layer is one that was trained with the
+        # encoder.
         self.has_stored_pooler = bool(
             family and family.pooler and f"{family.pooler}.weight" not in fresh
         )
-        if layers:  # before the last block learns to compute a single token
-            keep_blocks(network, layers, pretrained_model)
+        # The order matters: blocks are taken away before the one of the mean is added, and _adopt
+        # comes last, since it makes the block that is then the last one compute a single token.
+        if loading.layers:
+            keep_blocks(network, loading.layers, pretrained_model)
         self.has_own_mean_block = getattr(network.config, POOLING_KEY, None) == MEAN
-        if pooling == MEAN and can_have_mean_block(network):
+        if loading.pooling == MEAN and can_have_mean_block(network):
             add_mean_block(network)
         self._adopt(network, task(names))
-        if not as_stored:
+        if not loading.as_stored:
             widen(self)
 
     def set_dropout(self, share: float) -> bool:
@@ -129,9 +146,11 @@ class NewsClassifier(nn.Module):
             raise ModelLoadError(saved.path, what, "name the folder that training wrote")
         classifier = cls.__new__(cls)
         nn.Module.__init__(classifier)
-        # Build the network without loading anything from its original place: the weights are in `saved`.
+        # Build the network without loading anything from its original place: the weights are in
+        # `saved`.
         config = AutoConfig.for_model(**saved.config)
-        # Whatever the weights were stored in when training began: CPUs compute halves slowly, and a test is exact.
+        # Whatever the weights were stored in when training began: CPUs compute halves slowly, and a
+        # test is exact.
         network = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         weights = (
             read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights)
@@ -152,7 +171,9 @@ class NewsClassifier(nn.Module):
 
     @classmethod
     def around(cls, network: nn.Module, task: Task) -> NewsClassifier:
-        """A classifier around any module that takes ids and mask, int64 (batch, seq), and returns scores."""
+        """A classifier around any module that takes ids and mask, int64 (batch, seq), and returns
+        scores.
+        """
         classifier = cls.__new__(cls)
         nn.Module.__init__(classifier)
         if not isinstance(network, PreTrainedModel):
@@ -166,7 +187,9 @@ class NewsClassifier(nn.Module):
         return classifier
 
     def widen_head(self, windows: Windows, row: torch.Tensor) -> None:
-        """Give the last layer one more output, the attention of windows, and note how texts are cut."""
+        """Give the last layer one more output, the attention of windows, and note how texts are
+        cut.
+        """
         head = self.network.get_submodule(windows.head)
         trained = head.weight.requires_grad
         head.weight = nn.Parameter(
@@ -182,8 +205,9 @@ class NewsClassifier(nn.Module):
         self.task = task
         self.network = network
         self.dropout_stream = use_row_dropout(network)
-        # Private attributes, because transformers 5 has no public way to ask which families take attention and its
-        # masks from the registry. The others would add our boolean mask to their scores.
+        # Private attributes, because transformers 5 has no public way to ask which families take
+        # attention and its masks from the registry. The others would add our boolean mask to their
+        # scores.
         if isinstance(network, PreTrainedModel):
             network.config._attn_implementation = (
                 ROW_ATTENTION if network._supports_sdpa else "eager"
@@ -201,11 +225,14 @@ class NewsClassifier(nn.Module):
     def _choose_predicted(
         self, layer: nn.Module, states: tuple[torch.Tensor]
     ) -> tuple[torch.Tensor]:
-        """Let the layer of the vocabulary compute predicted tokens only: (batch, seq, hidden) -> (tokens, hidden)."""
+        """Let the layer of the vocabulary compute predicted tokens only: (batch, seq, hidden) ->
+        (tokens, hidden).
+        """
         return states if self._predicted is None else (states[0][self._predicted],)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits of a batch: (batch, seq) -> (batch, num_labels), of a language model (batch, seq, vocabulary).
+        """Logits of a batch: (batch, seq) -> (batch, num_labels), of a language model (batch, seq,
+        vocabulary).
 
         The mask is 1 for a token and 0 for padding at the end of a row; None if nothing is padded.
         """
@@ -213,25 +240,28 @@ class NewsClassifier(nn.Module):
             return self.architecture.logits(self.network, input_ids, attention_mask)
         attention_mask = mask_of(input_ids, attention_mask)
         if isinstance(self.task, MaskedLanguageModel):
-            # Marked by the task; a batch without marks, such as a probe, gets the scores of all its tokens.
+            # Marked by the task; a batch without marks, such as a probe, gets the scores of all its
+            # tokens.
             is_marked = input_ids < 0
             self._predicted = is_marked if bool(is_marked.any()) else None
             input_ids = torch.where(is_marked, ~input_ids, input_ids)
-        # Batches are padded with 0, but some encoders number positions by where their own padding id is.
+        # Batches are padded with 0, but some encoders number positions by where their own padding
+        # id is.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
         if isinstance(self.network, PreTrainedModel):
             found = token_types(self.network, input_ids)
             more = {} if found is None else {"token_type_ids": found}
             if self.task.is_language_model and hasattr(self.config, "use_cache"):
-                more["use_cache"] = (
-                    False  # keys and values would be kept for a next token, which nobody asks for
-                )
+                # Keys and values would be kept for a next token, which nobody asks for.
+                more["use_cache"] = False
             return self.network(input_ids=input_ids, attention_mask=attention_mask, **more).logits
         return self.network(input_ids, attention_mask)
 
     @torch.inference_mode()
     def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The most probable class of each row, int64 (batch,), without dropout whatever the module's mode."""
+        """The most probable class of each row, int64 (batch,), without dropout whatever the
+        module's mode.
+        """
         was_training = self.training
         self.eval()
         try:
@@ -283,45 +313,24 @@ class NewsClassifier(nn.Module):
 
 
 def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor) -> list[str]:
-    """Try a network of an unknown family on the CPU, before hours of training, and return the parameters it freezes.
+    """Try a network of an unknown family on the CPU, before hours of training, and return the
+    parameters it freezes.
 
-    It freezes those that the output does not depend on, because DDP waits for the gradient of every trainable one.
-    ``input_ids``, (1, seq), is a row short enough to be padded by :data:`PROBE_PADDING` tokens.
+    It freezes those that the output does not depend on, because DDP waits for the gradient of every
+    trainable one. ``input_ids``, (1, seq), is a row short enough to be padded by
+    :data:`PROBE_PADDING` tokens.
 
     Raises:
         UserError: padding changes its logits, or it fails.
     """
     if model.architecture:
         return []
-    widen(
-        model
-    )  # in half precision, rounding alone would change the logits; and no strategy can shard such a model
-    mask, was_training = torch.ones_like(input_ids), model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            alone = model(input_ids, mask)
-            with torch.no_grad():
-                padded = model(
-                    F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING))
-                )
-                if model.task.is_language_model:
-                    padded = padded[:, : input_ids.shape[1]]
-                if isinstance(model.task, CausalLanguageModel):
-                    _check_causal(model, flag, input_ids, alone)
-    except UserError:
-        raise
-    except Exception as error:  # the network's own code
-        raise UserError(
-            f"{flag}: a text cannot be classified with it ({first_line(error)})",
-            code="model-unreadable",
-        ) from error
-    finally:
-        model.train(was_training)
-    change, scale = (
-        (padded - alone.detach()).abs().max().item(),
-        max(alone.abs().max().item(), 1e-6),
-    )
+    # In half precision, rounding alone would change the logits; and no strategy can shard such a
+    # model.
+    widen(model)
+    alone, padded = _alone_and_padded(model, flag, input_ids)
+    change = (padded - alone.detach()).abs().max().item()
+    scale = max(alone.abs().max().item(), 1e-6)
     if change > PROBE_TOLERANCE * scale:
         raise UserError(
             f"{flag}: {model.config.model_type or type(model.network).__name__} reads padding, which changes a row's "
@@ -341,6 +350,36 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
     return list(unused)
 
 
+def _alone_and_padded(
+    model: NewsClassifier, flag: str, input_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of a row without padding, with their autograd graph, and those of the same row
+    with padding.
+    """
+    mask, was_training = torch.ones_like(input_ids), model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone = model(input_ids, mask)
+            with torch.no_grad():
+                more = (0, PROBE_PADDING)
+                padded = model(F.pad(input_ids, more), F.pad(mask, more))
+                if model.task.is_language_model:
+                    padded = padded[:, : input_ids.shape[1]]
+                if isinstance(model.task, CausalLanguageModel):
+                    _check_causal(model, flag, input_ids, alone)
+    except UserError:
+        raise
+    except Exception as error:  # the network's own code
+        raise UserError(
+            f"{flag}: a text cannot be classified with it ({first_line(error)})",
+            code="model-unreadable",
+        ) from error
+    finally:
+        model.train(was_training)
+    return alone, padded
+
+
 def try_half_precision(model: NewsClassifier, input_ids: torch.Tensor) -> str:
     """Why a network of an unknown family cannot be computed in half precision; empty if it can be."""
     if model.architecture:
@@ -356,7 +395,9 @@ def try_half_precision(model: NewsClassifier, input_ids: torch.Tensor) -> str:
 def _check_causal(
     model: NewsClassifier, flag: str, input_ids: torch.Tensor, scores: torch.Tensor
 ) -> None:
-    """Refuse a network that sees the token which it should predict, such as an encoder with a decoder's head."""
+    """Refuse a network that sees the token which it should predict, such as an encoder with a
+    decoder's head.
+    """
     changed = input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % model.config.vocab_size
     before, after = scores[:, :-1], model(changed, torch.ones_like(changed))[:, :-1]
@@ -369,8 +410,11 @@ def _check_causal(
 
 
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
-    """The parameters that a tensor was computed from: those a backward pass would reach, without its cost."""
-    # Walk the autograd graph back from the output; its leaves are AccumulateGrad nodes, one for each parameter.
+    """The parameters that a tensor was computed from: those a backward pass would reach, without
+    its cost.
+    """
+    # Walk the autograd graph back from the output; its leaves are AccumulateGrad nodes, one for
+    # each parameter.
     seen, found, look = set(), set(), [output.grad_fn]
     while look:
         node = look.pop()
@@ -384,42 +428,20 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
 
 
 def _load_network(
-    name: str, task: type[Task], about: dict[str, Any], vocab_size: int, revision: str | None
+    name: str, task: type[Task], names: Sequence[str], vocab_size: int, revision: str | None
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
     """The network, notes for the user, and the names of the weights that begin at random."""
-    auto = getattr(transformers, task.auto_class)
-    if name == TINY and task is CausalLanguageModel:
-        special = {
-            f"{which}_token_id": id
-            for which, id in zip(("pad", "bos", "eos"), (0, 2, 3), strict=True)
-        }
-        config = LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            max_position_embeddings=8192,
-            **special,  # as in SPECIAL_TOKENS
-        )
-        return _at_random(auto.from_config(config))
+    auto, about = getattr(transformers, task.auto_class), _settings_of_head(task, names)
     if name == TINY:
-        config = DistilBertConfig(
-            vocab_size=vocab_size,
-            dim=128,
-            hidden_dim=512,
-            n_layers=4,
-            n_heads=4,
-            **about,
-        )
-        return _at_random(auto.from_config(config))
+        network = auto.from_config(_tiny_config(task, vocab_size, about))
+        return network, [], list(network.state_dict())
     place, asked = model_place(name), f"--model {name}"
     about |= {"revision": revision} if revision else {}
     generator, dtype = torch.get_rng_state(), stored_dtype(place, revision)
     reading, notes = read_network(auto, place, asked, dtype, **about)
-    if (
-        now := stored_dtype(place, revision)
-    ) != dtype:  # loading has downloaded the model, or a newer version of it
+    # Loading may have downloaded the model, or a newer version of it. Only now can its file say
+    # what it holds, so it is read again, with the same draws for the new head.
+    if (now := stored_dtype(place, revision)) != dtype:
         torch.set_rng_state(generator)
         reading, notes = read_network(auto, place, asked, now, **about)
     if reading.network.dtype != torch.float32:
@@ -434,8 +456,39 @@ def _load_network(
     return reading.network, notes, list(reading.fresh)
 
 
-def _at_random(network: PreTrainedModel) -> tuple[PreTrainedModel, list[str], list[str]]:
-    return network, [], list(network.state_dict())
+def _settings_of_head(task: type[Task], names: Sequence[str]) -> dict[str, Any]:
+    """What config.json says of the head."""
+    if task.is_language_model:  # which has the one over the vocabulary
+        return {}
+    settings = {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+    # One label per text is what transformers assumes, so it is not written.
+    if task is not Classification and task.has_labels:
+        settings["problem_type"] = task.problem_type.name
+    return settings
+
+
+def _tiny_config(task: type[Task], vocab_size: int, about: dict[str, Any]) -> PreTrainedConfig:
+    """For quick tries: an encoder, or for a task that reads from left to right a decoder."""
+    if task is not CausalLanguageModel:
+        return DistilBertConfig(
+            vocab_size=vocab_size, dim=128, hidden_dim=512, n_layers=4, n_heads=4, **about
+        )
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=8192,
+        # As in SPECIAL_TOKENS.
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
 
 
 def widen(module: nn.Module) -> None:

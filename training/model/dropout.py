@@ -1,14 +1,15 @@
 """Dropout whose masks belong to the rows of a global batch, not to the process that computes them.
 
-A mask is a slice of a counter-based random stream. The seed, the step and the dropout layer choose the stream, and the
-row's position in the global batch is the address in it. So 1, 2 or 4 ranks drop the same values, and so does a resumed
-run. Four values come from each 64-bit random number, which costs a tenth of drawing them one by one.
+A mask is a slice of a counter-based random stream. The seed, the step and the dropout layer choose
+the stream, and the row's position in the global batch is the address in it. So 1, 2 or 4 ranks drop
+the same values, and so does a resumed run. Four values come from each 64-bit random number, which
+costs a tenth of drawing them one by one.
 
-On the CPU the stream is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its 128-bit
-products would take hundreds of kernels on a GPU, so there it is SplitMix64 (Steele et al. 2014, "Fast splittable
-pseudorandom number generators") in about fifteen: other masks than on the CPU, but with the same addresses. Two things
-still draw from torch's own generator, seeded by the first row of the micro-batch: attention on GPUs, inside its fused
-kernel, and compiled blocks.
+On the CPU the stream is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+Its 128-bit products would take hundreds of kernels on a GPU, so there it is SplitMix64 (Steele et
+al. 2014, "Fast splittable pseudorandom number generators") in about fifteen: other masks than on
+the CPU, but with the same addresses. Two things still draw from torch's own generator, seeded by
+the first row of the micro-batch: attention on GPUs, inside its fused kernel, and compiled blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class DropoutStream:
         self.seed = 0
         self.step = 0
         self.first_row = 0
-        # With tensor parallelism, the number of this rank: each draws other masks from torch's generator.
+        # With tensor parallelism, the number of this rank: each draws other masks from torch's
+        # generator.
         self.tensor_rank: int | None = None
 
     def move(self, seed: int, step: int, first_row: int) -> None:
@@ -52,8 +54,8 @@ class DropoutStream:
         if device.type != "cpu":
             return self.device_draws(site, shape, device)
         count = shape.numel()
-        # Draw number i of the global batch is always the same bits of the stream. Philox can jump to any block of 16
-        # draws, and what precedes our first row within that block is skipped.
+        # Draw number i of the global batch is always the same bits of the stream. Philox can jump
+        # to any block of 16 draws, and what precedes our first row within that block is skipped.
         blocks, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_BLOCK)
         philox = np.random.Philox(key=[self.seed, self.step], counter=[blocks, site, 0, 0])
         numbers = philox.random_raw((skipped + count + 3) // 4)
@@ -63,20 +65,17 @@ class DropoutStream:
         """:meth:`draws` on a GPU: computed there, without synchronising."""
         count = shape.numel()
         first, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_NUMBER)
-        # SplitMix64's state after n steps is key + n * gamma, so all numbers can be mixed at once. Torch has no uint64,
-        # but int64 arithmetic wraps around to the same bits.
-        key = int.from_bytes(
-            blake2b(repr((self.seed, self.step, site)).encode(), digest_size=8).digest(), "little"
-        )
+        # SplitMix64's state after n steps is key + n * gamma, so all numbers can be mixed at once.
+        # Torch has no uint64, but int64 arithmetic wraps around to the same bits.
+        stream = repr((self.seed, self.step, site)).encode()
+        key = int.from_bytes(blake2b(stream, digest_size=8).digest(), "little")
         numbers = torch.arange(-(-(skipped + count) // _DRAWS_PER_NUMBER), device=device)
         numbers.mul_(_signed(_GAMMA)).add_(_signed(key + first * _GAMMA))
-        # SplitMix64's mixing function. Torch's shift repeats the sign bit, which is masked out again.
-        numbers.bitwise_xor_((numbers >> 30).bitwise_and_((1 << 34) - 1)).mul_(
-            _signed(0xBF58476D1CE4E5B9)
-        )
-        numbers.bitwise_xor_((numbers >> 27).bitwise_and_((1 << 37) - 1)).mul_(
-            _signed(0x94D049BB133111EB)
-        )
+        # SplitMix64's mixing function. Torch's shift repeats the sign bit, which is masked out
+        # again.
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            numbers.bitwise_xor_((numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+            numbers.mul_(_signed(factor))
         numbers.bitwise_xor_((numbers >> 31).bitwise_and_((1 << 33) - 1))
         return numbers.view(torch.int16)[skipped : skipped + count].view(shape)
 
@@ -93,12 +92,13 @@ class RowDropout(nn.Module):
     """Drop-in for ``nn.Dropout`` on tensors whose first dimension is the rows of the batch.
 
     Args:
-        p: probability of dropping, rounded to 1/65,536. Kept values are scaled by the inverse of their exact share.
+        p: probability of dropping, rounded to 1/65,536. Kept values are scaled by the inverse of
+        their exact share.
         site: this layer's number in the model; layers with equal numbers would repeat a mask.
         stream: shared by all layers.
 
-    ``part``: with tensor parallelism, (dimension that is split, this rank's index, number of ranks). The mask is drawn
-    for the whole tensor, and each rank takes its slice.
+    ``part``: with tensor parallelism, (dimension that is split, this rank's index, number of
+    ranks). The mask is drawn for the whole tensor, and each rank takes its slice.
     """
 
     def __init__(self, p: float, site: int, stream: DropoutStream) -> None:
@@ -114,17 +114,21 @@ class RowDropout(nn.Module):
             return x
         if torch.compiler.is_compiling():
             return self._compiled(x)
-        # Draws are signed, -32768 to 32767: the lowest `threshold` of the 65,536 values are dropped.
+        # Draws are signed, -32768 to 32767: the lowest `threshold` of the 65,536 values are
+        # dropped.
         threshold = round(self.p * _LEVELS)
         draws = self._part_of(lambda shape: self.stream.draws(self.site, shape, x.device), x.shape)
         return _Masked.apply(x, draws >= threshold - _LEVELS // 2, _LEVELS / (_LEVELS - threshold))
 
     def masks_attention(self, query: torch.Tensor) -> bool:
-        """Whether attention weights get a mask from the stream; fused kernels on GPUs never store the weights."""
+        """Whether attention weights get a mask from the stream; fused kernels on GPUs never store
+        the weights.
+        """
         return query.device.type == "cpu"
 
     def _compiled(self, x: torch.Tensor) -> torch.Tensor:
-        # With torch's generator, because a graph compiled with a position of the stream would be valid for one step.
+        # With torch's generator, because a graph compiled with a position of the stream would be
+        # valid for one step.
         if self.part is None:
             return F.dropout(x, self.p)
         return x * self._part_of(lambda shape: F.dropout(x.new_ones(shape), self.p), x.shape)
@@ -136,13 +140,16 @@ class RowDropout(nn.Module):
             return draw(shape)
         dim, place, parts = self.part
         size = shape[dim]
-        # Every rank draws the whole mask, so that all ranks agree with a run without tensor parallelism.
+        # Every rank draws the whole mask, so that all ranks agree with a run without tensor
+        # parallelism.
         whole = torch.Size((*shape[:dim], size * parts, *shape[dim:][1:]))
         return draw(whole).narrow(dim, place * size, size)
 
 
 class _Masked(torch.autograd.Function):
-    """``x * kept * scale``. It saves the mask as booleans, a quarter of the size of floats, for the backward pass."""
+    """``x * kept * scale``. It saves the mask as booleans, a quarter of the size of floats, for the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:  # noqa: ANN001

@@ -1,8 +1,9 @@
-"""Layers by their depth: which are kept (``--layers``), which are not trained (``--freeze``), and how fast the rest
-learns (``--layer_decay``).
+"""Layers by their depth: which are kept (``--layers``), which are not trained (``--freeze``), and
+how fast the rest learns (``--layer_decay``).
 
-The lower a layer of a pretrained encoder, the more general is what it knows, and the less it has to change for a new
-task. A parameter's depth follows from its name, which is the same in a pipeline stage and in a shard.
+The lower a layer of a pretrained encoder, the more general is what it knows, and the less it has to
+change for a new task. A parameter's depth follows from its name, which is the same in a pipeline
+stage and in a shard.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ FAMILY_OF = {family.network_class: family for family in FAMILIES}
 def keep_blocks(network: nn.Module, count: int, model: str) -> None:
     """Leave out all but ``count`` blocks, in place; the rest of the network stays as it is.
 
-    They are evenly spaced, with the first and the last among them: of twelve 0, 2, 4, 7, 9 and 11, the ones from which
-    DistilBERT began (Sanh et al., arXiv 1910.01108, section 3, and their script extract_distilbert.py).
+    They are evenly spaced, with the first and the last among them: of twelve 0, 2, 4, 7, 9 and 11,
+    the ones from which DistilBERT began (Sanh et al., arXiv 1910.01108, section 3, and their script
+    extract_distilbert.py).
 
     Raises:
         UserError: the network's family is not known, or it has fewer blocks.
@@ -52,11 +54,10 @@ def check_depths(network: nn.Module, config: TrainConfig) -> None:
     for flag, off in (("freeze", "none"), ("layer_decay", 1)):
         if (value := getattr(config, flag)) != off:
             _known_family(network, f"--{flag} {value}")
-    if config.freeze != "none" and config.frozen_depth > (
-        num_blocks := network.config.num_hidden_layers
-    ):
+    if config.freeze != "none" and config.frozen_depth > network.config.num_hidden_layers:
         raise UserError(
-            f"--freeze {config.freeze}: --model {config.model} has {num_blocks} blocks; freeze at most that many",
+            f"--freeze {config.freeze}: --model {config.model} has "
+            f"{network.config.num_hidden_layers} blocks; freeze at most that many",
             code="flag-value",
         )
 
@@ -64,16 +65,18 @@ def check_depths(network: nn.Module, config: TrainConfig) -> None:
 def _known_family(network: nn.Module, asked: str) -> EncoderFamily:
     kind = type(network).__name__
     if kind not in FAMILY_OF:
+        known = ", ".join(family.name for family in FAMILIES)
         raise UserError(
-            f"{asked}: the layers of {kind} are not known, only those of "
-            f"{', '.join(family.name for family in FAMILIES)}; leave it out",
+            f"{asked}: the layers of {kind} are not known, only those of {known}; leave it out",
             code="model-layers-unknown",
         )
     return FAMILY_OF[kind]
 
 
 def freeze_layers(network: nn.Module, config: TrainConfig) -> None:
-    """Take what ``--freeze`` names out of training, and so out of the backward pass; before a strategy is applied."""
+    """Take what ``--freeze`` names out of training, and so out of the backward pass; before a
+    strategy is applied.
+    """
     if config.freeze == "none":
         return
     depth_of = _depths(network)
@@ -85,8 +88,8 @@ def freeze_layers(network: nn.Module, config: TrainConfig) -> None:
 def rate_factors(network: nn.Module, decay: float) -> Callable[[str], float]:
     """By what the learning rate is multiplied, by the name of a parameter in the network.
 
-    1 in the head, ``decay`` in the highest block, and again times ``decay`` in each one below (Clark et al., "ELECTRA",
-    arXiv 2003.10555, appendix B; Bao et al., "BEiT", arXiv 2106.08254).
+    1 in the head, ``decay`` in the highest block, and again times ``decay`` in each one below
+    (Clark et al., "ELECTRA", arXiv 2003.10555, appendix B; Bao et al., "BEiT", arXiv 2106.08254).
     """
     if decay == 1:
         return lambda name: 1.0

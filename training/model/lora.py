@@ -1,8 +1,10 @@
-"""LoRA (Hu et al., arXiv 2106.09685): the encoder stays as it is, and small matrices beside its linear layers learn.
+"""LoRA (Hu et al., arXiv 2106.09685): the encoder stays as it is, and small matrices beside its
+linear layers learn.
 
-A linear layer with the frozen weight W, (out, in), gets two adapters, A (rank, in) and B (out, rank), and computes
-``x W^T + alpha / rank * (x A^T) B^T``. B begins at zero, so training begins with the model as it was. In the end their
-product is added to W, so the written model has no adapters.
+A linear layer with the frozen weight W, (out, in), gets two adapters, A (rank, in) and B (out,
+rank), and computes ``x W^T + alpha / rank * (x A^T) B^T``. B begins at zero, so training begins
+with the model as it was. In the end their product is added to W, so the written model has no
+adapters.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ def check_lora(config: TrainConfig) -> None:
 
 
 def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
-    """Freeze the model, in place, but for its head, and put adapters beside the linear layers of all blocks.
+    """Freeze the model, in place, but for its head, and put adapters beside the linear layers of
+    all blocks.
 
-    A language model's head is frozen too, since it is not new. The adapters are a function of the seed. Module names
-    change: the weight of a layer is then its ``base_layer.weight``. What does not require a gradient before does not
-    get one.
+    A language model's head is frozen too, since it is not new. The adapters are a function of the
+    seed. Module names change: the weight of a layer is then its ``base_layer.weight``. What does
+    not require a gradient before does not get one.
 
     Raises:
         UserError: the blocks have no linear layers, or the network is the user's own.
@@ -55,43 +58,56 @@ def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
             f"--lora {config.lora} and --network: only encoders of transformers get adapters; drop one",
             code="flags-conflict",
         )
-    inside = {module for block in model.blocks for module in block.modules()}
-    layers = [
-        name
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and module in inside and module.weight.requires_grad
-    ]
+    layers = _trained_linear_layers(model)
     if not layers:
         raise UserError(
             f"--lora {config.lora} and --model {config.model}: no linear layers were found in repeated blocks; "
             "leave out --lora",
             code="model-no-blocks",
         )
-    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    # Asked before peft freezes everything. A layer that gets adapters has other names afterwards,
+    # and stays frozen.
+    head = set() if model.task.is_language_model else _trained_head(model)
+    adapters = LoraConfig(
+        r=config.lora, lora_alpha=config.adapter_alpha, target_modules=layers, lora_dropout=0.0
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        inject_adapter_in_model(
-            LoraConfig(
-                r=config.lora,
-                lora_alpha=config.adapter_alpha,
-                target_modules=layers,
-                lora_dropout=0.0,
-            ),
-            network,
-            ADAPTER,
-        )
-    # The head is what is not in the base model; a few families also keep a pooler or a last norm there.
-    head = tuple(f"{name}." for name in (model.architecture.head if model.architecture else ()))
+        inject_adapter_in_model(adapters, network, ADAPTER)
     for name, parameter in network.named_parameters():
-        in_head = not name.startswith(f"{network.base_model_prefix}.") or name.startswith(head)
-        if name in trained and in_head and not model.task.is_language_model:
+        if name in head:
             parameter.requires_grad_(True)
+
+
+def _trained_linear_layers(model: NewsClassifier) -> list[str]:
+    """The names of those in the model's blocks."""
+    inside = {module for block in model.blocks for module in block.modules()}
+    return [
+        name
+        for name, module in model.network.named_modules()
+        if isinstance(module, nn.Linear) and module in inside and module.weight.requires_grad
+    ]
+
+
+def _trained_head(model: NewsClassifier) -> set[str]:
+    """The names of its parameters."""
+    # The head is what is not in the base model; a few families also keep a pooler or a last norm
+    # there.
+    head = tuple(f"{name}." for name in (model.architecture.head if model.architecture else ()))
+    base = f"{model.network.base_model_prefix}."
+    return {
+        name
+        for name, parameter in model.network.named_parameters()
+        if parameter.requires_grad and (not name.startswith(base) or name.startswith(head))
+    }
 
 
 def merge_adapters(
     weights: dict[str, torch.Tensor], config: TrainConfig
 ) -> dict[str, torch.Tensor]:
-    """The whole weights of a model with adapters as those of an ordinary one: W + alpha / rank * B A."""
+    """The whole weights of a model with adapters as those of an ordinary one: W + alpha / rank * B
+    A.
+    """
     merged = {}
     for name, tensor in weights.items():
         layer, has_adapters, own = name.partition(".base_layer.")
@@ -104,7 +120,9 @@ def merge_adapters(
 
 
 def frozen_hash(model: NewsClassifier) -> str:
-    """A hash of all weights that are not trained, which checkpoints of a run with adapters leave out."""
+    """A hash of all weights that are not trained, which checkpoints of a run with adapters leave
+    out.
+    """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = blake2b(digest_size=16)
     for name, tensor in model.state_dict().items():

@@ -19,31 +19,30 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def parameter_groups(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: no weight decay on biases and norms, and only one device mesh per group.
+    """Groups for an optimizer: no weight decay on biases and norms, and only one device mesh per
+    group.
 
-    ``model``: the classifier, or a stage of one, whose ``parameters`` these are, by their names in it. A group's
-    ``lr_factor`` is what the learning rate of a step is multiplied by.
+    ``model``: the classifier, or a stage of one, whose ``parameters`` these are, by their names in
+    it. A group's ``lr_factor`` is what the learning rate of a step is multiplied by.
     """
     factor_of = rate_factors(model.network, config.layer_decay)
-    # Biases and norms are the parameters with one dimension. They come last, so that the groups have a fixed order.
+    # Biases and norms are the parameters with one dimension. They come last, so that the groups
+    # have a fixed order.
     groups: dict[tuple[bool, Any, float], dict[str, Any]] = {}
-    trained = [
-        (name, parameter) for name, parameter in parameters.items() if parameter.requires_grad
-    ]
+    trained = (item for item in parameters.items() if item[1].requires_grad)
     for name, parameter in sorted(trained, key=lambda item: item[1].dim() <= 1):
-        decays, factor = parameter.dim() > 1, factor_of(name.removeprefix("network."))
-        group = {
-            "params": [],
-            "weight_decay": config.weight_decay if decays else 0.0,
-            "lr_factor": factor,
-        }
-        key = decays, getattr(parameter, "device_mesh", None), factor
+        decay = config.weight_decay if parameter.dim() > 1 else 0.0
+        factor = factor_of(name.removeprefix("network."))
+        group = {"params": [], "weight_decay": decay, "lr_factor": factor}
+        key = parameter.dim() > 1, getattr(parameter, "device_mesh", None), factor
         groups.setdefault(key, group)["params"].append(parameter)
     return list(groups.values())
 
 
 def adamw_settings(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of AdamW (Loshchilov & Hutter, arXiv 1711.05101); every step sets the learning rate."""
+    """The arguments of AdamW (Loshchilov & Hutter, arXiv 1711.05101); every step sets the learning
+    rate.
+    """
     return {"lr": 0.0, "betas": config.betas, "eps": EPSILON, "fused": True}
 
 
@@ -54,23 +53,23 @@ def build_optimizer(
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate AdamW's state as its first step would, so that a model too large for memory fails at once."""
+    """Allocate AdamW's state as its first step would, so that a model too large for memory fails at
+    once.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                **moments,
-            }
+            step = torch.zeros((), device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
 def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:
-    """The peak learning rate for this many data ranks (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
-    factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}[
-        config.scale_lr
-    ]
+    """The peak learning rate for this many data ranks (linear: Goyal et al., arXiv 1706.02677;
+    sqrt: 1404.5997).
+    """
     assert config.learning_rate is not None  # settled by the recipe
-    return config.learning_rate * factor
+    factors = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}
+    return config.learning_rate * factors[config.scale_lr]
 
 
 def learning_rate_at(
@@ -78,8 +77,9 @@ def learning_rate_at(
 ) -> float:
     """The learning rate of optimizer step ``step``, counted from 1: a warm-up, then a decay.
 
-    It depends on the step only, so there is no scheduler state to save or restore. ``warmup`` is a share of all steps,
-    or from 1 on their number; inverse_sqrt is the schedule of the Transformer (Vaswani et al., arXiv 1706.03762).
+    It depends on the step only, so there is no scheduler state to save or restore. ``warmup`` is a
+    share of all steps, or from 1 on their number; inverse_sqrt is the schedule of the Transformer
+    (Vaswani et al., arXiv 1706.03762).
     """
     warmup_steps = round(total_steps * warmup) if warmup < 1 else int(warmup)
     if step <= warmup_steps:

@@ -1,4 +1,6 @@
-"""A network, a loss or a metric of the user's own, given as an object or by its import path, ``module:name``."""
+"""A network, a loss or a metric of the user's own, given as an object or by its import path,
+``module:name``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ from training.config import TrainConfig
 from training.facts import TASK_FACTS
 from training.tasks import Task
 
-# From the size of the vocabulary and the number of scores per text to a module that takes ids and mask, int64
-# (rows, seq), and returns the scores, (rows, scores).
+# From the size of the vocabulary and the number of scores per text to a module that takes ids and
+# mask, int64 (rows, seq), and returns the scores, (rows, scores).
 MakeNetwork = Callable[[int, int], nn.Module]
 # From scores, fp32 (rows, scores), and targets, (rows, ...), to the loss of each row, (rows,).
 RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# From the scores and targets of all rows of an evaluation to figures by name; the larger, the better.
+# From the scores and targets of all rows of an evaluation to figures by name; the larger, the
+# better.
 Metric = Callable[[np.ndarray, np.ndarray], Mapping[str, float]]
 
 
@@ -47,19 +50,11 @@ class Own:
         Raises:
             UserError: an import path leads nowhere, or a flag does not work with code of one's own.
         """
-        if (loss or config.loss) and config.distill:
-            raise UserError(
-                f"--loss and --distill {config.distill}: your own loss does not get the teacher's answers; drop one",
-                code="flags-conflict",
-            )
-        if (network or config.network) and (config.layers or config.export):
-            flag, why = (
-                f"--layers {config.layers}",
-                "it only knows the blocks of encoders of transformers",
-            )
-            if config.export:
-                flag, why = "--export", "the server runs no network that a model folder names"
-            raise UserError(f"--network and {flag}: {why}; drop one", code="flags-conflict")
+        _check_flags(
+            config,
+            has_network=bool(network or config.network),
+            has_loss=bool(loss or config.loss),
+        )
         return cls(
             network or _load("network", config.network),
             loss or _load("loss", config.loss),
@@ -67,10 +62,12 @@ class Own:
         )
 
     def apply_to(self, task: Task, targets: np.ndarray, best_metric: str) -> None:
-        """Let the task use the user's loss and metric, after trying both on the ``targets`` of a few rows.
+        """Let the task use the user's loss and metric, after trying both on the ``targets`` of a
+        few rows.
 
         Raises:
-            UserError: one of them fails, or returns something else than it should, or no figure is ``best_metric``.
+            UserError: one of them fails, or returns something else than it should, or no figure is
+            ``best_metric``.
         """
         scores = np.zeros((len(targets), len(task.label_names)), dtype=np.float32)
         if self.loss:
@@ -87,11 +84,8 @@ class Own:
         if self.metric:
             with _as_user_error("metric"):
                 figures = dict(self.metric(scores, targets))
-            if wrong := [
-                name
-                for name, value in figures.items()
-                if not isinstance(value, int | float | np.number)
-            ]:
+            numbers = int | float | np.number
+            if wrong := [name for name, one in figures.items() if not isinstance(one, numbers)]:
                 raise UserError(
                     f"--metric: {wrong[0]!r} must be a number, got {figures[wrong[0]]!r}",
                     code="own-code",
@@ -102,6 +96,26 @@ class Own:
                     code="flag-value",
                 )
             task.own_metric = self.metric
+
+
+def _check_flags(config: TrainConfig, *, has_network: bool, has_loss: bool) -> None:
+    """Here and not among the conflicts of flags, because a network or a loss may be an argument
+    instead of a flag.
+    """
+    flags = why = ""
+    if has_network and config.layers:
+        flags = f"--network and --layers {config.layers}"
+        why = "it only knows the blocks of encoders of transformers"
+    if has_network and config.export:
+        flags, why = (
+            "--network and --export",
+            "the server runs no network that a model folder names",
+        )
+    if has_loss and config.distill:
+        flags = f"--loss and --distill {config.distill}"
+        why = "your own loss does not get the teacher's answers"
+    if flags:
+        raise UserError(f"{flags}: {why}; drop one", code="flags-conflict")
 
 
 @contextmanager

@@ -27,8 +27,8 @@ def cpu_has_bf16() -> bool:
 def cpu_gains_by_bf16() -> bool:
     """Whether this CPU multiplies bf16 faster than fp32, measured in about 20 ms.
 
-    Having the instructions is not enough: an AMD EPYC from 2022 is twice as fast with AVX512-BF16, but a Xeon from 2023
-    with AMX switched off is only half as fast.
+    Having the instructions is not enough: an AMD EPYC from 2022 is twice as fast with AVX512-BF16,
+    but a Xeon from 2023 with AMX switched off is only half as fast.
     """
     if not cpu_has_bf16():
         return False
@@ -92,10 +92,11 @@ def why_not_in_half(device_type: str, compute: Callable[[], torch.Tensor]) -> st
 
 
 class LossScale:
-    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2), so that fp16 gradients do not vanish.
+    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2), so that fp16
+    gradients do not vanish.
 
-    Whether gradients overflowed shows in their global norm, which every rank knows anyway. So all ranks decide alike
-    without another collective.
+    Whether gradients overflowed shows in their global norm, which every rank knows anyway. So all
+    ranks decide alike without another collective.
     """
 
     FIRST = 2.0**16
@@ -110,7 +111,8 @@ class LossScale:
     def update(self, *, finite: bool) -> None:
         if not self.enabled:
             return
-        # Halve on overflow, and double after many good steps: the scale stays just below where gradients overflow.
+        # Halve on overflow, and double after many good steps: the scale stays just below where
+        # gradients overflow.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2
@@ -121,6 +123,8 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from a checkpoint; if that was not trained in fp16, the scale starts at its first value."""
+        """Resume from a checkpoint; if that was not trained in fp16, the scale starts at its first
+        value.
+        """
         if self.enabled and state:
             self.scale, self.good_steps = state["scale"], int(state["good_steps"])

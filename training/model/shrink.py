@@ -1,9 +1,10 @@
 """A small encoder made of a large one: fewer words, and narrower hidden states.
 
-The result needs training before it is of any use, but it is a far better start than random weights: it knows words and
-how to look at them, so distillation needs minutes instead of hours. The hidden states of a transformer are a sum of
-what the embeddings and all blocks have written, in one space. Its main directions, found in the word embeddings, are
-what the small encoder keeps: what reads hidden states is restricted to them, and what writes is projected onto them.
+The result needs training before it is of any use, but it is a far better start than random weights:
+it knows words and how to look at them, so distillation needs minutes instead of hours. The hidden
+states of a transformer are a sum of what the embeddings and all blocks have written, in one space.
+Its main directions, found in the word embeddings, are what the small encoder keeps: what reads
+hidden states is restricted to them, and what writes is projected onto them.
 """
 
 from __future__ import annotations
@@ -32,26 +33,24 @@ def count_ids(tokenizer: Tokenizer, chunks: Iterable[list[str]]) -> Counter[int]
 def choose_ids(tokenizer: Tokenizer, counts: Counter[int], size: int) -> list[int]:
     """The ids of a smaller vocabulary: special tokens, single letters, then the most frequent ones.
 
-    With all letters every word can be spelled, so a WordPiece tokenizer needs ``[UNK]`` as seldom as before.
+    With all letters every word can be spelled, so a WordPiece tokenizer needs ``[UNK]`` as seldom
+    as before.
     """
     pieces = tokenizer.get_vocab()
-    special = sorted(
-        id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
-    )
-    letters = sorted(
-        id_ for piece, id_ in pieces.items() if len(piece.removeprefix("##")) == 1 and counts[id_]
-    )
-    ascii_letters = sorted(
-        id_
-        for piece, id_ in pieces.items()
-        if len(letter := piece.removeprefix("##")) == 1 and letter.isascii()
-    )
+    added = tokenizer.get_added_tokens_decoder().items()
+    special = sorted(id_ for id_, token in added if token.special)
+    # At the start of a word and, as ##x, within one.
+    letters = {id_: piece for piece, id_ in pieces.items() if len(piece.removeprefix("##")) == 1}
+    ascii_letters = sorted(id_ for id_, letter in letters.items() if letter.isascii())
+    seen = sorted(id_ for id_ in letters if counts[id_])
     frequent = sorted(counts, key=lambda id_: (-counts[id_], id_))
-    return list(dict.fromkeys([*special, *ascii_letters, *letters, *frequent]))[:size]
+    return list(dict.fromkeys([*special, *ascii_letters, *seen, *frequent]))[:size]
 
 
 def smaller_tokenizer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The tokenizer.json of a WordPiece tokenizer that knows only these ids, numbered in their order."""
+    """The tokenizer.json of a WordPiece tokenizer that knows only these ids, numbered in their
+    order.
+    """
     parts = json.loads(tokenizer.to_str())
     names = {id_: piece for piece, id_ in tokenizer.get_vocab().items()}
     number = {names[id_]: i for i, id_ in enumerate(ids)}
@@ -94,12 +93,12 @@ def shrink(
     frequency = torch.tensor([counts[id_] + 1.0 for id_ in ids])
     frequency /= frequency.sum()
     centred = (words - frequency @ words) * frequency[:, None].sqrt()
-    # Signs of singular vectors differ between libraries; the product with them does not matter, but the weights would.
+    # Signs of singular vectors differ between libraries; the product with them does not matter, but
+    # the weights would.
     _, _, directions = torch.linalg.svd(centred.double(), full_matrices=False)
     largest = directions.abs().argmax(dim=1, keepdim=True)
-    directions = (
-        (directions * directions.gather(1, largest).sign())[:width].float().T
-    )  # (hidden, width)
+    directions = directions * directions.gather(1, largest).sign()
+    directions = directions[:width].float().T  # (hidden, width)
 
     positions = weight(family.position_embeddings)
     if family.token_type_embeddings:
@@ -121,9 +120,8 @@ def shrink(
     encoder.embeddings.word_embeddings.weight.copy_(words @ directions)
     encoder.embeddings.position_embeddings.weight.copy_(positions @ directions)
 
-    for target, source in zip(
-        encoder.transformer.layer, network.get_submodule(family.blocks), strict=True
-    ):
+    pairs = zip(encoder.transformer.layer, network.get_submodule(family.blocks), strict=True)
+    for target, source in pairs:
         _shrink_block(source, target, family, directions, heads=slice(0, width))
     return small
 

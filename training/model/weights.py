@@ -1,8 +1,9 @@
 """Read a network of transformers, and refuse weights that do not fit it.
 
-transformers draws what a file lacks at random, and drops what it has no place for. So a model whose names or sizes
-differ from config.json would train from random weights. What belongs to the base model has to fit; what lies outside of
-it is the head of some task, and a head of another task is initialized again.
+transformers draws what a file lacks at random, and drops what it has no place for. So a model whose
+names or sizes differ from config.json would train from random weights. What belongs to the base
+model has to fit; what lies outside of it is the head of some task, and a head of another task is
+initialized again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 
-# The layer above the first token, which transformers leaves out or initializes again, depending on the task.
+# The layer above the first token, which transformers leaves out or initializes again, depending on
+# the task.
 POOLER = "pooler"
 
 
@@ -41,48 +43,48 @@ class Reading:
 
     @property
     def base(self) -> str:
-        """What the names of the base model's weights begin with: nothing if the network has no head."""
-        return (
-            "" if self.network.base_model is self.network else f"{self.network.base_model_prefix}."
-        )
+        """What the names of the base model's weights begin with: nothing if the network has no
+        head.
+        """
+        has_head = self.network.base_model is not self.network
+        return f"{self.network.base_model_prefix}." if has_head else ""
 
     def lost(self, names: Sequence[str]) -> list[str]:
         """Those weights of the base model that a head may not lack."""
         parameters = dict(self.network.named_parameters())  # buffers are computed
-        inside = [name for name in names if name.startswith(self.base) and name in parameters]
-        return sorted(
-            name for name in inside if not name.removeprefix(self.base).startswith(f"{POOLER}.")
-        )
+        inside = (name for name in names if name.startswith(self.base) and name in parameters)
+        pooler = f"{self.base}{POOLER}."
+        return sorted(name for name in inside if not name.startswith(pooler))
 
     @property
     def left_over(self) -> list[str]:
-        """Weights of the file for a part of the base model that has no place for them, such as those of more blocks."""
+        """Weights of the file for a part of the base model that has no place for them, such as
+        those of more blocks.
+        """
         return sorted(name for name in self.unexpected if self._belongs_to_base(name))
 
     def _belongs_to_base(self, name: str) -> bool:
-        base, inner = (
-            self.network.base_model,
-            name.removeprefix(f"{self.network.base_model_prefix}."),
-        )
+        base = self.network.base_model
+        inner = name.removeprefix(f"{self.network.base_model_prefix}.")
         part, (owner, _, own_name) = inner.partition(".")[0], inner.rpartition(".")
         if part == POOLER or getattr(base, part, None) is None:
             return False  # of a part that this task does not use, such as another head
+        # A layer that is there may still lack this parameter, such as a bias. What is not a
+        # parameter at all was computed by an older version, such as position_ids.
         try:
-            return (
-                own_name in base.get_submodule(owner)._parameters
-            )  # a bias that the layer has not
+            return own_name in base.get_submodule(owner)._parameters
         except AttributeError:
             return True
-        # Otherwise it was computed by an older version, such as position_ids.
 
 
 def read_network(
     auto: Any, place: str, asked: str, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Reading, list[str]]:
-    """A network with the weights of a folder or hub model, and lines about them that the user should see.
+    """A network with the weights of a folder or hub model, and lines about them that the user
+    should see.
 
-    ``auto``: a class such as AutoModel; ``asked``: how an error names the model, such as ``--model NAME``;
-    ``settings``: of the configuration, and ``revision``.
+    ``auto``: a class such as AutoModel; ``asked``: how an error names the model, such as ``--model
+    NAME``; ``settings``: of the configuration, and ``revision``.
 
     Raises:
         UserError: the weights do not fit the network, or are not finite.
@@ -91,14 +93,14 @@ def read_network(
     notes, generator = [], torch.get_rng_state()
     reading = _read(auto, place, dtype, settings)
     if (missing := reading.lost(reading.missing)) and (prefix := _wrapper(reading, missing)):
-        # Wrappers such as DDP, torch.compile and Lightning write the names of their attributes before each name.
+        # Wrappers such as DDP, torch.compile and Lightning write the names of their attributes
+        # before each name.
         wrapped = prefix.removesuffix(reading.base)
         target = "" if wrapped != prefix else reading.base
         torch.set_rng_state(generator)
         reading = _read(auto, place, dtype, settings, {f"^{re.escape(wrapped)}": target})
-        notes.append(
-            f"The names of the weights of {asked} begin with {wrapped!r}, which was removed"
-        )
+        what = f"The names of the weights of {asked} begin with {wrapped!r}"
+        notes.append(f"{what}, which was removed")
     _check_fit(reading, asked)
     _check_finite(reading.network, asked)
     return reading, notes
@@ -131,15 +133,12 @@ def _read(
 
 
 def _wrapper(reading: Reading, missing: Sequence[str]) -> str:
-    """What stands before the names of the base model's weights in the file; empty if that is not plain."""
-    inner = [name.removeprefix(reading.base) for name in missing]
-    unexpected = set(reading.unexpected)
-    candidates = {
-        other.removesuffix(name)
-        for name in inner[:1]
-        for other in unexpected
-        if other.endswith(f".{name}")
-    }
+    """What stands before the names of the base model's weights in the file; empty if that is not
+    plain.
+    """
+    name = missing[0].removeprefix(reading.base)
+    others = (other for other in reading.unexpected if other.endswith(f".{name}"))
+    candidates = {other.removesuffix(name) for other in others}
     # Two copies, such as the encoders of questions and answers, leave open which one is meant.
     return candidates.pop() if len(candidates) == 1 else ""
 
@@ -183,7 +182,9 @@ def _check_finite(network: nn.Module, asked: str) -> None:
 
 
 def stored_dtype(name: str, revision: str | None = None) -> torch.dtype:
-    """fp16 or bf16 if all weights of a local folder, or of a hub model in the cache, are stored in it; else fp32."""
+    """fp16 or bf16 if all weights of a local folder, or of a hub model in the cache, are stored in
+    it; else fp32.
+    """
     folder = Path(name)
     if not folder.is_dir():
         try:
@@ -199,14 +200,13 @@ def stored_dtype(name: str, revision: str | None = None) -> torch.dtype:
 
 
 def redraw(network: PreTrainedModel, names: Sequence[str]) -> None:
-    """Initialise in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of the file."""
+    """Initialise in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of
+    the file.
+    """
     for name in names:
         owner, _, own_name = name.rpartition(".")
         module = network.get_submodule(owner)
-        setattr(
-            module,
-            own_name,
-            nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)),
-        )
+        empty = torch.empty_like(getattr(module, own_name), dtype=torch.float32)
+        setattr(module, own_name, nn.Parameter(empty))
         module._is_hf_initialized = False  # tells transformers 5 to initialise it again
     network.initialize_weights()

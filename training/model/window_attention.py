@@ -1,4 +1,6 @@
-"""Pooling the windows of long texts by learned attention; why it is one more output is in ``common/windows.py``."""
+"""Pooling the windows of long texts by learned attention; why it is one more output is in
+``common/windows.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from training.model.classifier import NewsClassifier, widen
 
 
 def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
-    """Add the attention's row to the last layer, in place. It begins at zero: all windows of a text weigh the same.
+    """Add the attention's row to the last layer, in place. It begins at zero: all windows of a text
+    weigh the same.
 
     Raises:
         UserError: the last layer is unknown, or more follows behind it.
@@ -34,7 +37,8 @@ def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = model.eval()(torch.ones(1, 1, dtype=torch.int64), None)
         model.train(was_training)
-        # What the row computes has to arrive as it is, or the scores of windows could not be averaged either.
+        # What the row computes has to arrive as it is, or the scores of windows could not be
+        # averaged either.
         if outputs.shape[1:] == (len(model.label_names) + 1,) and outputs[0, -1] == 0:
             return
     raise UserError(
@@ -58,7 +62,9 @@ def pool_windows(outputs: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
 
 
 def split_head(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """The whole weights with an ordinary last layer, and the attention's row under a name of its own."""
+    """The whole weights with an ordinary last layer, and the attention's row under a name of its
+    own.
+    """
     weight, bias = f"network.{head}.weight", f"network.{head}.bias"
     split = {
         weight: weights[weight][:-1].clone(),

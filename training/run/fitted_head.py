@@ -1,13 +1,16 @@
-"""The head before the first step: a linear model, fitted to what the pretrained encoder says of the training rows.
+"""The head before the first step: a linear model, fitted to what the pretrained encoder says of the
+training rows.
 
-A new head is random, so the first steps of fine-tuning teach it what a linear model knows in a second, and push the
-encoder about meanwhile. With few rows nothing is left after that. So the head starts from the solution of logistic
-regression (Kumar et al., "Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054: linear probing, then
-fine-tuning), whose penalty cross-validation chooses.
+A new head is random, so the first steps of fine-tuning teach it what a linear model knows in a
+second, and push the encoder about meanwhile. With few rows nothing is left after that. So the head
+starts from the solution of logistic regression (Kumar et al., "Fine-Tuning can Distort Pretrained
+Features", arXiv 2202.10054: linear probing, then fine-tuning), whose penalty cross-validation
+chooses.
 
-An encoder can be read in several ways, and what was trained for one says little in another: its first token or the mean
-of all (see ``pooling.py``), through the pooler that it was pretrained with or past it. If its files do not say how it
-was trained, the way that the linear model likes best is taken.
+An encoder can be read in several ways, and what was trained for one says little in another: its
+first token or the mean of all (see ``pooling.py``), through the pooler that it was pretrained with
+or past it. If its files do not say how it was trained, the way that the linear model likes best is
+taken.
 """
 
 from __future__ import annotations
@@ -35,23 +38,28 @@ from training.tasks import MultiLabelClassification, Regression, Task
 
 # Penalties are weak for large numbers: scikit-learn's C, on vectors of length 1.
 PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
-# A label's name counts as so many rows of it. With two rows per label of Banking77 or SIB-200 that is worth 10 points.
+# A label's name counts as so many rows of it. With two rows per label of Banking77 or SIB-200 that
+# is worth 10 points.
 NAME_WEIGHT = 2.0
 # A text without a label counts as this part of a row, times the square of how sure its cluster is.
 TEXT_WEIGHT = 0.1
-# Of the clusters: how sharply they are told apart, and as how many of their texts a label's name and a row of it count.
+# Of the clusters: how sharply they are told apart, and as how many of their texts a label's name
+# and a row of it count.
 CONCENTRATION, ANCHOR_OF_NAME, ANCHOR_OF_ROW, ROUNDS_OF_CLUSTERS = 40.0, 20.0, 5.0, 20
-# Where nothing says how sure a model may be that knows names alone: less sure than right, on four data sets.
+# Where nothing says how sure a model may be that knows names alone: less sure than right, on four
+# data sets.
 SHARPNESS_OF_NAMES = 8.0
 MOST_FOLDS, FEWER_FOLDS = 5, 3
-# Scores (rows x labels) of a fit: with more of them, fewer folds; rows beyond that do not help to choose.
+# Scores (rows x labels) of a fit: with more of them, fewer folds; rows beyond that do not help to
+# choose.
 MANY_SCORES, ROWS_TO_CHOOSE = 20_000, 1_500
 # From a third to thirty times as sure, in steps of a tenth.
 SHARPNESS = tuple(1.1**step for step in range(-12, 37))
 ROWS_AT_ONCE = 64
 # Larger models stay in their files until a strategy has split them among the ranks.
 MOST_WEIGHTS = 500_000_000
-# A pooler that shall pass its input on: how large that input is, in standard deviations, where its activation bends.
+# A pooler that shall pass its input on: how large that input is, in standard deviations, where its
+# activation bends.
 THROUGH_TANH = 0.3
 ABOVE_ZERO = 0.5
 
@@ -60,11 +68,12 @@ ABOVE_ZERO = 0.5
 class FittedHead:
     """A head for an encoder that is read in one way.
 
-    ``pooling``: mean or first; ``through_pooler``: as the encoder was pretrained; otherwise the pooler becomes
-    ``scale`` times the identity plus ``shift``, (hidden,). ``weight``: (labels, hidden) and ``bias``: (labels,), of the
-    last layer. ``score``: the linear model's ``metric`` on held-out folds, None if there are too few rows; ``folds``:
-    how many; ``loss``: the task's, of the rows that it was fitted to. ``agreement``: on which share of the texts
-    without a label it answers as rows and names alone do, None without such texts; ``learned_from_texts``: whether it
+    ``pooling``: mean or first; ``through_pooler``: as the encoder was pretrained; otherwise the
+    pooler becomes ``scale`` times the identity plus ``shift``, (hidden,). ``weight``: (labels,
+    hidden) and ``bias``: (labels,), of the last layer. ``score``: the linear model's ``metric`` on
+    held-out folds, None if there are too few rows; ``folds``: how many; ``loss``: the task's, of
+    the rows that it was fitted to. ``agreement``: on which share of the texts without a label it
+    answers as rows and names alone do, None without such texts; ``learned_from_texts``: whether it
     did.
     """
 
@@ -90,9 +99,8 @@ class FittedHead:
             assert pooler is not None
             nn.init.eye_(pooler.weight).mul_(self.scale)
             pooler.bias.copy_(torch.from_numpy(self.shift))
-            if (
-                self.shift.any()
-            ):  # what moves all states above zero says nothing, and dropout would make it noise
+            if self.shift.any():
+                # What moves all states above zero says nothing, and dropout would make it noise.
                 for name in FAMILY_OF[type(network).__name__].head_dropout:
                     network.get_submodule(name).p = 0.0
         head = network.get_submodule(model.head)
@@ -108,7 +116,9 @@ def _pooler_of(model: NewsClassifier) -> nn.Linear | None:
 
 
 def can_be_fitted(model: NewsClassifier) -> bool:
-    """Whether a model's last layer can be reached, and every rank can hold the model to read its rows."""
+    """Whether a model's last layer can be reached, and every rank can hold the model to read its
+    rows.
+    """
     # A last layer without a bias belongs to a decoder, which reads each row's last token.
     if not model.head or model.network.get_submodule(model.head).bias is None:
         return False
@@ -128,8 +138,8 @@ def read_rows(
 ) -> dict[str, np.ndarray]:
     """What the layers before the head say of rows, without dropout: fp32, (rows, hidden) each.
 
-    ``first`` and ``mean`` are what a pooler would get of them, as far as the model has both; ``head`` is what its last
-    layer gets, missing if that layer reads all tokens.
+    ``first`` and ``mean`` are what a pooler would get of them, as far as the model has both;
+    ``head`` is what its last layer gets, missing if that layer reads all tokens.
     """
     family = FAMILY_OF.get(type(model.network).__name__)
     seen: dict[str, torch.Tensor] = {}
@@ -152,6 +162,7 @@ def read_rows(
         hooks.append(pooler.register_forward_pre_hook(keep(MEAN if has_mean else FIRST)))
         if has_mean:  # the block before it says what there would be without
             hooks.append(model.blocks[-2].register_forward_hook(keep(FIRST)))
+    # Sorted by length, so that batches have little padding; put back into the given order below.
     order = index[np.argsort(rows.lengths[index], kind="stable")]
     found: dict[str, list[np.ndarray]] = {}
     was_training = model.training
@@ -177,6 +188,7 @@ def read_on_all_ranks(
 ) -> dict[str, np.ndarray]:
     """The same, each rank reading its share; a collective call."""
     own = index[ranks.rank :: ranks.world_size]
+    # The strategy, which comes later, expects the model where it was, so it only visits the device.
     place = next(model.parameters()).device
     model.to(ranks.device)
     parts = ranks.gather(read_rows(model, rows, own, ranks.device, precision) if len(own) else {})
@@ -196,8 +208,8 @@ def read_on_all_ranks(
 
 @dataclass(frozen=True)
 class _Features:
-    """One way to read the encoder: what the last layer gets of rows and of the labels' names, centred and scaled to
-    a mean length of 1, and how that came about.
+    """One way to read the encoder: what the last layer gets of rows and of the labels' names,
+    centred and scaled to a mean length of 1, and how that came about.
     """
 
     pooling: str
@@ -214,27 +226,53 @@ class _Features:
 def _ways_to_read(
     model: NewsClassifier, of_all: Sequence[dict[str, np.ndarray]], *, trained: str | None
 ) -> list[_Features]:
-    """The most natural one first. ``of_all``: what was read of rows, names and texts without a label."""
-    rows, names, unlabelled = of_all
-    texts = {pooling: np.concatenate([rows[pooling], unlabelled[pooling]]) for pooling in rows}
-    texts = texts if len(texts["head"]) else names
+    """The most natural one first. ``of_all``: what was read of rows, names and texts without a
+    label.
+    """
     pooler = _pooler_of(model)
-    ways = []
-    if pooler is not None:
-        poolings = [pooling for pooling in (MEAN, FIRST) if pooling in rows]
-        if trained in (MEAN, FIRST) and MEAN in rows:
-            poolings = [pooling for pooling in poolings if pooling == trained]
-        ways = [_past_pooler(model, pooling, of_all, texts[pooling]) for pooling in poolings]
-    if pooler is None or (model.has_stored_pooler and trained not in (MEAN, FIRST)):
-        states = [one["head"] for one in of_all]
-        if pooler is not None and MEAN in rows:
-            # With the block of the mean, the head has just read the mean, through a pooler trained on the first token.
-            weight, bias = (
-                part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias)
-            )
-            states = [_activation_of(model)(one[FIRST] @ weight.T + bias) for one in of_all]
-        ways.insert(0 if trained == POOLER else len(ways), _Features(FIRST, True, *states))
+    if pooler is None:
+        return [_normalised(_Features(FIRST, True, *(one["head"] for one in of_all)))]
+    ways = _ways_past_pooler(model, of_all, trained)
+    if model.has_stored_pooler and trained not in (MEAN, FIRST):
+        through = _through_pooler(model, pooler, of_all)
+        ways.insert(0 if trained == POOLER else len(ways), through)
     return [_normalised(way) for way in ways]
+
+
+def _ways_past_pooler(
+    model: NewsClassifier, of_all: Sequence[dict[str, np.ndarray]], trained: str | None
+) -> list[_Features]:
+    rows, names, unlabelled = of_all
+    poolings = [pooling for pooling in (MEAN, FIRST) if pooling in rows]
+    if trained in (MEAN, FIRST) and MEAN in rows:  # the encoder has both, and was trained for one
+        poolings = [trained]
+    # The scale is that of texts, and of names only if there is nothing else.
+    has_texts = len(rows["head"]) + len(unlabelled["head"]) > 0
+    return [
+        _past_pooler(
+            model,
+            pooling,
+            of_all,
+            np.concatenate([rows[pooling], unlabelled[pooling]]) if has_texts else names[pooling],
+        )
+        for pooling in poolings
+    ]
+
+
+def _through_pooler(
+    model: NewsClassifier, pooler: nn.Linear, of_all: Sequence[dict[str, np.ndarray]]
+) -> _Features:
+    """As the pooler was trained to be used: on the first token."""
+    states = [one["head"] for one in of_all]
+    if MEAN in of_all[0]:
+        # The block of the mean was there when the rows were read, so what the head got came from
+        # the mean. The first token goes through the pooler here, (rows, hidden) @ (hidden, hidden),
+        # and the encoder need not run again.
+        weight, bias = (
+            part.detach().float().cpu().numpy() for part in (pooler.weight, pooler.bias)
+        )
+        states = [_activation_of(model)(one[FIRST] @ weight.T + bias) for one in of_all]
+    return _Features(FIRST, True, *states)
 
 
 def _past_pooler(
@@ -279,8 +317,9 @@ def _normalised(way: _Features) -> _Features:
 
 
 def _normalised_names(way: _Features) -> _Features:
-    """Where there is no text to centre by: sentence encoders are compared by their vectors' angles, measured from zero.
-    What a trained pooler says has no such zero, as an activation may let pass only what is above it.
+    """Where there is no text to centre by: sentence encoders are compared by their vectors' angles,
+    measured from zero. What a trained pooler says has no such zero, as an activation may let pass
+    only what is above it.
     """
     mean = way.names.mean(axis=0) if way.through_pooler else way.shift
     names = way.names - mean
@@ -304,7 +343,9 @@ class Linear:
 
 
 def _anchors(way: _Features, targets: np.ndarray, num_labels: int) -> np.ndarray:
-    """Where each label's texts are to be looked for, by its name and its rows: (labels, hidden), of any length."""
+    """Where each label's texts are to be looked for, by its name and its rows: (labels, hidden), of
+    any length.
+    """
     anchors = np.zeros((num_labels, way.rows.shape[1]))
     np.add.at(anchors, targets, ANCHOR_OF_ROW * _unit(way.rows))
     return anchors + ANCHOR_OF_NAME * way.names if len(way.names) else anchors
@@ -313,10 +354,10 @@ def _anchors(way: _Features, targets: np.ndarray, num_labels: int) -> np.ndarray
 def _answers_of_clusters(way: _Features, targets: np.ndarray, num_labels: int) -> np.ndarray:
     """Which label each text without one has, as clusters say it: probabilities, (texts, labels).
 
-    Each label is a direction, at first that of its anchor. Every text is shared out among the labels by its
-    angle to them, then each direction becomes the mean of its texts, and so on: a mixture of von Mises-Fisher
-    distributions, fitted by expectation maximisation (Banerjee et al., JMLR 6, 2005). Names and rows stay where they
-    are, and keep the clusters at their labels.
+    Each label is a direction, at first that of its anchor. Every text is shared out among the
+    labels by its angle to them, then each direction becomes the mean of its texts, and so on: a
+    mixture of von Mises-Fisher distributions, fitted by expectation maximisation (Banerjee et al.,
+    JMLR 6, 2005). Names and rows stay where they are, and keep the clusters at their labels.
     """
     texts, anchors = _unit(way.unlabelled), _anchors(way, targets, num_labels)
     directions = _unit(anchors)
@@ -332,8 +373,8 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Strength:
-    """How a head is fitted: scikit-learn's C, as how many rows the name of a label counts, and as which part of a row a
-    text without a label.
+    """How a head is fitted: scikit-learn's C, as how many rows the name of a label counts, and as
+    which part of a row a text without a label.
     """
 
     C: float
@@ -349,31 +390,22 @@ def _fit(
     strength: _Strength,
     earlier: Linear | None = None,
 ) -> Linear:
-    """The linear model of the task for the rows ``own``, the names of the labels, and the texts without a label, each
-    with their weight; a text counts the less, the less sure it is whose it is.
+    """The linear model of the task for the rows ``own``, the names of the labels, and the texts
+    without a label, each with their weight; a text counts the less, the less sure it is whose it
+    is.
     """
     rows, targets = way.rows[own], targets[own]
     if earlier:
         return _fit_from(earlier, rows, targets, len(task.label_names), strength.C)
     if isinstance(task, Regression):
-        from sklearn.linear_model import Ridge
-
-        model = Ridge(alpha=1 / strength.C).fit(rows, (targets - task.mean) / task.deviation)
-        return Linear(model.coef_[None], np.array([model.intercept_]))
+        return _fit_numbers(task, rows, targets, strength.C)
     num_labels = len(task.label_names)
-    way = replace(way, rows=rows)
+    way = replace(way, rows=rows)  # anchors are of these rows alone, not of those held out
     is_single = not isinstance(task, MultiLabelClassification)
-    if (
-        is_single
-        and not strength.of_texts
-        and len(np.unique(targets)) < num_labels
-        and len(way.names)
-    ):
-        # Logistic regression would never answer with a label that it has seen no text of. The angle to a name or to
-        # the rows does not ask how many there are.
-        has_rows = np.bincount(targets, minlength=num_labels)[:, None] > 0
-        directions = np.where(has_rows, _unit(_anchors(way, targets, num_labels)), way.names)
-        return Linear(SHARPNESS_OF_NAMES * directions, np.zeros(num_labels))
+    has_only_names = is_single and len(way.names) and not strength.of_texts
+    if has_only_names and len(np.unique(targets)) < num_labels:
+        return _towards_anchors(way, targets, num_labels)
+    # Names and texts are rows of a smaller weight, so one regression learns from all three.
     parts = [(rows, targets, np.ones(len(rows)))]
     if strength.of_names:
         of_names = np.arange(num_labels) if is_single else np.eye(num_labels)
@@ -385,6 +417,25 @@ def _fit(
         )
     fit = _fit_single if is_single else _fit_several
     return fit(*(np.concatenate(part) for part in zip(*parts, strict=True)), num_labels, strength.C)
+
+
+def _fit_numbers(task: Regression, rows: np.ndarray, targets: np.ndarray, C: float) -> Linear:
+    from sklearn.linear_model import Ridge
+
+    # In standard deviations, as the network is trained.
+    model = Ridge(alpha=1 / C).fit(rows, (targets - task.mean) / task.deviation)
+    return Linear(model.coef_[None], np.array([model.intercept_]))
+
+
+def _towards_anchors(way: _Features, targets: np.ndarray, num_labels: int) -> Linear:
+    """For labels of which some have a name and no row: the angle to where a label's texts are to be
+    looked for.
+    """
+    # Logistic regression would never answer with a label that it has seen no text of. The angle to
+    # a name or to the rows does not ask how many there are.
+    has_rows = np.bincount(targets, minlength=num_labels)[:, None] > 0
+    directions = np.where(has_rows, _unit(_anchors(way, targets, num_labels)), way.names)
+    return Linear(SHARPNESS_OF_NAMES * directions, np.zeros(num_labels))
 
 
 def _fit_single(
@@ -413,9 +464,9 @@ def _fit_several(
     weight, bias = np.zeros((num_labels, rows.shape[1])), np.zeros(num_labels)
     for label in range(num_labels):
         applies = targets[:, label] > 0
-        if (
-            applies.all() or not applies.any()
-        ):  # its log-odds, as if it had been seen once or missed once
+        if applies.all() or not applies.any():
+            # Nothing to tell apart: its log-odds, as if it had been seen once more and missed once
+            # more.
             bias[label] = np.log((applies.sum() + 1) / ((~applies).sum() + 1))
             continue
         model = _regression(C).fit(rows, applies, sample_weight=weights)
@@ -427,16 +478,17 @@ def _regression(C: float) -> Any:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    warnings.filterwarnings(
-        "ignore", category=ConvergenceWarning
-    )  # a start need not be the last word
+    # Training goes on from here, so the last digits do not matter.
+    warnings.filterwarnings("ignore", category=ConvergenceWarning)
     return LogisticRegression(C=C, max_iter=200, tol=1e-3)
 
 
 def _fit_from(
     earlier: Linear, rows: np.ndarray, targets: np.ndarray, num_labels: int, C: float
 ) -> Linear:
-    """Logistic regression whose penalty is on the distance from an earlier head; new labels begin at zero."""
+    """Logistic regression whose penalty is on the distance from an earlier head; new labels begin
+    at zero.
+    """
     before = np.zeros((num_labels, rows.shape[1] + 1))
     before[: len(earlier.weight)] = np.column_stack([earlier.weight, earlier.bias])
     inputs, wanted = np.column_stack([rows, np.ones(len(rows))]), np.eye(num_labels)[targets]
@@ -446,15 +498,15 @@ def _fit_from(
         scores = inputs @ (before + moved).T
         wrong = softmax(scores, axis=1) - wanted
         costs = (logsumexp(scores, axis=1) - (scores * wanted).sum(axis=1)).sum()
-        # As in scikit-learn, C weighs the rows against the penalty, and a bias may move as it likes.
+        # As in scikit-learn, C weighs the rows against the penalty, and a bias may move as it
+        # likes.
         penalty = (moved[:, :-1] ** 2).sum() / 2
         slope = C * wrong.T @ inputs
         slope[:, :-1] += moved[:, :-1]
         return C * costs + penalty, slope.ravel()
 
-    found = before + minimize(loss, np.zeros(before.size), jac=True, method="L-BFGS-B").x.reshape(
-        before.shape
-    )
+    moved = minimize(loss, np.zeros(before.size), jac=True, method="L-BFGS-B").x
+    found = before + moved.reshape(before.shape)
     return Linear(found[:, :-1], found[:, -1])
 
 
@@ -482,17 +534,18 @@ def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
         return []
     many = len(order) * len(task.label_names) > MANY_SCORES
     folds = FEWER_FOLDS if many else MOST_FOLDS
-    order = order[
-        np.argsort(strata[order], kind="stable")
-    ]  # so that each fold gets its share of each label
+    # Sorted by label, and a fold takes every so many of them: each fold gets its share of each
+    # label.
+    order = order[np.argsort(strata[order], kind="stable")]
     return [order[fold::folds] for fold in range(folds)]
 
 
 def _sharpness(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
-    """What scores are multiplied by so that they are as sure as they are right, on rows that were held out.
+    """What scores are multiplied by so that they are as sure as they are right, on rows that were
+    held out.
 
-    A strong penalty keeps scores small, so that nothing is ever sure (Guo et al., arXiv 1706.04599, temperature
-    scaling).
+    A strong penalty keeps scores small, so that nothing is ever sure (Guo et al., arXiv 1706.04599,
+    temperature scaling).
     """
     given, wanted = torch.from_numpy(scores), torch.from_numpy(targets)
     return min(
@@ -504,8 +557,8 @@ def _sharpness(task: Task, scores: np.ndarray, targets: np.ndarray) -> float:
 class _Fitting:
     """Fits heads to rows, and judges how strongly by rows that were held out.
 
-    ``targets``: of the rows, as the task takes them; ``folds``: rows to hold out, several times; ``earlier``: the head
-    that is extended.
+    ``targets``: of the rows, as the task takes them; ``folds``: rows to hold out, several times;
+    ``earlier``: the head that is extended.
     """
 
     task: Task
@@ -514,18 +567,16 @@ class _Fitting:
     earlier: Linear | None
 
     def fit(self, way: _Features, strength: _Strength) -> Linear:
-        return _fit(
-            self.task, way, self.targets, np.arange(len(self.targets)), strength, self.earlier
-        )
+        every = np.arange(len(self.targets))
+        return _fit(self.task, way, self.targets, every, strength, self.earlier)
 
     def held_out_scores(self, way: _Features, strength: _Strength) -> tuple[np.ndarray, np.ndarray]:
         """The scores of rows by models that did not see them, and their targets."""
         everything = np.concatenate(self.folds)
         scores, wanted = [], []
         for fold in self.folds:
-            head = _fit(
-                self.task, way, self.targets, np.setdiff1d(everything, fold), strength, self.earlier
-            )
+            kept = np.setdiff1d(everything, fold)
+            head = _fit(self.task, way, self.targets, kept, strength, self.earlier)
             scores.append(head.scores(way.rows[fold]))
             wanted.append(self.targets[fold])
         return np.concatenate(scores).astype(np.float32), np.concatenate(wanted)
@@ -534,16 +585,18 @@ class _Fitting:
         return _score(self.task, *self.held_out_scores(way, strength))
 
     def choose(self, ways: Sequence[_Features]) -> tuple[_Features, _Strength, float | None]:
-        """How to read the encoder, how strongly to fit, and what that is worth; the latter None without folds."""
+        """How to read the encoder, how strongly to fit, and what that is worth; the latter None
+        without folds.
+        """
         of_names = NAME_WEIGHT if len(ways[0].names) else 0.0
         of_texts = TEXT_WEIGHT if len(ways[0].unlabelled) else 0.0
         usual = _Strength(PENALTIES[2], of_names)
         if not self.folds:
             return ways[0], replace(usual, of_texts=of_texts), None
+        # One choice after the other: all combinations of ways, penalties, names and texts would be up
+        # to 60 fits per fold, these are about ten.
         way = max(ways, key=lambda one: self.judge(one, usual)) if len(ways) > 1 else ways[0]
-        found = {C: self.judge(way, replace(usual, C=C)) for C in PENALTIES}
-        best = max(found, key=lambda C: (found[C], -C))
-        chosen, score = replace(usual, C=best), found[best]
+        chosen, score = self._best_penalty(way, usual)
         if of_names and self._every_label_has_rows():
             without = replace(chosen, of_names=0.0)
             if (value := self.judge(way, without)) > score:
@@ -553,6 +606,35 @@ class _Fitting:
             if (value := self.judge(way, with_texts)) >= score:
                 chosen, score = with_texts, value
         return way, chosen, score
+
+    def _best_penalty(self, way: _Features, usual: _Strength) -> tuple[_Strength, float]:
+        found = {C: self.judge(way, replace(usual, C=C)) for C in PENALTIES}
+        # Of equally good ones the strongest, which is the smallest C.
+        best = max(found, key=lambda C: (found[C], -C))
+        return replace(usual, C=best), found[best]
+
+    def agreement(self, way: _Features, strength: _Strength, linear: Linear) -> float | None:
+        """See :class:`FittedHead`."""
+        if not len(way.unlabelled):
+            return None
+        plain = self.fit(way, replace(strength, of_texts=0.0))
+        without, with_texts = (one.scores(way.unlabelled).argmax(1) for one in (plain, linear))
+        return float((without == with_texts).mean())
+
+    def as_sure_as_right(self, way: _Features, strength: _Strength, linear: Linear) -> Linear:
+        """The same answers, but as sure of them as held-out rows allow."""
+        if not self.folds or self.earlier or isinstance(self.task, Regression):
+            return linear
+        sharpness = _sharpness(self.task, *self.held_out_scores(way, strength))
+        return Linear(linear.weight * sharpness, linear.bias * sharpness)
+
+    def loss(self, way: _Features, linear: Linear) -> float:
+        """The task's mean loss of what was fitted to: the rows, or without them the names."""
+        known, wanted = way.rows, self.targets
+        if not len(wanted):
+            known, wanted = way.names, np.arange(len(way.names))
+        scores = torch.from_numpy(linear.scores(known).astype(np.float32))
+        return self.task.row_losses(scores, torch.from_numpy(wanted), 0.0).mean().item()
 
     def _every_label_has_rows(self) -> bool:
         is_several = isinstance(self.task, MultiLabelClassification)
@@ -569,44 +651,33 @@ def fit_head(
     seed: int,
     earlier: Linear | None = None,
 ) -> FittedHead:
-    """Choose how to read the encoder, how strong the penalty is and whether the labels' names help; then fit.
+    """Choose how to read the encoder, how strong the penalty is and whether the labels' names help;
+    then fit.
 
     Args:
-        of_all: what :func:`read_rows` found for the training rows, for the names of the labels, which are empty if the
-            names say nothing, and for the texts without a label.
+        of_all: what :func:`read_rows` found for the training rows, for the names of the labels,
+            which are empty if the names say nothing, and for the texts without a label.
         targets: of the rows, as the task takes them.
         trained: the pooling that the encoder was trained for, if that is known.
-        is_final: whether the head is to be used as it is. One that is trained on must not be sure of its rows, or they
-            would have nothing left to teach the encoder.
+        is_final: whether the head is to be used as it is. One that is trained on must not be sure
+            of its rows, or they would have nothing left to teach the encoder.
         earlier: the head of the model that is extended, which reads the encoder as it is.
     """
     task = model.task
     if earlier:
         pooling = MEAN if model.has_own_mean_block else FIRST
-        ways = [_normalised(_Features(pooling, True, *(one["head"] for one in of_all)))]
-        earlier = Linear(
-            earlier.weight * ways[0].length, earlier.bias + earlier.weight @ ways[0].mean
-        )
+        way = _normalised(_Features(pooling, True, *(one["head"] for one in of_all)))
+        # It reads vectors as they are; fits see them centred and scaled.
+        earlier = Linear(earlier.weight * way.length, earlier.bias + earlier.weight @ way.mean)
+        ways = [way]
     else:
         ways = _ways_to_read(model, of_all, trained=trained)
     fitting = _Fitting(task, targets, _folds(task, targets, seed), earlier)
     way, strength, score = fitting.choose(ways)
     linear = fitting.fit(way, strength)
-    agreement = None
-    if len(way.unlabelled):
-        plain = fitting.fit(way, replace(strength, of_texts=0.0))
-        agreement = float(
-            (
-                plain.scores(way.unlabelled).argmax(1) == linear.scores(way.unlabelled).argmax(1)
-            ).mean()
-        )
-    if fitting.folds and is_final and not earlier and not isinstance(task, Regression):
-        sharpness = _sharpness(task, *fitting.held_out_scores(way, strength))
-        linear = Linear(linear.weight * sharpness, linear.bias * sharpness)
-    known = (way.rows, targets) if len(targets) else (way.names, np.arange(len(way.names)))
-    scores, wanted = (
-        torch.from_numpy(one) for one in (linear.scores(known[0]).astype(np.float32), known[1])
-    )
+    agreement = fitting.agreement(way, strength, linear)
+    if is_final:
+        linear = fitting.as_sure_as_right(way, strength, linear)
     # The last layer gets vectors as they are, neither centred nor scaled.
     weight = linear.weight / way.length
     return FittedHead(
@@ -619,7 +690,7 @@ def fit_head(
         metric=metric_of(task),
         score=score,
         folds=len(fitting.folds),
-        loss=task.row_losses(scores, wanted, 0.0).mean().item(),
+        loss=fitting.loss(way, linear),
         agreement=agreement,
         learned_from_texts=bool(strength.of_texts),
     )

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from common.errors import UserError
-from training.model.classifier import NewsClassifier
+from training.model.classifier import Loading, NewsClassifier
 from training.model.weights import read_network
 from training.quiet import quiet_libraries
 from training.tasks import TASKS
@@ -225,7 +225,7 @@ def test_weights_that_do_not_fit_are_refused_for_every_task(
     )
 
     with pytest.raises(UserError, match="missing: "):
-        NewsClassifier(1, str(folder), ["a"], task=TASKS[task], as_stored=as_stored, layers=0)
+        NewsClassifier(1, str(folder), ["a"], task=TASKS[task], loading=Loading(as_stored=as_stored))
 
 
 def test_a_language_model_says_that_its_head_begins_at_random(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
 from tests.processes import here
-from training.model.classifier import NewsClassifier
+from training.model.classifier import Loading, NewsClassifier
 from training.model.weights import stored_dtype
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.tensor_parallel import apply_tensor_parallel
@@ -85,7 +85,7 @@ def test_a_model_in_the_hubs_cache_is_mapped_as_a_local_folder_is(
 
 def _laid_out(folder: Path, how: str) -> nn.Module:
     torch.manual_seed(3)
-    model = NewsClassifier(4, str(folder), as_stored=True)
+    model = NewsClassifier(4, str(folder), loading=Loading(as_stored=True))
     mesh = init_device_mesh("cpu", (here().world_size,), mesh_dim_names=("ranks",))
     if how == "fsdp":
         apply_fsdp(model, model.blocks, mesh, reshard_after_forward=True)
