@@ -27,80 +27,6 @@ MOST_GPUS, MOST_BATCH_TOKENS, MOST_DAYS = 8192, 2**28, 36_500
 FAMILIES_SCALED = ("llama-7b", "distilbert-base")  # by --largest
 
 
-def build_parser() -> OneLineParser:
-    parser = OneLineParser(prog="python -m training.planning", description=__doc__)
-    model = f"{', '.join(NAMED_SHAPES)}, or a config.json; needed without --largest"
-    parser.add_argument("--model", metavar="NAME|PATH", help=model)
-    parser.add_argument(
-        "--largest",
-        action="store_true",
-        help="find the largest model that fits under each strategy: with the proportions of --model, or with those of "
-        f"each of {' and '.join(FAMILIES_SCALED)}",
-    )
-    parser.add_argument(
-        "--gpus", type=positive, required=True, metavar="N", help="GPUs of the whole cluster"
-    )
-    parser.add_argument("--gpu", required=True, metavar="NAME", help=", ".join(GPUS))
-    parser.add_argument(
-        "--nodes",
-        type=positive,
-        metavar="N",
-        help="machines (default: the fewest that these GPUs are usually sold in)",
-    )
-    parser.add_argument(
-        "--strategy",
-        choices=(*STRATEGIES, "all"),
-        default="all",
-        metavar="NAME",
-        help=f"plan only this strategy: {', '.join(STRATEGIES)} (default: all)",
-    )
-    parser.add_argument(
-        "--batch_tokens",
-        type=positive,
-        metavar="N",
-        help="tokens per global batch (default: 4 rows per GPU, or 32 for a classifier)",
-    )
-    parser.add_argument(
-        "--seq_len",
-        type=positive,
-        metavar="N",
-        help="tokens per row (default: 2048, or 128 for a classifier)",
-    )
-    parser.add_argument(
-        "--micro_batch",
-        type=positive,
-        metavar="N",
-        help="rows per micro-batch (default: the fastest)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        help="default: bf16, or what the GPU supports",
-    )
-    parser.add_argument(
-        "--activation_checkpointing",
-        choices=CHECKPOINTING_MODES,
-        metavar="MODE",
-        help=f"{', '.join(CHECKPOINTING_MODES)} (default: the fastest)",
-    )
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--target_tokens",
-        type=_tokens,
-        metavar="N",
-        help="how many days this many tokens take, such as 2e9",
-    )
-    target.add_argument(
-        "--target_run",
-        type=_run,
-        metavar="RUN",
-        help="MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6: the same for the tokens that one of these GPUs "
-        "processes with another model",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    return parser
-
-
 def _tokens(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 1e18:
@@ -121,6 +47,72 @@ def _run(text: str) -> tuple[str, float, float]:
             f"{text}: the days must be above 0 and at most {MOST_DAYS}, the utilisation above 0 and at most 1"
         )
     return found
+
+
+_NUMBER = {"type": positive, "metavar": "N"}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "model": {
+        "metavar": "NAME|PATH",
+        "help": f"{', '.join(NAMED_SHAPES)}, or a config.json; needed without --largest",
+    },
+    "largest": {
+        "action": "store_true",
+        "help": "find the largest model that fits under each strategy: with the proportions of "
+        f"--model, or with those of each of {' and '.join(FAMILIES_SCALED)}",
+    },
+    "gpus": {**_NUMBER, "required": True, "help": "GPUs of the whole cluster"},
+    "gpu": {"required": True, "metavar": "NAME", "help": ", ".join(GPUS)},
+    "nodes": {
+        **_NUMBER,
+        "help": "machines (default: the fewest that these GPUs are usually sold in)",
+    },
+    "strategy": {
+        "choices": (*STRATEGIES, "all"),
+        "default": "all",
+        "metavar": "NAME",
+        "help": f"plan only this strategy: {', '.join(STRATEGIES)} (default: all)",
+    },
+    "batch_tokens": {
+        **_NUMBER,
+        "help": "tokens per global batch (default: 4 rows per GPU, or 32 for a classifier)",
+    },
+    "seq_len": {**_NUMBER, "help": "tokens per row (default: 2048, or 128 for a classifier)"},
+    "micro_batch": {**_NUMBER, "help": "rows per micro-batch (default: the fastest)"},
+    "precision": {
+        "choices": ("fp32", "bf16", "fp16"),
+        "help": "default: bf16, or what the GPU supports",
+    },
+    "activation_checkpointing": {
+        "choices": CHECKPOINTING_MODES,
+        "metavar": "MODE",
+        "help": f"{', '.join(CHECKPOINTING_MODES)} (default: the fastest)",
+    },
+}
+# What the whole run is to achieve; one of them at most.
+_TARGETS: dict[str, dict[str, Any]] = {
+    "target_tokens": {
+        "type": _tokens,
+        "metavar": "N",
+        "help": "how many days this many tokens take, such as 2e9",
+    },
+    "target_run": {
+        "type": _run,
+        "metavar": "RUN",
+        "help": "MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6: the same for the tokens that one "
+        "of these GPUs processes with another model",
+    },
+}
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m training.planning", description=__doc__)
+    for name, settings in _FLAGS.items():
+        parser.add_argument(f"--{name}", **settings)
+    target = parser.add_mutually_exclusive_group()
+    for name, settings in _TARGETS.items():
+        target.add_argument(f"--{name}", **settings)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    return parser
 
 
 def ask(arguments: Sequence[str]) -> Answer:
@@ -160,13 +152,13 @@ def _largest(flags: argparse.Namespace) -> list[LargestAnswer]:
         raise UserError(
             "--largest and --target_tokens or --target_run: give one of them", code="flag-value"
         )
-    questions = [
-        _question(flags, model) for model in ([flags.model] if flags.model else FAMILIES_SCALED)
-    ]
+    strategies = _strategies(flags)
+    # All questions before the first answer, which takes seconds: a flag may be wrong for one family
+    # only.
+    models = [flags.model] if flags.model else FAMILIES_SCALED
+    questions = [_question(flags, model) for model in models]
     return [
-        LargestAnswer(
-            *question, [largest_model(*question, strategy) for strategy in _strategies(flags)]
-        )
+        LargestAnswer(*question, [largest_model(*question, strategy) for strategy in strategies])
         for question in questions
     ]
 
@@ -176,6 +168,13 @@ def _strategies(flags: argparse.Namespace) -> Sequence[str]:
 
 
 def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluster, Work]:
+    _check_limits(flags)
+    shape = find_shape(model)
+    cluster = build_cluster(flags.gpu, flags.gpus, flags.nodes)
+    return shape, cluster, _work(flags, shape, cluster)
+
+
+def _check_limits(flags: argparse.Namespace) -> None:
     if flags.gpus > MOST_GPUS:
         raise UserError(
             f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned", code="flag-value"
@@ -190,9 +189,9 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
             f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST_TEXT} tokens or more",
             code="flag-value",
         )
-    shape = find_shape(model)
-    cluster = build_cluster(flags.gpu, flags.gpus, flags.nodes)
 
+
+def _work(flags: argparse.Namespace, shape: ModelShape, cluster: Cluster) -> Work:
     is_classifier = shape.num_labels is not None
     seq_len = flags.seq_len or min(shape.max_positions, 128 if is_classifier else 2048)
     if seq_len > shape.max_positions:
@@ -207,6 +206,7 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
             f"--batch_tokens {tokens} and --seq_len {seq_len}: does not make whole rows; use {nearest}",
             code="uneven-split",
         )
+    # bf16 first: it needs no loss scaling, and its halves are as fast as fp16's.
     supported = cluster.gpu.peak_flops
     precision = flags.precision or next(one for one in ("bf16", "fp16", "fp32") if one in supported)
     if precision not in supported:
@@ -214,10 +214,9 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
             f"--precision {precision}: {cluster.gpu.name} supports {', '.join(supported)}",
             code="precision-unsupported",
         )
-    work = Work(
+    return Work(
         tokens // seq_len, seq_len, precision, flags.micro_batch, flags.activation_checkpointing
     )
-    return shape, cluster, work
 
 
 def main() -> None:

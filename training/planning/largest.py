@@ -16,9 +16,11 @@ HEADS_STEP = 8  # so that eight tensor-parallel ranks can share the heads of eve
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest model under one strategy, with its fastest layout, and one that is a layer deeper and does not fit.
+    """The largest model under one strategy, with its fastest layout, and one that is a layer deeper
+    and does not fit.
 
-    ``plan`` is None if not even the smallest fits; both are None if the strategy has no layout on the cluster.
+    ``plan`` is None if not even the smallest fits; both are None if the strategy has no layout on
+    the cluster.
     """
 
     strategy: str
@@ -39,12 +41,11 @@ class LargestAnswer:
 def scaled(shape: ModelShape, width: int, extra_layers: int = 0) -> ModelShape:
     """A model of the same proportions as ``shape``, ``width`` steps of heads wide.
 
-    Head width, vocabulary, and the ratios of layers and of the feed-forward to the hidden size stay as they are.
-    ``extra_layers`` make it deeper than its proportions.
+    Head width, vocabulary, and the ratios of layers and of the feed-forward to the hidden size stay
+    as they are. ``extra_layers`` make it deeper than its proportions.
     """
-    is_grouped = (
-        shape.kv_heads < shape.heads
-    )  # then the number of key-value heads stays too, as in Llama 3
+    # Then the number of key-value heads stays too, as in Llama 3.
+    is_grouped = shape.kv_heads < shape.heads
     heads = width * heads_step(shape)
     hidden = heads * shape.head_dim
     layers = max(1, round(shape.layers * hidden / shape.hidden)) + extra_layers
@@ -61,8 +62,9 @@ def heads_step(shape: ModelShape) -> int:
 def largest_model(shape: ModelShape, cluster: Cluster, work: Work, strategy: str) -> Largest:
     """The largest model of the shape's family of which some layout of a strategy fits.
 
-    Two bisections, because what a layout needs grows with the width and with the depth: first the widest model of the
-    family's proportions that fits, then as many more layers as fit at that width.
+    Two bisections, because what a layout needs grows with the width and with the depth: first the
+    widest model of the family's proportions that fits, then as many more layers as fit at that
+    width.
     """
 
     def fits(model: ModelShape) -> bool:
@@ -79,13 +81,15 @@ def largest_model(shape: ModelShape, cluster: Cluster, work: Work, strategy: str
     if not width:
         return Largest(strategy, None, best(scaled(shape, 1)))
     extra = _last(lambda extra: fits(scaled(shape, width, extra)))
-    return Largest(
-        strategy, best(scaled(shape, width, extra)), best(scaled(shape, width, extra + 1))
-    )
+    largest, too_large = (best(scaled(shape, width, more)) for more in (extra, extra + 1))
+    return Largest(strategy, largest, too_large)
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The last number for which a condition holds that holds up to some number and never again; 0 if for none."""
+    """The last number for which a condition holds that holds up to some number and never again; 0
+    if for none.
+    """
+    # Doubling finds a number that is too large without knowing any bound, then the gap is halved.
     beyond = 1
     while holds(beyond):
         beyond *= 2

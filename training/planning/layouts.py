@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import isqrt
 
 from training.facts import STRATEGY_FACTS, WHOLE_MODEL
@@ -16,7 +17,8 @@ CHECKPOINTING_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
 # These compute the gradients of inputs and of weights in two passes.
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")
-# The trainer pads to a multiple of this under sequence parallelism (training/parallelism/blocks.py).
+# The trainer pads to a multiple of this under sequence parallelism
+# (training/parallelism/blocks.py).
 LENGTH_MULTIPLE = 16
 
 
@@ -57,7 +59,9 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 runs the data-parallel dimension and gathers weights in the computing dtype."""
+        """Whether FSDP2 runs the data-parallel dimension and gathers weights in the computing
+        dtype.
+        """
         return not STRATEGY_FACTS[self.strategy].copies and self.dp > 1
 
     @property
@@ -68,12 +72,8 @@ class Layout:
     @property
     def name(self) -> str:
         """The strategy and the degrees above 1, such as "3d (shard 4 x tp 2)"."""
-        degrees = {
-            "pp": self.pp,
-            "replicate": self.dp_replicate,
-            "shard": self.dp_shard,
-            "tp": self.tp,
-        }
+        degrees = {"pp": self.pp, "replicate": self.dp_replicate}
+        degrees |= {"shard": self.dp_shard, "tp": self.tp}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return f"{self.strategy} ({' x '.join(parts)})" if parts else self.strategy
 
@@ -116,14 +116,19 @@ def layouts_of(shape: ModelShape, cluster: Cluster, strategy: str) -> Iterator[L
     elif strategy in WHOLE_MODEL:
         yield from _sharded(Layout(strategy), gpus, cluster)
     elif shape.can_be_split:
-        for tp, pp in _degrees(shape, cluster):
-            dp = gpus // tp // pp
-            if strategy == "tp" and tp > 1 and pp == 1:
-                yield Layout(strategy, tp=tp, dp_replicate=dp)
-            elif strategy == "pp" and pp > 1 and tp == 1:
-                yield Layout(strategy, pp=pp, dp_replicate=dp)
-            elif strategy == "3d" and (tp > 1) + (pp > 1) + (dp > 1) >= 2:
+        yield from _split(strategy, shape, cluster)
+
+
+def _split(strategy: str, shape: ModelShape, cluster: Cluster) -> Iterator[Layout]:
+    facts = STRATEGY_FACTS[strategy]
+    for tp, pp in _degrees(shape, cluster):
+        dp = cluster.gpus // tp // pp
+        if facts.shards:
+            # With a single degree above 1 it would be one of the simpler strategies.
+            if (tp > 1) + (pp > 1) + (dp > 1) >= 2:
                 yield from _sharded(Layout(strategy, tp=tp, pp=pp), dp, cluster)
+        elif (tp > 1, pp > 1) == (facts.tensor, facts.pipeline):
+            yield Layout(strategy, tp=tp, pp=pp, dp_replicate=dp)
 
 
 def _degrees(shape: ModelShape, cluster: Cluster) -> Iterator[tuple[int, int]]:
@@ -136,7 +141,9 @@ def _degrees(shape: ModelShape, cluster: Cluster) -> Iterator[tuple[int, int]]:
 
 
 def _sharded(layout: Layout, dp: int, cluster: Cluster) -> Iterator[Layout]:
-    """State sharded over all data ranks, or over those of a node with a replica on each node (hybrid sharding)."""
+    """State sharded over all data ranks, or over those of a node with a replica on each node
+    (hybrid sharding).
+    """
     yield replace(layout, dp_shard=dp)
     within = cluster.gpus_per_node // layout.tp
     if 1 < within < dp and dp % within == 0:
@@ -149,28 +156,26 @@ def with_batches(shape: ModelShape, layout: Layout, work: Work) -> Iterator[Layo
     # Every micro-batch, checkpointing mode and schedule that fill the global batch exactly.
     rows, tp = work.rows // layout.dp, layout.tp
     can_cut_sequence = tp > 1 and work.seq_len % tp == 0 and LENGTH_MULTIPLE % tp == 0
+    sizes = [size for size in divisors(rows) if work.micro_batch in (None, size)]
     asked = work.activation_checkpointing
-    for micro_batch in (size for size in divisors(rows) if work.micro_batch in (None, size)):
-        for mode in CHECKPOINTING_MODES if asked is None else (asked,):
-            for sequence_parallel in {False, can_cut_sequence}:
-                batch = replace(
-                    layout,
-                    micro_batch=micro_batch,
-                    accumulation=rows // micro_batch,
-                    seq_len=work.seq_len,
-                    precision=work.precision,
-                    activation_checkpointing=mode,
-                    sequence_parallel=sequence_parallel,
-                )
-                if layout.pp == 1:
-                    yield batch
-                else:
-                    yield from _with_schedules(shape, batch)
+    modes = CHECKPOINTING_MODES if asked is None else (asked,)
+    for size, mode, sequence_parallel in product(sizes, modes, sorted({False, can_cut_sequence})):
+        batch = replace(
+            layout,
+            micro_batch=size,
+            accumulation=rows // size,
+            seq_len=work.seq_len,
+            precision=work.precision,
+            activation_checkpointing=mode,
+            sequence_parallel=sequence_parallel,
+        )
+        yield from [batch] if layout.pp == 1 else _with_schedules(shape, batch)
 
 
 def _with_schedules(shape: ModelShape, layout: Layout) -> Iterator[Layout]:
     for schedule, stages_per_rank in STAGES_PER_RANK.items():
-        # The trainer refuses selective checkpointing here; full would recompute a block once per deferred gradient.
+        # The trainer refuses selective checkpointing here; full would recompute a block once per
+        # deferred gradient.
         if schedule in SPLIT_SCHEDULES and layout.activation_checkpointing != "none":
             continue
         # PyTorch's looped schedules want the micro-batches in whole rounds of the pipeline.
@@ -195,18 +200,23 @@ class Stage:
 
 @cache
 def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
-    """Cut the blocks into ``count`` stages so that the slowest takes as little time as whole blocks allow."""
+    """Cut the blocks into ``count`` stages so that the slowest takes as little time as whole blocks
+    allow.
+    """
     if count == 1:
         return (Stage(0, shape.layers, first=True, last=True),)
-    # A language model's head costs the last stage about as much as several blocks, so it gets fewer of them.
+    # A language model's head costs the last stage about as much as several blocks, so it gets fewer
+    # of them.
     seq_len = 1024  # the ratios to a block hardly depend on it
-    language_head = (
-        shape.head_flops(seq_len) / shape.block_flops(seq_len) if shape.num_labels is None else 0.0
-    )
-    # A last block that reads one token computes its keys and values only, as training/model/architectures.py counts.
+    language_head = 0.0
+    if shape.num_labels is None:
+        language_head = shape.head_flops(seq_len) / shape.block_flops(seq_len)
+    # A last block that reads one token computes its keys and values only, as
+    # training/model/architectures.py counts.
     last_block = 1 / 6 if shape.reads_first_token_only else 1.0
 
-    # When blocks do not divide evenly the later stages get one more, as in training/parallelism/stages.py.
+    # When blocks do not divide evenly the later stages get one more, as in
+    # training/parallelism/stages.py.
     def cut(of_last: int) -> tuple[int, ...]:
         share, more = divmod(shape.layers - of_last, count - 1)
         return (*(share + (place >= count - 1 - more) for place in range(count - 1)), of_last)
@@ -228,20 +238,19 @@ def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
     found = []
     for rank in range(layout.pp):
         # zbv goes down the ranks and back up, in a V; the other schedules go round in a loop.
-        own = (
-            [cut[rank], cut[-1 - rank]]
-            if layout.schedule == "zbv" and layout.pp > 1
-            else cut[rank :: layout.pp]
-        )
+        own = cut[rank :: layout.pp]
+        if layout.schedule == "zbv" and layout.pp > 1:
+            own = cut[rank], cut[-1 - rank]
         blocks = sum(stage.blocks for stage in own)
-        found.append(
-            Stage(rank, blocks, any(stage.first for stage in own), any(stage.last for stage in own))
-        )
+        ends = (any(stage.first for stage in own), any(stage.last for stage in own))
+        found.append(Stage(rank, blocks, *ends))
     return found
 
 
 def representative_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
-    """The first rank of each kind: of ranks with equal blocks and ends, none holds more or takes longer."""
+    """The first rank of each kind: of ranks with equal blocks and ends, none holds more or takes
+    longer.
+    """
     kinds = {
         (rank.blocks, rank.first, rank.last): rank
         for rank in reversed(pipeline_ranks(shape, layout))
@@ -250,19 +259,21 @@ def representative_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
 
 
 def block_parameters(shape: ModelShape, tp: int) -> float:
-    """Parameters of one block on one of ``tp`` ranks; norms and the biases of row-wise matrices are replicated."""
+    """Parameters of one block on one of ``tp`` ranks; norms and the biases of row-wise matrices are
+    replicated.
+    """
     matrices = shape.attention_weights + shape.ffn_weights
-    split_biases = (
-        (shape.query_width + 2 * shape.key_value_width + shape.intermediate)
-        if shape.traits.biases
-        else 0
-    )
+    split_biases = 0
+    if shape.traits.biases:
+        split_biases = shape.query_width + 2 * shape.key_value_width + shape.intermediate
     whole = shape.block_parameters - matrices - split_biases
     return (matrices + split_biases) / tp + whole
 
 
 def outer_parameters(shape: ModelShape, stage: Stage, tp: int) -> float:
-    """Parameters outside the blocks that the stage holds: embeddings on the first, the head on the last."""
+    """Parameters outside the blocks that the stage holds: embeddings on the first, the head on the
+    last.
+    """
     words = shape.vocab * shape.hidden
     parameters = 0.0
     if stage.first:
@@ -277,6 +288,5 @@ def outer_parameters(shape: ModelShape, stage: Stage, tp: int) -> float:
 
 def rank_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Parameters of one rank before data-parallel sharding."""
-    return stage.blocks * block_parameters(shape, layout.tp) + outer_parameters(
-        shape, stage, layout.tp
-    )
+    blocks = stage.blocks * block_parameters(shape, layout.tp)
+    return blocks + outer_parameters(shape, stage, layout.tp)

@@ -17,22 +17,19 @@ class Family:
     """What all networks of a family have in common."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_after: bool = (
-        False  # each norm follows the residual sum, as in BERT, so the embedding ends with one too
-    )
+    # Each norm follows the residual sum, as in BERT, so the embedding ends with one too.
+    norm_after: bool = False
     causal: bool = False
     gated_ffn: bool = False
     biases: bool = True
     learned_positions: bool = True
-    dropout_masks: int = (
-        0  # of hidden width, one byte per value, kept by a block for the backward pass
-    )
-    # The last block of a classifier computes its query, output projection and feed-forward for the first token only
-    # (training/model/classifier.py).
+    # Of hidden width, one byte per value, kept by a block for the backward pass.
+    dropout_masks: int = 0
+    # The last block of a classifier computes its query, output projection and feed-forward for the
+    # first token only (training/model/classifier.py).
     reads_first_token: bool = False
-    can_be_split: bool = (
-        False  # for tensor and pipeline parallelism, by training/model/architectures.py
-    )
+    # For tensor and pipeline parallelism, by training/model/architectures.py.
+    can_be_split: bool = False
 
 
 FAMILIES = {
@@ -69,13 +66,11 @@ class ModelShape:
     head_dim: int
     type_vocab: int = 0
     tied_embeddings: bool = False
-    num_labels: int | None = (
-        None  # of the classification head; None for a language model's head over the vocabulary
-    )
+    # Of the classification head; None for a language model's head over the vocabulary.
+    num_labels: int | None = None
     source: str = ""  # the hub name or folder to train from; empty if only the dimensions are known
-    split_elsewhere: bool = (
-        False  # planned with tensor and pipeline parallelism, which only other programs give it
-    )
+    # Planned with tensor and pipeline parallelism, which only other programs give it.
+    split_elsewhere: bool = False
 
     @property
     def traits(self) -> Family:
@@ -113,11 +108,8 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        rows = (
-            self.vocab
-            + self.type_vocab
-            + (self.max_positions if self.traits.learned_positions else 0)
-        )
+        positions = self.max_positions if self.traits.learned_positions else 0
+        rows = self.vocab + self.type_vocab + positions
         return rows * self.hidden + (self.norm_parameters if self.traits.norm_after else 0)
 
     @property
@@ -131,16 +123,17 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        return (
-            self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
-        )
+        outside = self.embedding_parameters + self.head_parameters
+        return self.layers * self.block_parameters + outside
 
     @property
     def reads_first_token_only(self) -> bool:
         return self.traits.reads_first_token and self.num_labels is not None
 
     def block_flops(self, seq_len: int) -> float:
-        """Floating-point operations of one block's matrix products, forward, for one row of ``seq_len`` tokens."""
+        """Floating-point operations of one block's matrix products, forward, for one row of
+        ``seq_len`` tokens.
+        """
         attention = 4 * seq_len * seq_len * self.query_width
         return 2.0 * seq_len * (self.attention_weights + self.ffn_weights) + attention
 
@@ -154,14 +147,15 @@ class ModelShape:
     def head_flops(self, seq_len: int) -> float:
         if self.num_labels is None:
             return 2.0 * seq_len * self.hidden * self.vocab
-        return (
-            2.0 * self.hidden * (self.num_labels + (self.hidden if self.traits.norm_after else 0))
-        )
+        dense = self.hidden if self.traits.norm_after else 0
+        return 2.0 * self.hidden * (self.num_labels + dense)
 
     def forward_flops(self, seq_len: int) -> float:
-        """Operations of the matrix products of one row, forward; the backward pass takes twice as many."""
-        # A causal model's scores above the diagonal count, as is usual when utilisation is reported: PaLM, arXiv
-        # 2204.02311, appendix B.
+        """Operations of the matrix products of one row, forward; the backward pass takes twice as
+        many.
+        """
+        # A causal model's scores above the diagonal count, as is usual when utilisation is
+        # reported: PaLM, arXiv 2204.02311, appendix B.
         return (
             (self.layers - 1) * self.block_flops(seq_len)
             + self.last_block_flops(seq_len)
@@ -183,42 +177,29 @@ def gpt(
     return ModelShape(name, "gpt2", *sizes, tied_embeddings=True)
 
 
-# From the papers: Sanh et al. 1910.01108 (DistilBERT), Devlin et al. 1810.04805 (BERT), Touvron et al. 2307.09288
-# (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3, whose weights are not public).
-# layers, hidden, heads, key-value heads, intermediate, vocabulary, positions, head width; where the weights are
+# From the papers: Sanh et al. 1910.01108 (DistilBERT), Devlin et al. 1810.04805 (BERT), Touvron et
+# al. 2307.09288 (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3,
+# whose weights are not public). Their family, and layers, hidden, heads, key-value heads,
+# intermediate, vocabulary, positions, head width.
 _DIMENSIONS = {
-    "distilbert-base": (
-        "distilbert",
-        (6, 768, 12, 12, 3072, 30_522, 512, 64),
-        "distilbert-base-uncased",
-    ),
-    "bert-base": ("bert", (12, 768, 12, 12, 3072, 30_522, 512, 64), "bert-base-uncased"),
-    "bert-large": ("bert", (24, 1024, 16, 16, 4096, 30_522, 512, 64), "bert-large-uncased"),
-    "llama-7b": (
-        "llama",
-        (32, 4096, 32, 32, 11_008, 32_000, 4096, 128),
-        "meta-llama/Llama-2-7b-hf",
-    ),
-    "llama-13b": (
-        "llama",
-        (40, 5120, 40, 40, 13_824, 32_000, 4096, 128),
-        "meta-llama/Llama-2-13b-hf",
-    ),
-    "llama-70b": (
-        "llama",
-        (80, 8192, 64, 8, 28_672, 32_000, 4096, 128),
-        "meta-llama/Llama-2-70b-hf",
-    ),
-    "llama3-8b": (
-        "llama",
-        (32, 4096, 32, 8, 14_336, 128_256, 8192, 128),
-        "meta-llama/Meta-Llama-3-8B",
-    ),
-    "llama3-70b": (
-        "llama",
-        (80, 8192, 64, 8, 28_672, 128_256, 8192, 128),
-        "meta-llama/Meta-Llama-3-70B",
-    ),
+    "distilbert-base": ("distilbert", (6, 768, 12, 12, 3072, 30_522, 512, 64)),
+    "bert-base": ("bert", (12, 768, 12, 12, 3072, 30_522, 512, 64)),
+    "bert-large": ("bert", (24, 1024, 16, 16, 4096, 30_522, 512, 64)),
+    "llama-7b": ("llama", (32, 4096, 32, 32, 11_008, 32_000, 4096, 128)),
+    "llama-13b": ("llama", (40, 5120, 40, 40, 13_824, 32_000, 4096, 128)),
+    "llama-70b": ("llama", (80, 8192, 64, 8, 28_672, 32_000, 4096, 128)),
+    "llama3-8b": ("llama", (32, 4096, 32, 8, 14_336, 128_256, 8192, 128)),
+    "llama3-70b": ("llama", (80, 8192, 64, 8, 28_672, 128_256, 8192, 128)),
+}
+_WEIGHTS = {
+    "distilbert-base": "distilbert-base-uncased",
+    "bert-base": "bert-base-uncased",
+    "bert-large": "bert-large-uncased",
+    "llama-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-70b": "meta-llama/Llama-2-70b-hf",
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3-70b": "meta-llama/Meta-Llama-3-70B",
 }
 NAMED_SHAPES = {
     name: ModelShape(
@@ -227,16 +208,17 @@ NAMED_SHAPES = {
         *sizes,
         type_vocab=2 if family == "bert" else 0,
         num_labels=DEFAULT_CLASSES if FAMILIES[family].norm_after else None,
-        source=source,
+        source=_WEIGHTS[name],
     )
-    for name, (family, sizes, source) in _DIMENSIONS.items()
+    for name, (family, sizes) in _DIMENSIONS.items()
 }
 # Megatron-LM splits GPT-3; the trainer, which has no weights of it to split, could only shard it.
 NAMED_SHAPES["gpt3-175b"] = replace(gpt("gpt3-175b", 96, 12_288, 96), split_elsewhere=True)
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of ``--model``: a known name, or the path of a config.json or of the folder that holds one.
+    """The shape of ``--model``: a known name, or the path of a config.json or of the folder that
+    holds one.
 
     Raises:
         UserError: it is neither, or the file does not describe a network that is known here.
@@ -253,24 +235,12 @@ def find_shape(model: str) -> ModelShape:
             f"--model {model}: neither a known model nor a config.json; {hint}",
             code="plan-model-unknown",
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--model {path}: {error.strerror}", code="plan-model-unknown") from error
-    except ValueError as error:
-        raise UserError(
-            f"--model {path}: not valid JSON ({error})", code="plan-model-unknown"
-        ) from error
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(
-            f"--model {path}: model_type {family!r}: must be one of {', '.join(FAMILIES)}",
-            code="plan-model-unknown",
-        )
-    folder = path.parent if path.name == "config.json" else None
-    shape = _shape_from_config(path, folder.resolve().name if folder else path.stem, config)
-    has_weights = folder is not None and any(folder.glob("*.safetensors"))
-    return replace(shape, source=str(folder)) if has_weights else shape
+    file = _ConfigFile.read(path)
+    if path.name != "config.json":
+        return _shape_from_config(file, path.stem)
+    folder = path.parent
+    shape = _shape_from_config(file, folder.resolve().name)
+    return replace(shape, source=str(folder)) if any(folder.glob("*.safetensors")) else shape
 
 
 # What a config.json calls the sizes, and the families that call some of them differently.
@@ -298,41 +268,63 @@ OWN_KEYS = {
 }
 
 
-def _shape_from_config(path: Path, name: str, config: dict[str, Any]) -> ModelShape:
-    family = config["model_type"]
-    keys = COMMON_KEYS | OWN_KEYS.get(family, {})
+@dataclass(frozen=True)
+class _ConfigFile:
+    """A config.json of a known family."""
 
-    def size(key: str, default: int | None = None) -> int:
-        value = (
-            default if config.get(key) is None else config[key]
-        )  # null means the same as a missing key
+    path: Path
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> _ConfigFile:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _unknown(path, str(error.strerror)) from error
+        except ValueError as error:
+            raise _unknown(path, f"not valid JSON ({error})") from error
+        family = values.get("model_type") if isinstance(values, dict) else None
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise _unknown(path, f"model_type {family!r}: must be one of {', '.join(FAMILIES)}")
+        return cls(path, values)
+
+    @property
+    def family(self) -> str:
+        return self.values["model_type"]
+
+    def size(self, key: str, default: int | None = None) -> int:
+        # Null means the same as a missing key.
+        value = default if self.values.get(key) is None else self.values[key]
         if value is None:
-            raise UserError(
-                f"--model {path}: has no {key}, which a {family} needs", code="plan-model-unknown"
-            )
-        if type(value) is not int or value < 1:
-            raise UserError(
-                f"--model {path}: {key} {value!r}: must be a whole number above 0",
-                code="plan-model-unknown",
-            )
+            raise _unknown(self.path, f"has no {key}, which a {self.family} needs")
+        if type(value) is not int or value < 1:  # a bool is an int as well
+            raise _unknown(self.path, f"{key} {value!r}: must be a whole number above 0")
         return value
 
-    heads, hidden = size(keys["heads"]), size(keys["hidden"])
-    if hidden % heads:
-        raise UserError(
-            f"--model {path}: {keys['hidden']} {hidden}: must be a multiple of {keys['heads']} {heads}",
-            code="uneven-split",
-        )
-    kv_heads, head_dim = heads, hidden // heads
-    if family == "llama":
-        kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", head_dim)
-        if heads % kv_heads:
+    def check_multiple(self, key: str, value: int, of_key: str, of: int) -> None:
+        if value % of:
             raise UserError(
-                f"--model {path}: num_attention_heads {heads}: must be a multiple of num_key_value_heads {kv_heads}",
+                f"--model {self.path}: {key} {value}: must be a multiple of {of_key} {of}",
                 code="uneven-split",
             )
 
-    # An encoder is planned as a classifier; a decoder only if its config names a classification head.
+
+def _unknown(path: Path, why: str) -> UserError:
+    return UserError(f"--model {path}: {why}", code="plan-model-unknown")
+
+
+def _shape_from_config(file: _ConfigFile, name: str) -> ModelShape:
+    family, config, size = file.family, file.values, file.size
+    keys = COMMON_KEYS | OWN_KEYS.get(family, {})
+    heads, hidden = size(keys["heads"]), size(keys["hidden"])
+    file.check_multiple(keys["hidden"], hidden, keys["heads"], heads)
+    kv_heads, head_dim = heads, hidden // heads
+    if family == "llama":
+        kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", head_dim)
+        file.check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+
+    # An encoder is planned as a classifier; a decoder only if its config names a classification
+    # head.
     is_encoder = FAMILIES[family].norm_after
     num_labels = None
     if is_encoder or "SequenceClassification" in str(config.get("architectures")):

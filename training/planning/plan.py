@@ -1,4 +1,6 @@
-"""Which layouts fit a cluster and how fast they run, ranked; how that scales; and the command that launches each."""
+"""Which layouts fit a cluster and how fast they run, ranked; how that scales; and the command that
+launches each.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from common.errors import UserError
-from training.facts import STRATEGY_FACTS
+from training.facts import DECODER_TASK, STRATEGY_FACTS
 from training.planning.communication import Transfer
 from training.planning.hardware import (
     COPY_BANDWIDTH,
@@ -47,17 +49,21 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak that the model's own operations take, without recomputation (PaLM, arXiv 2204.02311)."""
+        """Share of the peak that the model's own operations take, without recomputation (PaLM,
+        arXiv 2204.02311).
+        """
         flops = 3 * self.shape.forward_flops(self.layout.seq_len) / self.layout.seq_len
         peak = self.cluster.gpu.peak_flops[self.layout.precision]
         return self.tokens_per_second / self.layout.ranks * flops / peak
 
     @property
     def share_of_ideal(self) -> float:
-        """Tokens per second over those of the same number of ideal GPUs; the rest is the cost of the layout.
+        """Tokens per second over those of the same number of ideal GPUs; the rest is the cost of
+        the layout.
 
-        An ideal GPU has memory for the whole model, takes all its rows at once, communicates and recomputes nothing,
-        and updates only its share of the weights. A real single GPU updates all weights: see ``Answer.efficiency``.
+        An ideal GPU has memory for the whole model, takes all its rows at once, communicates and
+        recomputes nothing, and updates only its share of the weights. A real single GPU updates all
+        weights: see ``Answer.efficiency``.
         """
         layout = self.layout
         rows = max(1, round(layout.tokens_per_step / layout.seq_len / layout.ranks))
@@ -68,7 +74,9 @@ class Plan:
 
     @property
     def launch(self) -> str | None:
-        """The command that trains with this layout, or None if the trainer cannot: see :func:`cautions`."""
+        """The command that trains with this layout, or None if the trainer cannot: see
+        :func:`cautions`.
+        """
         return launch_command(self.shape, self.layout, self.cluster)
 
     def days(self, tokens: float) -> float:
@@ -101,8 +109,9 @@ def plan_memory(shape: ModelShape, layout: Layout, cluster: Cluster) -> MemoryEs
 def checkpoint_cost(shape: ModelShape, cluster: Cluster) -> dict[str, float]:
     """Bytes of a checkpoint of weights and moments, and the seconds of its parts.
 
-    Each rank copies its part to the node's memory, then writes and hashes it while training continues, so training
-    waits only for the copy. Writing and hashing need CPU time, which matters only if training runs on the CPU too.
+    Each rank copies its part to the node's memory, then writes and hashes it while training
+    continues, so training waits only for the copy. Writing and hashing need CPU time, which matters
+    only if training runs on the CPU too.
     """
     size = (WEIGHT + MOMENTS) * shape.num_parameters
     per_rank = size / cluster.gpus
@@ -121,12 +130,10 @@ class Answer:
     shape: ModelShape
     cluster: Cluster
     work: Work
-    plans: list[
-        Plan
-    ]  # the best of each strategy and product of degrees; those that fit first, the fastest first
-    scaling: dict[
-        int, Plan | None
-    ]  # the best for 1, 2, 4 ... GPUs with as many tokens per GPU; None if nothing fits
+    # The best of each strategy and product of degrees; those that fit first, the fastest first.
+    plans: list[Plan]
+    # The best for 1, 2, 4 ... GPUs with as many tokens per GPU; None if nothing fits.
+    scaling: dict[int, Plan | None]
     target_tokens: float | None
 
     @property
@@ -134,7 +141,9 @@ class Answer:
         return [plan for plan in self.plans if plan.fits][:3]
 
     def efficiency(self, plan: Plan) -> float | None:
-        """Tokens per second per GPU, over those of a single GPU; None if a single GPU cannot hold the model."""
+        """Tokens per second per GPU, over those of a single GPU; None if a single GPU cannot hold
+        the model.
+        """
         single = self.scaling.get(1)
         return single and plan.tokens_per_second / plan.layout.ranks / single.tokens_per_second
 
@@ -157,7 +166,9 @@ def answer(
     strategies: Sequence[str] = STRATEGIES,
     target_tokens: float | None = None,
 ) -> Answer:
-    """Raises UserError if no strategy has a layout for so many GPUs, or can divide the global batch."""
+    """Raises UserError if no strategy has a layout for so many GPUs, or can divide the global
+    batch.
+    """
     plans = best_plans(shape, cluster, work, strategies)
     if not plans:
         raise _no_layout(shape, cluster, work, strategies)
@@ -180,7 +191,9 @@ def answer(
 def best_plans(
     shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]
 ) -> list[Plan]:
-    """For each strategy and product of degrees the fastest plan that fits, or the smallest if none does."""
+    """For each strategy and product of degrees the fastest plan that fits, or the smallest if none
+    does.
+    """
     found = []
     for strategy in strategies:
         for layout in layouts_of(shape, cluster, strategy):
@@ -190,28 +203,31 @@ def best_plans(
                 for batch in with_batches(shape, layout, work)
             }
             fitting = [batch for batch, total in needed.items() if total <= cluster.usable_memory]
-            if fitting:
-                plans = [make_plan(shape, batch, cluster) for batch in fitting]
-                found.append(
-                    max(plans, key=lambda plan: (plan.tokens_per_second, -plan.memory.total))
-                )
-            elif needed:
-                found.append(
-                    make_plan(shape, min(needed, key=lambda batch: needed[batch]), cluster)
-                )
-    return sorted(
-        found,
-        key=lambda plan: (
-            not plan.fits,
-            -plan.tokens_per_second if plan.fits else plan.memory.total,
-        ),
-    )
+            if not fitting and needed:
+                fitting = [min(needed, key=needed.__getitem__)]
+            plans = [make_plan(shape, batch, cluster) for batch in fitting]
+            fastest = max(plans, key=_speed_then_memory, default=None)
+            found += [fastest] if fastest else []
+    return sorted(found, key=_rank)
+
+
+def _speed_then_memory(plan: Plan) -> tuple[float, float]:
+    return plan.tokens_per_second, -plan.memory.total
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    """The fastest that fits comes first, and what fits nowhere last, the smallest of it before the
+    others.
+    """
+    return not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total
 
 
 def _no_layout(
     shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]
 ) -> UserError:
-    """What to change if not a single layout exists: the strategy, the micro-batch or the global batch."""
+    """What to change if not a single layout exists: the strategy, the micro-batch or the global
+    batch.
+    """
     names, rows = ", ".join(strategies), f"{work.rows} rows of {work.seq_len} tokens"
     layouts = [layout for strategy in strategies for layout in layouts_of(shape, cluster, strategy)]
     if not layouts:
@@ -251,13 +267,17 @@ def no_layout_fits(answer: Answer) -> UserError:
 def tokens_of_run(
     shape: ModelShape, cluster: Cluster, seq_len: int, days: float, utilisation: float
 ) -> float:
-    """Tokens that one GPU gets through in ``days`` at a ``utilisation`` of its peak by the model's own operations."""
+    """Tokens that one GPU gets through in ``days`` at a ``utilisation`` of its peak by the model's
+    own operations.
+    """
     peak = max(cluster.gpu.peak_flops.values())
     return utilisation * peak * days * 86_400 / (3 * shape.forward_flops(seq_len) / seq_len)
 
 
 def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str | None:
-    """The command that trains with a layout, the same on each node; ``$HEAD`` is the first node's name."""
+    """The command that trains with a layout, the same on each node; ``$HEAD`` is the first node's
+    name.
+    """
     if cautions(shape, layout):
         return None
     per_node = min(layout.ranks, cluster.gpus_per_node)
@@ -274,28 +294,25 @@ def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str |
 
 def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
     """The trainer's flags for a layout, without those that would repeat a default."""
-    flags: dict[str, object] = {"task": "causal_lm"} if shape.num_labels is None else {}
-    flags |= {"model": shape.source, "strategy": layout.strategy}
-    facts = STRATEGY_FACTS[layout.strategy]
-    if facts.shards and layout.dp_replicate > 1:
-        flags["dp_shard"] = layout.dp_shard
-    if facts.tensor:
-        flags["tp"] = layout.tp
-    if facts.pipeline:
-        flags["pp"] = layout.pp
-    if layout.pp > 1:
-        flags["pp_schedule"] = layout.schedule
-    flags |= {
-        "batch_size": layout.micro_batch,
-        "gradient_accumulation": layout.accumulation,
-        "max_length": layout.seq_len,
-        "precision": layout.precision,
-    }
-    if layout.activation_checkpointing != "none":
-        flags["activation_checkpointing"] = layout.activation_checkpointing
-    if layout.sequence_parallel:
-        flags["sequence_parallel"] = "true"
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    facts, checkpointing = STRATEGY_FACTS[layout.strategy], layout.activation_checkpointing
+    # Name, value, and whether it is needed.
+    flags = (
+        ("task", DECODER_TASK, shape.num_labels is None),
+        ("model", shape.source, True),
+        ("strategy", layout.strategy, True),
+        ("dp_shard", layout.dp_shard, facts.shards and layout.dp_replicate > 1),
+        ("tp", layout.tp, facts.tensor),
+        ("pp", layout.pp, facts.pipeline),
+        ("pp_schedule", layout.schedule, layout.pp > 1),
+        ("batch_size", layout.micro_batch, True),
+        ("gradient_accumulation", layout.accumulation, True),
+        ("max_length", layout.seq_len, True),
+        ("precision", layout.precision, True),
+        ("activation_checkpointing", checkpointing, checkpointing != "none"),
+        ("sequence_parallel", "true", layout.sequence_parallel),
+    )
+    needed = ((name, value) for name, value, is_needed in flags if is_needed)
+    return [part for name, value in needed for part in (f"--{name}", str(value))]
 
 
 def cautions(shape: ModelShape, layout: Layout) -> list[str]:

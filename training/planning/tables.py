@@ -16,6 +16,11 @@ from training.planning.models import ModelShape
 from training.planning.plan import ROUNDING, Answer, Plan, checkpoint_cost, largest_part
 
 MOST_ROWS = 12
+FULL_LAYOUT = "layout, rows x micro-batches"
+NO_EFFICIENCY = (
+    "Share of ideal: against GPUs that could hold the whole model and never had to communicate. An "
+    "efficiency against 1 GPU does not exist, because the model does not fit on 1."
+)
 WIDTH_OUTSIDE_TERMINALS = 150
 
 
@@ -38,13 +43,11 @@ class _Table:
     def print(self, console: Console) -> None:
         if not self.rows:
             return
-        table = Table(
-            title=f"{self.title} (simulated)", title_justify="left", title_style="bold", box=None
-        )
+        title = f"{self.title} (simulated)"
+        table = Table(title=title, title_justify="left", title_style="bold", box=None)
         for place, name in enumerate(self.header):
-            has_figures = place > 0 and all(
-                not row[place] or row[place][0].isdigit() for row in self.rows
-            )
+            cells = [row[place] for row in self.rows if row[place]]
+            has_figures = place > 0 and all(cell[0].isdigit() for cell in cells)
             table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
@@ -55,11 +58,9 @@ class _Table:
 
 
 def _count(parameters: int) -> str:
-    return (
-        f"{parameters / 1e9:,.1f} billion"
-        if parameters >= 1e9
-        else f"{parameters / 1e6:,.0f} million"
-    )
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:,.1f} billion"
+    return f"{parameters / 1e6:,.0f} million"
 
 
 def print_largest(families: Sequence[LargestAnswer]) -> None:
@@ -73,24 +74,15 @@ def print_largest(families: Sequence[LargestAnswer]) -> None:
     for family in families:
         work, rows, nothing = family.work, [], []
         for one in family.found:
+            obstacle = _obstacle(one.too_large) if one.too_large else ""
             if one.plan is None:
-                nothing.append(
-                    f"{one.strategy} ({_obstacle(one.too_large) if one.too_large else 'no layout'})"
-                )
+                nothing.append(f"{one.strategy} ({obstacle or 'no layout'})")
                 continue
             shape, layout = one.plan.shape, one.plan.layout
             size = (_count(shape.num_parameters), f"{shape.layers} x {shape.hidden:,}")
             how = layout.full_name.removeprefix(layout.strategy).lstrip(" ,")
             figures = (_gib(one.plan.memory.total), f"{one.plan.tokens_per_second:,.0f}")
-            rows.append(
-                (
-                    one.strategy,
-                    *size,
-                    how,
-                    *figures,
-                    _obstacle(one.too_large) if one.too_large else "",
-                )
-            )
+            rows.append((one.strategy, *size, how, *figures, obstacle))
         notes = [f"Nothing fits under {', '.join(nothing)}."] if nothing else []
         notes.append(
             f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,}) in "
@@ -108,9 +100,8 @@ def print_answer(answer: Answer) -> None:
     console = _console()
     shape, work = answer.shape, answer.work
     size = _count(shape.num_parameters)
-    tokens = (
-        f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,})"
-    )
+    rows = f"{work.rows:,} rows of {work.seq_len:,}"
+    tokens = f"{work.rows * work.seq_len:,} tokens per step ({rows})"
     console.print(f"{shape.name} ({size} parameters) on {answer.cluster.name}", style="bold")
     console.print(f"{tokens} in {work.precision}; every figure is simulated", style="bold")
     console.print(_summary(answer))
@@ -133,38 +124,20 @@ def _layouts(answer: Answer) -> _Table:
         time, speed = f"{plan.time.total:.3g}", f"{plan.tokens_per_second:,.0f}"
         shares = (f"{plan.mfu:.0%}", f"{plan.share_of_ideal:.0%}")
         rows.append((plan.layout.full_name, _gib(plan.memory.total), time, speed, *shares))
-    notes = (
-        [f"{len(fitting) - MOST_ROWS} slower ones are left out."]
-        if len(fitting) > MOST_ROWS
-        else []
-    )
-    notes.append(f"Of each GPU, {_gib(answer.cluster.usable_memory)} GiB can be filled.")
-    header = (
-        "layout, rows x micro-batches",
-        "GiB per GPU",
-        "s per step",
-        "tokens/s",
-        "MFU",
-        "share of ideal",
-    )
-    return _Table("Layouts that fit", header, rows, notes)
+    notes = [f"Of each GPU, {_gib(answer.cluster.usable_memory)} GiB can be filled."]
+    if len(fitting) > MOST_ROWS:
+        notes.insert(0, f"{len(fitting) - MOST_ROWS} slower ones are left out.")
+    figures = ("GiB per GPU", "s per step", "tokens/s", "MFU", "share of ideal")
+    return _Table("Layouts that fit", (FULL_LAYOUT, *figures), rows, notes)
 
 
 def _memory(answer: Answer) -> _Table:
-    header = (
-        "layout",
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "gathered, buffers",
-        "total",
-    )
+    parts = ("weights", "gradients", "optimizer", "activations", "gathered, buffers")
     rows = [
         (p.layout.name, *map(_gib, asdict(p.memory).values()), _gib(p.memory.total))
         for p in answer.best
     ]
-    return _Table("What fills a GPU, GiB", header, rows)
+    return _Table("What fills a GPU, GiB", ("layout", *parts, "total"), rows)
 
 
 def _time(answer: Answer) -> _Table:
@@ -181,15 +154,12 @@ def _traffic(answer: Answer) -> _Table:
     rows = []
     for plan in answer.best:
         for place, transfer in enumerate(plan.transfers):
-            name, collective = (
-                "" if place else plan.layout.name,
-                f"{transfer.collective} over {transfer.dimension}",
-            )
+            name = "" if place else plan.layout.name
+            collective = f"{transfer.collective} over {transfer.dimension}"
             in_node, between = transfer.bytes - transfer.between_nodes, transfer.between_nodes
             volume = (f"{in_node / 1e9:,.2f}", f"{between / 1e9:,.2f}")
-            rows.append(
-                (name, collective, f"{transfer.calls:,}", *volume, f"{transfer.seconds:.3f}")
-            )
+            seconds = f"{transfer.seconds:.3f}"
+            rows.append((name, collective, f"{transfer.calls:,}", *volume, seconds))
     return _Table("What a GPU sends in a step", header, rows)
 
 
@@ -197,12 +167,8 @@ def _misfits(answer: Answer) -> _Table:
     misfits = [plan for plan in answer.plans if not plan.fits]
     rows = [(plan.layout.full_name, plan.reason) for plan in misfits[:MOST_ROWS]]
     notes = [f"{len(misfits) - MOST_ROWS} more do not fit."] if len(misfits) > MOST_ROWS else []
-    return _Table(
-        "Layouts that do not fit, at their smallest",
-        ("layout, rows x micro-batches", "why"),
-        rows,
-        notes,
-    )
+    title = "Layouts that do not fit, at their smallest"
+    return _Table(title, (FULL_LAYOUT, "why"), rows, notes)
 
 
 def _scaling(answer: Answer) -> _Table:
@@ -214,46 +180,32 @@ def _scaling(answer: Answer) -> _Table:
             continue
         speed = found.tokens_per_second
         kept = answer.efficiency(found) if fits_on_one else found.share_of_ideal
-        rows.append(
-            (str(gpus), found.layout.name, f"{speed:,.0f}", f"{speed / gpus:,.0f}", f"{kept:.0%}")
-        )
-    note = (
-        "Efficiency: the tokens/s per GPU, divided by those of 1 GPU."
+        speeds = (f"{speed:,.0f}", f"{speed / gpus:,.0f}")
+        rows.append((str(gpus), found.layout.name, *speeds, f"{kept:.0%}"))
+    measure, note = (
+        ("efficiency", "Efficiency: the tokens/s per GPU, divided by those of 1 GPU.")
         if fits_on_one
-        else "Share of ideal: against GPUs that could hold the whole model and never had to communicate. An efficiency "
-        "against 1 GPU does not exist, because the model does not fit on 1."
+        else ("share of ideal", NO_EFFICIENCY)
     )
-    if any(
-        found and (answer.efficiency(found) or 0) > 1 + ROUNDING
-        for found in answer.scaling.values()
-    ):
-        note += " More than 100%: 1 GPU updates all weights in every step, each of these only its shard of them."
-    header = (
-        "GPUs",
-        "best layout",
-        "tokens/s",
-        "tokens/s per GPU",
-        "efficiency" if fits_on_one else "share of ideal",
-    )
-    return _Table(
-        f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU",
-        header,
-        rows,
-        [note],
-    )
+    plans = filter(None, answer.scaling.values())
+    if any((answer.efficiency(plan) or 0) > 1 + ROUNDING for plan in plans):
+        note += (
+            " More than 100%: 1 GPU updates all weights in every step, each of these only its "
+            "shard of them."
+        )
+    header = ("GPUs", "best layout", "tokens/s", "tokens/s per GPU", measure)
+    title = f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU"
+    return _Table(title, header, rows, [note])
 
 
 def _whole_run(answer: Answer) -> _Table:
-    saved, host = (
-        checkpoint_cost(answer.shape, answer.cluster),
-        host_memory(answer.shape, answer.cluster),
-    )
+    saved = checkpoint_cost(answer.shape, answer.cluster)
+    host = host_memory(answer.shape, answer.cluster)
     rows = []
     if answer.target_tokens and answer.best:
-        days = ", ".join(
-            f"{plan.days(answer.target_tokens):,.2f} ({plan.layout.name})" for plan in answer.best
-        )
-        rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
+        target = answer.target_tokens
+        days = (f"{plan.days(target):,.2f} ({plan.layout.name})" for plan in answer.best)
+        rows.append((f"days for {target / 1e9:,.2f} billion tokens", ", ".join(days)))
     parts = f"then {saved['write']:,.0f} to write, {saved['hash']:,.0f} to hash"
     loading, saving = f"{host['loading'] / 1e9:,.0f} GB", f"{host['saving'] / 1e9:,.0f} GB"
     rows += [
@@ -272,11 +224,9 @@ def _summary(answer: Answer) -> str:
         return summary
     best, saved = answer.best[0], checkpoint_cost(answer.shape, answer.cluster)
     efficiency = answer.efficiency(best)
-    speed = (
-        f"an efficiency of {efficiency:.0%}"
-        if efficiency
-        else f"{best.share_of_ideal:.0%} of the ideal speed"
-    )
+    speed = f"{best.share_of_ideal:.0%} of the ideal speed"
+    if efficiency:
+        speed = f"an efficiency of {efficiency:.0%}"
     summary += (
         f" The fastest, {best.layout.full_name}, reaches {best.tokens_per_second:,.0f} tokens per second, an MFU of "
         f"{best.mfu:.0%} and {speed}."
