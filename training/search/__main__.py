@@ -1,7 +1,8 @@
 """Search for better hyperparameters: python -m training.search SPACE.yaml.
 
-Every trial is an ordinary run with a folder of its own, OUTPUT_DIR/trial_003. Optuna chooses the values and says which
-trials to prune, from the validation rows only. Whatever stops a search, the same command resumes it.
+Every trial is an ordinary run with a folder of its own, OUTPUT_DIR/trial_003. Optuna chooses the
+values and says which trials to prune, from the validation rows only. Whatever stops a search, the
+same command resumes it.
 """
 
 from __future__ import annotations

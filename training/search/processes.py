@@ -1,4 +1,6 @@
-"""The process of each trial: an ordinary run, on its share of the machine, that ends with the search."""
+"""The process of each trial: an ordinary run, on its share of the machine, that ends with the
+search.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ Start = Callable[[int, Sequence[str], Path], Process]
 
 
 def share_machine(space: SearchSpace) -> Start:
-    """Start trials on this machine, each with its share of the cores, and of the GPUs if there are any."""
+    """Start trials on this machine, each with its share of the cores, and of the GPUs if there are
+    any.
+    """
     gpus = _gpus() if space.config.get("device") != "cpu" else []
     if gpus and len(gpus) < space.at_once * space.processes:
         raise UserError(
@@ -70,7 +74,9 @@ def start_process(
     cores: Sequence[int] = (),
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a run that is asked to save and stop if this process dies; it may use these ``cores``, or all."""
+    """Start a run that is asked to save and stop if this process dies; it may use these ``cores``,
+    or all.
+    """
     parent = os.getpid()
 
     def prepare() -> None:

@@ -1,4 +1,6 @@
-"""The loop over trials: ask Optuna, start a run, report its epochs, prune it, record its end; and the results."""
+"""The loop over trials: ask Optuna, start a run, report its epochs, prune it, record its end; and
+the results.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +41,8 @@ from training.search.space import (
 if TYPE_CHECKING:
     from optuna import Study, Trial
 
-# What decides the figures of a trial. Everything else in SPACE.yaml may change when a search is resumed.
+# What decides the figures of a trial. Everything else in SPACE.yaml may change when a search is
+# resumed.
 SAME_ON_RESUME = ("config", "search", "metric", "processes")
 POLL_SECONDS = 1.0
 MOST_IN_TABLE = 20
@@ -60,7 +63,8 @@ class Running:
 
 
 def search(space: SearchSpace, start: Start, poll_seconds: float = POLL_SECONDS) -> int:
-    """Run the trials that are left and write the results; returns the exit code: 75 if asked to stop before the end.
+    """Run the trials that are left and write the results; returns the exit code: 75 if asked to
+    stop before the end.
 
     Raises:
         UserError: the search cannot start or go on as asked.
@@ -93,14 +97,11 @@ def open_study(space: SearchSpace) -> Study:
     name = str(space.output_dir.absolute()) if space.storage else "search"
     direction = "minimize" if space.metric in SMALLER_IS_BETTER else "maximize"
     definition = space.model_dump(mode="json", include=set(SAME_ON_RESUME))
-    # Only asking needs the sampler. GridSampler would end a loop that is not there when it is told of its last trial.
+    # Only asking needs the sampler. GridSampler would end a loop that is not there when it is told
+    # of its last trial.
     resting = optuna.samplers.RandomSampler()
-    settings = {
-        "study_name": name,
-        "sampler": resting,
-        "pruner": make_pruner(space),
-        "direction": direction,
-    }
+    settings = {"study_name": name, "sampler": resting, "direction": direction}
+    settings |= {"pruner": make_pruner(space)}
     storage = optuna.storages.RDBStorage(url)
     study = optuna.create_study(storage=storage, load_if_exists=True, **settings)
     before = study.user_attrs.get("definition", definition)
@@ -126,11 +127,8 @@ def _database_errors() -> Iterator[None]:
 
     try:
         yield
-    except (
-        StorageInternalError,
-        SQLAlchemyError,
-        ModuleNotFoundError,
-    ) as error:  # the last one for a driver
+    # ModuleNotFoundError is that of a database's driver.
+    except (StorageInternalError, SQLAlchemyError, ModuleNotFoundError) as error:
         message = f"the database of the trials does not answer ({first_line(error)}); check the storage, then rerun"
         raise UserError(message, code="search-storage") from error
 
@@ -141,33 +139,22 @@ class Search:
         self.states = import_optuna().trial.TrialState
         self.dimensions = make_dimensions(space, str(space.output_dir))
         self.running: list[Running] = []
-        is_grid = "grid" in space.sampler
-        points = (
-            math.prod(len(grid_values(*one)) for one in self.dimensions.items())
-            if is_grid
-            else space.trials
-        )
-        self.num_trials = min(space.trials, points)
+        self.num_trials = space.trials
+        if "grid" in space.sampler:
+            points = math.prod(len(grid_values(*one)) for one in self.dimensions.items())
+            self.num_trials = min(space.trials, points)
 
     def run(self, interruption: Interruption) -> None:
         space, study = self.space, self.study
         # Trials that an earlier search has left without an end come first.
         unfinished = [trial.number for trial in study.get_trials(states=(self.states.RUNNING,))]
         known = len(study.trials)
-        print(
-            f"Search {space.output_dir}: {self.num_trials} trials by validation {space.metric}"
-            f"{f', {known - len(unfinished)} of them done' if known else ''}",
-            flush=True,
-        )
+        done = f", {known - len(unfinished)} of them done" if known else ""
+        what = f"{self.num_trials} trials by validation {space.metric}"
+        print(f"Search {space.output_dir}: {what}{done}", flush=True)
         try:
             while True:
-                while len(self.running) < space.at_once and not interruption.asked:
-                    if unfinished:
-                        self._begin(unfinished.pop(0))
-                    elif len(study.trials) < self.num_trials:
-                        self._begin(None)
-                    else:
-                        break
+                self._begin_as_many_as_fit(unfinished, interruption)
                 if not self.running:
                     return
                 for running in list(self.running):
@@ -179,8 +166,16 @@ class Search:
         finally:
             self._stop_all()  # after an error
 
+    def _begin_as_many_as_fit(self, unfinished: list[int], interruption: Interruption) -> None:
+        while len(self.running) < self.space.at_once and not interruption.asked:
+            if not unfinished and len(self.study.trials) >= self.num_trials:
+                return
+            self._begin(unfinished.pop(0) if unfinished else None)
+
     def _begin(self, number: int | None) -> None:
-        """Ask for the next trial, or take up the unfinished one with this number, and start its run."""
+        """Ask for the next trial, or take up the unfinished one with this number, and start its
+        run.
+        """
         optuna, study = import_optuna(), self.study
         frozen, resting = None if number is None else study.trials[number], study.sampler
         study.sampler = make_sampler(
@@ -201,6 +196,7 @@ class Search:
             wait_for_earlier_process(config.run_dir, trial.number)
         log = folder / "output.txt"
         log.touch()
+        # The lowest free slot decides which cores and GPUs the trial gets.
         slot = min(set(range(self.space.at_once)) - {running.slot for running in self.running})
         reported = set(frozen.intermediate_values) if frozen else set()
         running = Running(trial, config, slot, _Ended(), log, log.stat().st_size, reported)
@@ -230,13 +226,18 @@ class Search:
         elif running.is_stopped:
             return  # resumed by the next start
         else:
-            message, error_code = _error_of(running, code)
-            if code == EXIT_USER_ERROR and error_code and not self._is_of_this_value(message):
-                # Every trial would end the same. This one stays unfinished, to be tried again once that is put right.
-                raise UserError(f"trial {trial.number}: {message}", code=error_code)
-            trial.set_user_attr("error", f"{message} [{error_code}]" if error_code else message)
-            self.study.tell(trial, state=self.states.FAIL)
+            self._record_failure(running, code)
         self._say(trial.number)
+
+    def _record_failure(self, running: Running, exit_code: int) -> None:
+        trial = running.trial
+        message, code = _error_of(running, exit_code)
+        if exit_code == EXIT_USER_ERROR and code and not self._is_of_this_value(message):
+            # Every trial would end the same. This one stays unfinished, to be tried again once that
+            # is put right.
+            raise UserError(f"trial {trial.number}: {message}", code=code)
+        trial.set_user_attr("error", f"{message} [{code}]" if code else message)
+        self.study.tell(trial, state=self.states.FAIL)
 
     def _is_of_this_value(self, message: str) -> bool:
         """Whether a refusal is about a value that is searched, while others could be trained with."""
@@ -271,26 +272,22 @@ class Search:
     def _say(self, number: int) -> None:
         trials = self.results()
         trial, best = next(one for one in trials if one.number == number), trials[0]
-        figure = (
-            ""
-            if trial.value is None
-            else f" {self.space.metric} {trial.value:.4f} in epoch {trial.epoch}"
-        )
-        what = f"{trial.state}{': ' if trial.error else ''}{trial.error}{figure}"
-        so_far = (
-            f"; best so far: trial {best.number}, {best.value:.4f}"
-            if best.state == "finished"
-            else ""
-        )
+        what = f"{trial.state}{': ' if trial.error else ''}{trial.error}"
+        if trial.value is not None:
+            what += f" {self.space.metric} {trial.value:.4f} in epoch {trial.epoch}"
+        so_far = ""
+        if best.state == "finished":
+            so_far = f"; best so far: trial {best.number}, {best.value:.4f}"
         print(printable(f"trial {number} {what} ({_listed(trial.values)}){so_far}"), flush=True)
 
     def results(self) -> list[SearchedTrial]:
         """The trials that have ended, the best first, then the pruned and the failed."""
+        # In the order of the table.
         names = {
             self.states.COMPLETE: "finished",
             self.states.PRUNED: "pruned",
             self.states.FAIL: "failed",
-        }  # in order
+        }
         sign = 1 if self.space.metric in SMALLER_IS_BETTER else -1
         trials = [
             SearchedTrial(
@@ -310,31 +307,13 @@ class Search:
         )
 
     def write_results(self) -> None:
-        """Write trials.csv, search.png and best.yaml, and print the table; none without a trial that has ended."""
+        """Write trials.csv, search.png and best.yaml, and print the table; none without a trial
+        that has ended.
+        """
         trials, folder, metric = self.results(), self.space.output_dir, self.space.metric
         if not trials:
             return
-        columns = ["trial", "state", metric, "epoch", "seconds", *self.dimensions, "error"]
-        rows = [
-            [
-                one.number,
-                one.state,
-                one.value,
-                one.epoch,
-                one.seconds,
-                *map(one.values.get, self.dimensions),
-                one.error,
-            ]
-            for one in trials
-        ]
-        write_csv(folder / "trials.csv", columns, rows)
-        shown = [[_text(cell) for cell in row[:-1]] for row in rows[:MOST_IN_TABLE]]
-        widths = [max(map(len, column)) for column in zip(columns[:-1], *shown, strict=True)]
-        print()
-        for row in [columns[:-1], *shown]:
-            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-        if len(rows) > len(shown):
-            print(f"and {len(rows) - len(shown)} more in {folder / 'trials.csv'}")
+        self._write_table(trials, folder / "trials.csv")
         best = trials[0]
         if best.state != "finished":
             if len(trials) < self.num_trials:
@@ -346,11 +325,8 @@ class Search:
         # Here and not at the top, because matplotlib takes a second to import.
         from training.monitoring.plots import LIGHT, draw_search
 
-        logs = {
-            name
-            for name, values in self.space.search.items()
-            if isinstance(values, Range) and values.log
-        }
+        searched = self.space.search.items()
+        logs = {name for name, values in searched if isinstance(values, Range) and values.log}
         write_whole(folder / "search.png", draw_search(trials, metric, logs, LIGHT))
         config = config_of(self.space, best.values, folder / "best", str(folder))
         write_whole(folder / "best.yaml", _given(config))
@@ -362,6 +338,23 @@ class Search:
             f"{shlex.quote(str(folder / 'best.yaml'))}",
             flush=True,
         )
+
+    def _write_table(self, trials: Sequence[SearchedTrial], file: Path) -> None:
+        names = ["trial", "state", self.space.metric, "epoch", "seconds", *self.dimensions, "error"]
+        rows = []
+        for one in trials:
+            searched = map(one.values.get, self.dimensions)
+            figures = (one.number, one.state, one.value, one.epoch, one.seconds)
+            rows.append([*figures, *searched, one.error])
+        write_csv(file, names, rows)
+        # On the terminal without the errors, which each trial has printed when it ended.
+        shown = [names[:-1], *([_text(cell) for cell in row[:-1]] for row in rows[:MOST_IN_TABLE])]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        print()
+        for row in shown:
+            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        if len(rows) > MOST_IN_TABLE:
+            print(f"and {len(rows) - MOST_IN_TABLE} more in {file}")
 
 
 class _Ended:
@@ -388,10 +381,8 @@ def _given(config: TrainConfig) -> bytes:
 
 def _epochs(config: TrainConfig) -> list[dict[str, Any]]:
     """The validated epochs of a run; a figure that is not finite counts as the worst one."""
-    epochs, metric = (
-        [record for record in read_metrics(config.run_dir) if record["kind"] == "epoch"],
-        config.best_metric,
-    )
+    epochs = [record for record in read_metrics(config.run_dir) if record["kind"] == "epoch"]
+    metric = config.best_metric
     for epoch in epochs:
         if epoch["validation"][metric] is None:
             epoch["validation"][metric] = math.inf if metric in SMALLER_IS_BETTER else -math.inf
