@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Loaded when they are asked for: importing PyTorch takes seconds, and every entry point imports this package.
+# Loaded when they are asked for: importing PyTorch takes seconds, and every entry point imports
+# this package.
 _PLACES = {
     "TrainConfig": "training.config",
     "train": "training.run.start",

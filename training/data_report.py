@@ -1,8 +1,9 @@
-"""What one should know of a data set before training on it: python -m training.data_report DATA [flags as in training].
+"""What one should know of a data set before training on it: python -m training.data_report DATA
+[flags as in training].
 
-Finds texts that occur more than once, equal or nearly so; test and validation rows whose text is a training row's too
-(leakage); texts under two labels (conflicts); rare labels, lengths in tokens and scripts; and predicts with a linear
-model of words what twice the rows would bring.
+Finds texts that occur more than once, equal or nearly so; test and validation rows whose text is a
+training row's too (leakage); texts under two labels (conflicts); rare labels, lengths in tokens and
+scripts; and predicts with a linear model of words what twice the rows would bring.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def show(figures: Mapping[str, Any]) -> None:
 
 
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Row, label and text of both rows. Of texts that begin alike, what is before their difference is left out."""
+    """Row, label and text of both rows. Of texts that begin alike, what is before their difference
+    is left out.
+    """
     texts = found["text"], found["other_text"]
     same = next(
         (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts))

@@ -1,4 +1,6 @@
-"""Commands of the serving half, which a run starts as a user would: the two halves share no code but ``common/``."""
+"""Commands of the serving half, which a run starts as a user would: the two halves share no code
+but ``common/``.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,20 @@ def run_command_of_serving(
     *,
     quiet: bool = False,
 ) -> None:
-    """Run ``python -m MODULE ARGUMENTS`` to its end; it is stopped if this process is asked to stop.
+    """Run ``python -m MODULE ARGUMENTS`` to its end; it is stopped if this process is asked to
+    stop.
 
-    What it prints to stderr, such as its progress, is passed on line by line to ``say``, except its error; its stdout
-    is this process's, or with ``quiet`` nobody's. ``flag``: what asked for it, for errors.
+    What it prints to stderr, such as its progress, is passed on line by line to ``say``, except its
+    error; its stdout is this process's, or with ``quiet`` nobody's. ``flag``: what asked for it,
+    for errors.
 
     Raises:
         UserError: it failed; the message is its own error.
     """
-    environment = dict(os.environ)
-    if (
-        threads_asked_for() is None
-    ):  # torchrun's 1 is for each of its ranks, but the others wait meanwhile
-        environment.pop("OMP_NUM_THREADS", None)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(HOUSE), os.environ.get("PYTHONPATH")))
-    )
     sys.stdout.flush()
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        env=environment,
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.PIPE,
@@ -54,19 +50,33 @@ def run_command_of_serving(
     error, last = None, ""
     try:
         for line in filter(None, map(str.rstrip, process.stderr)):
-            error, last = error or _ERROR.match(line), line
-            if not _ERROR.match(line):
+            found, last = _ERROR.match(line), line
+            error = error or found  # the first is the cause
+            if not found:
                 say(line)
         code = process.wait()
     except BaseException:  # StopAsked among others
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        _stop(process)
         raise
     if code:
         reason = error["message"] if error else last or f"it ended with exit code {code}"
         raise UserError(
             f"{flag}: python -m {module} failed: {reason}", code="serving-command-failed"
         )
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # torchrun's 1 is for each of its ranks, but the others wait meanwhile.
+    if threads_asked_for() is None:
+        environment.pop("OMP_NUM_THREADS", None)
+    places = (str(HOUSE), os.environ.get("PYTHONPATH"))
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()

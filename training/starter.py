@@ -2,10 +2,11 @@
 
     python -m training.starter --dataset data/ag_news --teacher checkpoints/minilm
 
-Three steps, each of which you could start by hand: shrink the teacher, pretrain the result on the texts (--task
-masked_lm), then let it learn the vectors that the teacher gives them, whole and as people may type them (--task
-embedding). No label is read. Start the same command again if it was stopped: the runs resume, and what is done is not
-repeated. With --start, only the last step is trained, from an earlier starter, for example on your own texts.
+Three steps, each of which you could start by hand: shrink the teacher, pretrain the result on the
+texts (--task masked_lm), then let it learn the vectors that the teacher gives them, whole and as
+people may type them (--task embedding). No label is read. Start the same command again if it was
+stopped: the runs resume, and what is done is not repeated. With --start, only the last step is
+trained, from an earlier starter, for example on your own texts.
 """
 
 from __future__ import annotations
@@ -22,45 +23,40 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from common.encoders import FAMILIES
+from common.encoders import FAMILIES, EncoderFamily
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from common.escaping import code_span, printable
 from common.files import sha256_of, write_json, write_whole, writing_folder
 from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
-from training.data.dataset import default_cleaning, load_news
+from training.data.dataset import NewsData, default_cleaning, load_news
 from training.data.stored_texts import in_chunks
 from training.data.tokenized import check_vocabulary, load_from
 from training.model.layers import keep_blocks
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.model.weights import read_network
 from training.quiet import quiet_libraries
-from training.tasks import Embedding
+from training.tasks import Embedding, MaskedLanguageModel
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 42
 ABOUT = "about.json"
-SHRINKING = (
-    "dataset",
-    "text_column",
-    "teacher",
-    "vocabulary",
-    "width",
-    "layers",
-    "start",
-)  # the flags that decide what it gives
+FILES = ("config.json", WEIGHTS_FILE, "tokenizer.json")  # without which no encoder can be read
+# The flags that decide what shrinking gives.
+SHRINKING = ("dataset", "text_column", "teacher", "vocabulary", "width", "layers", "start")
 COMMON = ("--batch_size", "64", "--max_length", "64", "--validation_fraction", "0.02")
-# Too small to overfit in a few epochs. Without dropout it comes much closer to the teacher, in two thirds of the time;
-# fine-tuning on few rows is another matter, so the folder that is written says nothing of it.
+# Too small to overfit in a few epochs. Without dropout it comes much closer to the teacher, in two
+# thirds of the time; fine-tuning on few rows is another matter, so the folder that is written says
+# nothing of it.
 COMMON += ("--dropout", "0")
 RATE_TO_GO_ON = "6e-4"  # with --start; of two flags the last one counts
 TERMS = {"ag_news": "AG News is offered for research and other non-commercial use."}
 STEPS = {
-    "masked_lm": ("--learning_rate", "5e-4"),
-    "embedding": ("--learning_rate", "1e-3", "--rough_share", "1"),
+    MaskedLanguageModel.name: ("--learning_rate", "5e-4"),
+    Embedding.name: ("--learning_rate", "1e-3", "--rough_share", "1"),
 }
 
 
@@ -78,7 +74,7 @@ def main() -> None:
         _shrink(options, small)
     model = small
     for task, flags in STEPS.items():
-        if options.start and task != "embedding":
+        if options.start and task != Embedding.name:
             continue
         epochs = getattr(options, f"{task}_epochs")
         if epochs:
@@ -100,40 +96,19 @@ def _check_same(options: Namespace, small: Path) -> None:
 
 def _shrink(options: Namespace, folder: Path) -> None:
     """Write the small encoder that training begins with."""
-    teacher = Path(options.teacher).expanduser()
-    for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
-        if not (teacher / name).is_file():
-            raise UserError(
-                f"--teacher {options.teacher}: has no {name}; give the folder of an encoder",
-                code="model-not-found",
-            )
-    data = load_news(
-        options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding
-    )
+    teacher = _folder(options.teacher, "--teacher", "the folder of an encoder")
+    data = _texts(options)
     texts, cleaning = data.train.texts, default_cleaning(options.dataset, data.label_names)
     asked = f"--teacher {options.teacher}"
     read = partial(read_network, AutoModelForSequenceClassification, str(teacher), asked)
     reading, notes = load_from(options.teacher, read, print, "--teacher")
     print(*notes, sep="\n", end="\n" * bool(notes))
     network = reading.network
-    family = next((one for one in FAMILIES if one.network_class == type(network).__name__), None)
-    if family is None or family.gate or family.final_norm or not family.position_embeddings:
-        raise UserError(
-            f"--teacher {options.teacher}: {type(network).__name__} cannot be shrunk; give BERT or a close relative of "
-            "it",
-            code="model-layers-unknown",
-        )
-    head_width = getattr(network.config, family.hidden_size_key) // getattr(
-        network.config, family.num_heads_key
-    )
-    if options.width % head_width:
-        raise UserError(
-            f"--width {options.width}: must be a multiple of {head_width}, the width of the teacher's heads",
-            code="flag-value",
-        )
+    family = _family_to_shrink(options, network)
     tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
     highest = max(tokenizer.get_vocab().values())
     check_vocabulary(asked, highest, network.get_input_embeddings().num_embeddings)
+    # Every word piece of a text is to be counted, and nothing else.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     counts = count_ids(tokenizer, in_chunks(map(cleaner(cleaning), texts)))
@@ -141,8 +116,7 @@ def _shrink(options: Namespace, folder: Path) -> None:
     torch.manual_seed(SEED)  # for the head
     keep_blocks(network, options.layers, options.teacher)
     small = shrink(network, family, ids, counts, options.width)
-    about = {"texts": len(texts), "parameters": small.distilbert.num_parameters()}
-    about["flags"] = {name: getattr(options, name) for name in SHRINKING}
+    about = _about(options, len(texts), small.distilbert.num_parameters())
     known = sum(counts[id_] for id_ in ids) / counts.total()
     print(
         f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} word pieces cover {known:.1%} of those in the texts"
@@ -156,52 +130,70 @@ def _shrink(options: Namespace, folder: Path) -> None:
 
 def _go_on(options: Namespace, folder: Path) -> None:
     """Let training begin with an earlier starter."""
-    start = Path(options.start).expanduser()
-    for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
-        if not (start / name).is_file():
-            raise UserError(
-                f"--start {options.start}: has no {name}; give a starter's folder",
-                code="model-not-found",
-            )
-    data = load_news(
-        options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding
-    )
-    weights = load_file(start / WEIGHTS_FILE)
-    parameters = sum(
-        tensor.numel() for name, tensor in weights.items() if name.startswith("distilbert.")
-    )
-    about = {"texts": len(data.train.texts), "parameters": parameters}
-    about["flags"] = {name: getattr(options, name) for name in SHRINKING}
+    start = _folder(options.start, "--start", "a starter's folder")
+    data, weights = _texts(options), load_file(start / WEIGHTS_FILE)
+    encoder = (one for name, one in weights.items() if name.startswith("distilbert."))
+    about = _about(options, len(data.train.texts), sum(tensor.numel() for tensor in encoder))
     with writing_folder(folder) as aside:
-        for name in ("config.json", WEIGHTS_FILE, "tokenizer.json", "tokenizer_config.json"):
+        for name in (*FILES, "tokenizer_config.json"):
             shutil.copy(start / name, aside / name)
         write_json(aside / ABOUT, about)
+
+
+def _folder(given: str, flag: str, wanted: str) -> Path:
+    folder = Path(given).expanduser()
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{flag} {given}: has no {name}; give {wanted}", code="model-not-found")
+    return folder
+
+
+def _texts(options: Namespace) -> NewsData:
+    columns = Columns(options.text_column, "")
+    return load_news(options.dataset, SEED, columns=columns, task=Embedding)
+
+
+def _about(options: Namespace, num_texts: int, num_parameters: int) -> dict[str, Any]:
+    flags = {name: getattr(options, name) for name in SHRINKING}
+    return {"texts": num_texts, "parameters": num_parameters, "flags": flags}
+
+
+def _family_to_shrink(options: Namespace, network: PreTrainedModel) -> EncoderFamily:
+    family = next((one for one in FAMILIES if one.network_class == type(network).__name__), None)
+    # What is left becomes a DistilBERT, which has no gate, no last norm, and a table of positions.
+    if family is None or family.gate or family.final_norm or not family.position_embeddings:
+        raise UserError(
+            f"--teacher {options.teacher}: {type(network).__name__} cannot be shrunk; give BERT or "
+            "a close relative of it",
+            code="model-layers-unknown",
+        )
+    hidden, heads = (
+        getattr(network.config, key) for key in (family.hidden_size_key, family.num_heads_key)
+    )
+    if options.width % (hidden // heads):
+        raise UserError(
+            f"--width {options.width}: must be a multiple of {hidden // heads}, the width of the "
+            "teacher's heads",
+            code="flag-value",
+        )
+    return family
 
 
 def _tokenizer_config(teacher: Path) -> dict[str, Any]:
     file = teacher / "tokenizer_config.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "do_lower_case")
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {
-        name: kept[name] for name in names if name in kept
-    }
+    kept = {name: kept[name] for name in names if name in kept}
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | kept
 
 
 def _train(
     options: Namespace, task: str, model: Path, output: Path, epochs: int, more: tuple[str, ...]
 ) -> None:
     flags = [*("--task", task, "--dataset", options.dataset, "--text_column", options.text_column)]
-    flags += [
-        "--model",
-        str(model),
-        "--epochs",
-        str(epochs),
-        "--output_dir",
-        str(output),
-        *COMMON,
-        *more,
-    ]
-    flags += ["--distill", options.teacher] if task == "embedding" else []
+    flags += ["--model", str(model), "--epochs", str(epochs), "--output_dir", str(output)]
+    flags += [*COMMON, *more]
+    flags += ["--distill", options.teacher] if task == Embedding.name else []
     flags += ["--learning_rate", RATE_TO_GO_ON] if options.start else []
     print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
     code = subprocess.run(
@@ -227,11 +219,10 @@ def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None
         save_file(weights, aside / WEIGHTS_FILE, {"format": "pt"})
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(model / name, aside / name)
-        # One that began with stored halves says that it is to be loaded as such, and CPUs compute them slowly.
-        config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {
-            "dtype": "float32"
-        }
-        write_json(aside / "config.json", config)
+        # One that began with stored halves says that it is to be loaded as such, and CPUs compute
+        # them slowly.
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        write_json(aside / "config.json", config | {"dtype": "float32"})
         (aside / "README.md").write_text(_card(options, small, model), encoding="utf-8")
     size = sum(file.stat().st_size for file in options.output_dir.iterdir())
     print(f"\nWritten: {options.output_dir}, {size / 1e6:.1f} MB, after {seconds / 60:.0f} minutes")
@@ -326,7 +317,7 @@ def _parser() -> OneLineParser:
         "--width", type=positive, default=256, help="of the hidden states (default: %(default)s)"
     )
     parser.add_argument("--layers", type=positive, default=3, help="blocks (default: %(default)s)")
-    for task, epochs in (("masked_lm", 1), ("embedding", 12)):
+    for task, epochs in zip(STEPS, (1, 12), strict=True):
         text = f"epochs of --task {task} (default: %(default)s)"
         parser.add_argument(f"--{task}_epochs", type=int, default=epochs, help=text)
     parser.add_argument(
