@@ -34,6 +34,7 @@ from common.rows import (
 from common.text import Text, counted
 from training.config import Selection
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.data.kept import not_writable
 from training.data.stored_texts import ChosenTexts, StoredTexts
 from training.tasks import Classification, Task
 
@@ -179,9 +180,7 @@ def texts_on_disk(folder: Path) -> StoredTexts:
     try:
         return StoredTexts.temporary(folder)
     except OSError as error:
-        raise UserError(
-            f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable"
-        ) from error
+        raise not_writable(folder, error) from error
 
 
 def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> None:

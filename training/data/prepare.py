@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +33,17 @@ from training.data.dataset import (
 from training.data.duplicates import Repeats
 from training.data.earlier import with_earlier_rows
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
+from training.data.kept import FULL_DISK, not_writable, read_known, remembered
 from training.data.report import lines_of, measure_run
-from training.data.source_cache import read_known, remembered, repeats_file, source_file
+from training.data.source_cache import repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teachers
-from training.data.teacher_vectors import vectors_file, with_copies, with_vectors, write_vectors
+from training.data.teacher_vectors import (
+    VectorTeacher,
+    vectors_file,
+    with_copies,
+    with_vectors,
+    write_vectors,
+)
 from training.data.token_check import check_tokens
 from training.data.tokenized import (
     Blocks,
@@ -296,12 +302,9 @@ def _find(
             else None
         )
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in FULL_DISK:
             raise
-        what = f"cannot be written ({error.strerror}); free some space, or name another folder"
-        raise UserError(
-            f"--cache_dir {config.cache_folder}: {what}", code="not-writable"
-        ) from error
+        raise not_writable(config.cache_folder, error) from error
     return Found(key, cleaning, separator, vocabulary, vectors), data, tokenizer
 
 
@@ -385,9 +388,10 @@ def _write_vectors(
 ) -> Path:
     """What the teacher of ``--task embedding`` makes of the texts."""
     asked = with_copies(data, Copies(config.rough_share, config.seed), cleaning)
-    path = vectors_file(config.cache_folder, asked, config.distill, cleaning, config.max_length)
+    teacher = VectorTeacher(config.distill, cleaning, config.max_length)
+    path = vectors_file(config.cache_folder, asked, teacher)
     precision = choose_precision(config.precision, device)
-    write_vectors(path, config.distill, asked, cleaning, config.max_length, device, precision, say)
+    write_vectors(path, teacher, asked, device, precision, say)
     return path
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.files import write_json
 from common.rows import FORMATS, PLAIN_TEXT_FORMAT, SAMPLE_NEWS
 from common.text import VERSION
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, is_saved_by_datasets
+from training.data.kept import digest_of
 from training.data.tokenized import Copies
 
 # Raise it whenever a file may be read as other rows than before.
@@ -48,7 +45,9 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
     flags += [config.labels] if config.labels else []
     for texts in filter(None, (config.distill_texts, config.unlabelled)):
         flags += [_states_of(Path(texts).expanduser().absolute())]
-    return folder / f"source-{_digest([VERSION, READING_VERSION, states, flags])}.json"
+    return (
+        folder / f"source-{digest_of([json.dumps([VERSION, READING_VERSION, states, flags])])}.json"
+    )
 
 
 def _states_of(path: Path) -> list[list[Any]]:
@@ -76,29 +75,4 @@ def repeats_file(folder: Path, key: str, config: TrainConfig, what: str) -> Path
         config.max_train_rows,
         config.seed,
     ]
-    return folder / f"{key}-{what}-{_digest(rows)}.json"
-
-
-def remembered(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the file holds; without it what ``find`` returns, which it then holds."""
-    if known := read_known(path):
-        return known
-    found = find()
-    with contextlib.suppress(OSError):  # it will be found again
-        write_json(path, found)
-    return found
-
-
-def read_known(path: Path | None) -> dict[str, Any]:
-    """What such a file holds; nothing if it is not there or cannot be read."""
-    if path is None:
-        return {}
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:24]
+    return folder / f"{key}-{what}-{digest_of([json.dumps(rows)])}.json"

@@ -6,10 +6,10 @@ find them in ``--cache_dir``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from common.model_folder import (
     weights_file,
 )
 from common.problem_types import REGRESSION, SINGLE_LABEL
-from common.text import Text, counted
+from common.text import Text, counted, texts_in
 from training.config import TrainConfig
-from training.data.array_file import ArrayFile, find_damage, write_arrays
+from training.data.array_file import ArrayFile, write_arrays
 from training.data.dataset import NewsData
+from training.data.kept import digest_of, kept, measured
 from training.data.tokenized import TokenizedNews
 from training.distributed.ranks import Ranks
 from training.serving_commands import run_command_of_serving
@@ -141,7 +142,7 @@ def ask_teachers(
         for name, saved in read_teachers(config).items():
             order = _places_of_labels(name, saved.labels, config, tokens.label_names)
             key = _key(saved.path, chosen)
-            _compute(name, saved, config, chosen, key, say)
+            _compute(name, saved, chosen, _file(config, key), say)
             answered.append((key, order))
         return answered
 
@@ -173,84 +174,57 @@ def _places_of_labels(
     return [of_teacher.index(name) for name in of_data]
 
 
+def _file(config: TrainConfig, key: str) -> Path:
+    return config.cache_folder / f"teacher-{key}.safetensors"
+
+
 def _key(teacher: Path, texts: Sequence[Text]) -> str:
-    """A name for exactly this teacher and these texts. An exported artefact counts, because the engine prefers it."""
+    """A name for exactly this teacher and these texts."""
+    # An exported artefact counts, because the engine prefers it.
     artefacts = [artefact_folder(teacher, engine) / MANIFEST_FILE for engine in PRECISIONS]
     inside = (
         [teacher / name for name in (*DESCRIPTION_FILES, MANIFEST_FILE)] if teacher.is_dir() else []
     )
     files = [*inside, weights_file(teacher), *artefacts]
-    digest = hashlib.sha256(str(ANSWERS_VERSION).encode())
-    for file in files:
-        digest.update(sha256_of(file).encode() if file.is_file() else b"-")
-    for text in texts:
-        joined = text if isinstance(text, str) else "\x01".join(text)
-        digest.update(f"{len(joined)} {joined}".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:24]
-
-
-def _file(config: TrainConfig, key: str) -> Path:
-    return config.cache_folder / f"teacher-{key}.safetensors"
+    contents = (sha256_of(file) if file.is_file() else "-" for file in files)
+    return digest_of(chain([str(ANSWERS_VERSION)], contents, measured(texts)))
 
 
 def _compute(
     name: str,
     teacher: SavedModel,
-    config: TrainConfig,
     texts: Sequence[Text],
-    key: str,
+    file: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Write the answers to the file of this key, unless it is there and undamaged.
+    """Write the answers to the file, unless it is there and undamaged.
 
-    ``inference.score`` keeps finished parts beside its output, so a start that was interrupted is continued by the next
-    one, and machines that share the cache share the work.
+    ``inference.score`` keeps finished parts beside its output. So the next start continues one that
+    was interrupted, and machines that share the cache share the work.
     """
-    file = _file(config, key)
-    if file.exists() and not find_damage(file):
-        say(
-            f"The answers of --distill {name} to {counted(len(texts), 'text')} are already known, from {file}"
-        )
-        return
-    say(f"Asking --distill {name} about {counted(len(texts), 'text')} ...")
-    asked, answered = (file.with_suffix(f".{what}.jsonl") for what in ("texts", "answers"))
-    record = Path(f"{answered}.job.json")
-    has_probabilities = teacher.problem_type is not REGRESSION
-    try:
+    what = f"--distill {name}"
+
+    def make(damage: str) -> None:
+        say(f"Asking {what} about {counted(len(texts), 'text')} ...")
+        asked, answered = (file.with_suffix(f".{kind}.jsonl") for kind in ("texts", "answers"))
         with writing_whole(asked) as lines:
             for text in texts:
-                row = dict(
-                    zip(
-                        ("text", "text_pair"),
-                        (text,) if isinstance(text, str) else text,
-                        strict=False,
-                    )
-                )
+                row = dict(zip(("text", "text_pair"), texts_in(text), strict=False))
                 lines.write(json.dumps(row).encode() + b"\n")
-        flags = [
-            "--model",
-            str(teacher.path),
-            "--bad_rows",
-            "keep",
-            *(["--probabilities"] * has_probabilities),
-        ]
-        what = f"--distill {name}"
+        flags = ["--model", str(teacher.path), "--bad_rows", "keep"]
+        flags += ["--probabilities"] if teacher.problem_type is not REGRESSION else []
         run_command_of_serving(
             "inference.score", [str(asked), str(answered), *flags], what, say, quiet=True
         )
         about = {"teacher": str(teacher.path), "labels": teacher.labels}
         write_arrays(file, {"answers": _read_answers(name, answered, teacher, len(texts))}, about)
-    except (OSError, UserError) as error:
-        if file.exists() and not find_damage(file):
-            return  # another start was first, and has removed what both had worked on
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"--cache_dir {config.cache_dir}: cannot be written ({error.strerror or error})",
-            code="not-writable",
-        ) from error
-    for left_over in (asked, answered, record):
-        left_over.unlink(missing_ok=True)
+        for left_over in (asked, answered, Path(f"{answered}.job.json")):
+            left_over.unlink(missing_ok=True)
+
+    if kept(file, make):
+        say(
+            f"The answers of {what} to {counted(len(texts), 'text')} are already known, from {file}"
+        )
 
 
 def _read_answers(name: str, path: Path, teacher: SavedModel, num_texts: int) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from common.encoders import max_positions
 from common.errors import UserError
 from common.files import sha256_of
 from common.model_folder import WEIGHTS_FILE
-from common.text import VERSION, TextTokenizer, cleaner
-from training.data.array_file import ArrayFile, find_damage, write_arrays
+from common.text import VERSION, Text, TextTokenizer, cleaner
+from training.data.array_file import ArrayFile, write_arrays
 from training.data.dataset import NewsData, Rows
+from training.data.kept import digest_of, kept, measured
 from training.data.stored_texts import JoinedTexts
 from training.data.tokenized import (
     Copies,
@@ -29,6 +31,9 @@ from training.data.tokenized import (
 from training.model.pooling import FIRST, POOLER, trained_pooling
 from training.model.precision import autocast, why_not_in_half
 from training.model.weights import read_network
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BATCH_TOKENS = 8192
 TEXTS_AT_ONCE = 20_000  # sorted by length
@@ -44,36 +49,42 @@ def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
     )
 
 
-def vectors_file(
-    folder: Path, data: NewsData, teacher: str, cleaning: str, max_length: int
-) -> Path:
+@dataclass(frozen=True)
+class VectorTeacher:
+    """An encoder, named by its folder, and how it reads texts: cleaned, and up to ``max_length`` tokens."""
+
+    name: str
+    cleaning: str
+    max_length: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.name).expanduser()
+
+
+def vectors_file(cache: Path, data: NewsData, teacher: VectorTeacher) -> Path:
     """Where the vectors of these texts by this teacher are kept, for students of any vocabulary.
 
     Raises:
         UserError: the teacher is not a folder with weights and a tokenizer.
     """
-    place = Path(teacher).expanduser()
-    digest = hashlib.sha256(f"{VERSION} {cleaning} {max_length}".encode())
+    pieces: list[Iterable[str]] = [[f"{VERSION} {teacher.cleaning} {teacher.max_length}"]]
     for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
-        if not (place / name).is_file():
+        if not (teacher.folder / name).is_file():
             raise UserError(
-                f"--distill {teacher}: has no {name}; give the folder of an encoder",
+                f"--distill {teacher.name}: has no {name}; give the folder of an encoder",
                 code="model-not-found",
             )
-        digest.update(sha256_of(place / name).encode())
+        pieces.append([sha256_of(teacher.folder / name)])
     for split, rows in data.splits.items():
-        digest.update(split.encode())
-        for text in rows.texts:
-            digest.update(f"{len(text)} {text}".encode("utf-8", "surrogatepass"))
-    return folder / f"vectors-{digest.hexdigest()[:24]}.safetensors"
+        pieces += [[split], measured(rows.texts)]
+    return cache / f"vectors-{digest_of(chain.from_iterable(pieces))}.safetensors"
 
 
 def write_vectors(
     file: Path,
-    teacher: str,
+    teacher: VectorTeacher,
     data: NewsData,
-    cleaning: str,
-    max_length: int,
     device: torch.device,
     precision: str,
     say: Callable[[str], None],
@@ -83,63 +94,97 @@ def write_vectors(
     Raises:
         UserError: the teacher cannot be loaded, or the file cannot be written.
     """
-    from transformers import AutoModel
 
-    if file.exists() and find_damage(file) is None:
-        return
-    place = Path(teacher).expanduser()
-    asked = f"--distill {teacher}"
-    reading, notes = load_from(
-        teacher, lambda: read_network(AutoModel, str(place), asked), say, "--distill"
-    )
-    for note in notes:
-        say(note)
-    network = reading.network.eval().to(device)
-    probe = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    if precision != "fp32" and why_not_in_half(
-        device.type, lambda: network(input_ids=probe).last_hidden_state
-    ):
-        precision = "fp32"
-    longest = min(max_length, max_positions(network.config.to_dict()) or max_length)
-    tokenizer = TextTokenizer.from_file(place / "tokenizer.json", longest, cleaning)
-    check_vocabulary(asked, tokenizer.highest_id, network.get_input_embeddings().num_embeddings)
-    reads_first = trained_pooling(place) in (FIRST, POOLER)
+    def make(damage: str) -> None:
+        encoder = _Encoder.load(teacher, device, precision, say)
+        done, total = 0, sum(len(rows.texts) for rows in data.splits.values())
+        arrays = {}
+        for split, rows in data.splits.items():
+            arrays[split] = np.zeros((len(rows.texts), encoder.width), np.float32)
+            for start in range(0, len(rows.texts), TEXTS_AT_ONCE):
+                some = encoder.vectors(rows.texts[start : start + TEXTS_AT_ONCE])
+                arrays[split][start : start + len(some)] = some
+                done += len(some)
+                say(f"{teacher.name} has read {done:,} of {total:,} texts")
+        write_arrays(file, arrays, {"teacher": teacher.name})
+
+    kept(file, make)
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """``reads_first``: a text's vector is that of its first token, and not the mean of all."""
+
+    network: PreTrainedModel
+    tokenizer: TextTokenizer
+    reads_first: bool
+    device: torch.device
+    precision: str
+
+    @classmethod
+    def load(
+        cls,
+        teacher: VectorTeacher,
+        device: torch.device,
+        precision: str,
+        say: Callable[[str], None],
+    ) -> _Encoder:
+        from transformers import AutoModel
+
+        asked = f"--distill {teacher.name}"
+        reading, notes = load_from(
+            teacher.name,
+            lambda: read_network(AutoModel, str(teacher.folder), asked),
+            say,
+            "--distill",
+        )
+        for note in notes:
+            say(note)
+        network = reading.network.eval().to(device)
+        probe = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        # Some encoders overflow in half precision, and a teacher's NaN would become every target.
+        if precision != "fp32" and why_not_in_half(
+            device.type, lambda: network(input_ids=probe).last_hidden_state
+        ):
+            precision = "fp32"
+        positions = max_positions(network.config.to_dict()) or teacher.max_length
+        tokenizer = TextTokenizer.from_file(
+            teacher.folder / "tokenizer.json", min(teacher.max_length, positions), teacher.cleaning
+        )
+        check_vocabulary(asked, tokenizer.highest_id, network.get_input_embeddings().num_embeddings)
+        reads_first = trained_pooling(teacher.folder) in (FIRST, POOLER)
+        return cls(network, tokenizer, reads_first, device, precision)
+
+    @property
+    def width(self) -> int:
+        return self.network.config.hidden_size
+
+    def vectors(self, texts: Sequence[Text]) -> np.ndarray:
+        """Of length 1, float32, (texts, width)."""
+        ids = [one.ids for one in self.tokenizer.encode(texts)]
+        # Texts of similar length together need little padding. The longest come first, so that too
+        # little memory shows at once and not after an hour.
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
+        found = np.zeros((len(ids), self.width), np.float32)
+        while order:
+            size = max(1, BATCH_TOKENS // len(ids[order[0]]))
+            batch, order = order[:size], order[size:]
+            found[batch] = self._batch([ids[i] for i in batch])
+        return found
 
     @torch.inference_mode()
-    def vectors(rows: list[list[int]]) -> np.ndarray:
-        length = max(map(len, rows))
-        ids = torch.full((len(rows), length), network.config.pad_token_id or 0)
+    def _batch(self, rows: list[list[int]]) -> np.ndarray:
+        ids = torch.full((len(rows), max(map(len, rows))), self.network.config.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
             ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
-        ids, mask = ids.to(device), mask.to(device)
-        with autocast(precision, device):
-            hidden = network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-        # The mean over the tokens, (rows, width), unless the teacher was trained to say it all in the first one.
-        pooled = hidden[:, 0] if reads_first else (hidden * mask[..., None]).sum(dim=1)
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        with autocast(self.precision, self.device):
+            hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        # (rows, seq, width) to (rows, width). The sum over the tokens is as good as their mean,
+        # because only its direction is kept.
+        pooled = hidden[:, 0] if self.reads_first else (hidden * mask[..., None]).sum(dim=1)
         return F.normalize(pooled, dim=1).cpu().numpy()
-
-    arrays, done, total = {}, 0, sum(len(rows.texts) for rows in data.splits.values())
-    for split, rows in data.splits.items():
-        found = np.zeros((len(rows.texts), network.config.hidden_size), np.float32)
-        for start in range(0, len(rows.texts), TEXTS_AT_ONCE):
-            ids = [one.ids for one in tokenizer.encode(rows.texts[start : start + TEXTS_AT_ONCE])]
-            order = sorted(
-                range(len(ids)), key=lambda i: len(ids[i]), reverse=True
-            )  # too little memory shows at once
-            while order:
-                size = max(1, BATCH_TOKENS // len(ids[order[0]]))
-                batch, order = order[:size], order[size:]
-                found[start + np.array(batch)] = vectors([ids[i] for i in batch])
-            done += len(ids)
-            say(f"{teacher} has read {done:,} of {total:,} texts")
-        arrays[split] = found
-    try:
-        write_arrays(file, arrays, {"teacher": teacher})
-    except OSError as error:
-        raise UserError(
-            f"--cache_dir {file.parent}: cannot be written ({error.strerror})", code="not-writable"
-        ) from error
 
 
 def with_vectors(tokens: TokenizedNews, file: Path) -> TokenizedNews:

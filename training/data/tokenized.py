@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import Counter
@@ -11,19 +10,20 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import ForeseenError, UserError, first_line
 from common.files import is_lfs_pointer
-from common.text import VERSION, Text, TextTokenizer, cleaner, vocabulary_misfit
+from common.text import VERSION, Text, TextTokenizer, cleaner, texts_in, vocabulary_misfit
 from common.windows import count_windows, window_lengths
 from training.config import STARTER, STARTER_FOLDER, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows, row_numbers
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.data.kept import digest_of, kept
 from training.data.rough_text import RoughTexts
 from training.data.stored_texts import StoredTexts, in_chunks
 from training.facts import TINY
@@ -198,9 +198,7 @@ def load_tokenizer(
     from transformers.utils import cached_file
 
     if model == TINY:
-        parts = (
-            part for text in train_texts for part in ((text,) if isinstance(text, str) else text)
-        )
+        parts = chain.from_iterable(map(texts_in, train_texts))
         return _train_wordpiece(map(cleaner(cleaning), parts), max_length)
 
     place = model_place(model)
@@ -326,24 +324,22 @@ def cache_key(
     copies: Copies | None = None,
 ) -> str:
     """A name for exactly these texts, labels, tokenizer, length, cleaning, blocks, way with long texts and copies."""
-    digest = hashlib.sha256()
     more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
     more += [data.num_unlabelled] if data.num_unlabelled else []
-    more += (
-        [f"rough {copies.VERSION} {copies.share} {copies.seed}"] if copies and copies.share else []
-    )
+    if copies and copies.share:
+        more.append(f"rough {copies.VERSION} {copies.share} {copies.seed}")
     about = [data.name, data.label_names, data.notes, max_length, cleaning, *more]
-    digest.update(json.dumps(about).encode())
-    digest.update(tokenizer_json.encode())
+    pieces: list[Iterable[str | memoryview]] = [[json.dumps(about), tokenizer_json]]
     for rows in data.splits.values():
-        for number, chunk in enumerate(in_chunks(rows.texts)):
-            texts = (text if isinstance(text, str) else "\x01".join(text) for text in chunk)
-            digest.update(
-                ("\x00" * bool(number) + "\x00".join(texts)).encode("utf-8", "surrogatepass")
-            )
-            del chunk  # before the next one is read
-        digest.update(np.ascontiguousarray(rows.labels).data)
-    return f"v{VERSION}-{digest.hexdigest()[:24]}"
+        pieces += [_separated(rows.texts), [np.ascontiguousarray(rows.labels).data]]
+    return f"v{VERSION}-{digest_of(chain.from_iterable(pieces))}"
+
+
+def _separated(texts: Iterable[Text]) -> Iterator[str]:
+    # Not with their lengths, as other names are made: checkpoints hold this one, and a run is only
+    # resumed if it has not changed.
+    for number, text in enumerate(texts):
+        yield "\x00" * bool(number) + "\x01".join(texts_in(text))
 
 
 @dataclass(frozen=True)
@@ -396,70 +392,73 @@ def write_tokens(
     rough copies of some training rows stand behind them.
     """
     file = _file(folder, key)
-    if file.exists():
-        damage = find_damage(file)
-        if damage is None:
-            return
-        say(f"The cached tokens {file} are damaged ({damage}): tokenizing again")
-    started = time.perf_counter()
-    say(f"Tokenizing {sum(map(len, data.splits.values())):,} texts ...")
-    arrays: dict[str, np.ndarray | GrowingArray] = {}
-    about = {
-        "name": data.name,
-        "label_names": data.label_names,
-        "notes": data.notes,
-        "left_out": data.left_out,
-    }
-    about |= {"vocab_size": tokenizer.highest_id + 1, "cut": {}, "width": {}}
-    about |= {
-        "window": tokenizer.windows.length if tokenizer.windows else 0,
-        "unlabelled": data.num_unlabelled,
-    }
-    kind = "uint16" if tokenizer.highest_id < 2**16 else "int32"
-    try:
-        folder.mkdir(0o700, parents=True, exist_ok=True)  # it holds the texts
+
+    def make(damage: str) -> None:
+        if damage:
+            say(f"The cached tokens {file} are damaged ({damage}): tokenizing again")
+        started = time.perf_counter()
+        say(f"Tokenizing {sum(map(len, data.splits.values())):,} texts ...")
+        about: dict[str, Any] = {
+            "name": data.name,
+            "label_names": data.label_names,
+            "notes": data.notes,
+            "left_out": data.left_out,
+            "vocab_size": tokenizer.highest_id + 1,
+            "cut": {},
+            "width": {},
+            "window": tokenizer.windows.length if tokenizer.windows else 0,
+            "unlabelled": data.num_unlabelled,
+        }
+        arrays: dict[str, np.ndarray | GrowingArray] = {}
         for split, rows in data.splits.items():
-            ids, texts = GrowingArray(folder, kind), StoredTexts.temporary(folder)
-            offsets, about["cut"][split] = GrowingArray(folder, "int64"), 0
-            offsets.extend(np.zeros(1))
-            for chunk, part, part_lengths, num_cut in _encoded(tokenizer, rows, blocks):
-                offsets.extend(ids.shape[0] + np.cumsum(part_lengths))
-                ids.extend(part)
-                about["cut"][split] += num_cut
-                for text in chunk:
-                    texts.append(text)
-                del chunk  # before the next one is read
+            tokens, texts = _GrowingRows(folder, tokenizer), StoredTexts.temporary(folder)
+            about["cut"][split] = tokens.extend(rows, blocks, texts)
             about["width"][split] = texts.width
-            arrays |= {
-                f"{split}.ids": ids,
-                f"{split}.offsets": offsets,
-                f"{split}.labels": rows.labels,
-            }
+            found = {"ids": tokens.ids, "offsets": tokens.offsets, "labels": rows.labels}
             if blocks:
-                edges = blocks.offsets(ids.shape[0])
-                arrays |= {
-                    f"{split}.offsets": edges,
-                    f"{split}.labels": np.zeros(len(edges) - 1, rows.labels.dtype),
-                }
-            arrays[f"{split}.texts"], arrays[f"{split}.text_offsets"] = texts.arrays(folder)
+                edges = blocks.offsets(tokens.ids.shape[0])
+                found["offsets"] = edges
+                found["labels"] = np.zeros(len(edges) - 1, rows.labels.dtype)
+            found["texts"], found["text_offsets"] = texts.arrays(folder)
             if split == "train" and copies and copies.share:
                 numbers, rough = copies.of(data, tokenizer.clean)
-                labels = rows.labels[numbers]
-                for _, part, part_lengths, _ in _encoded(
-                    tokenizer, Rows(rough, labels), cleaned=True
-                ):
-                    offsets.extend(ids.shape[0] + np.cumsum(part_lengths))
-                    ids.extend(part)
-                arrays |= {
-                    "train.labels": np.concatenate([rows.labels, labels]),
-                    "train.copies_of": numbers,
-                }
+                tokens.extend(Rows(rough, rows.labels[numbers]), cleaned=True)
+                found["labels"] = np.concatenate([rows.labels, rows.labels[numbers]])
+                found["copies_of"] = numbers
+            arrays |= {f"{split}.{part}": array for part, array in found.items()}
         write_arrays(file, arrays, about)
-    except OSError as error:
-        raise UserError(
-            f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable"
-        ) from error
-    say(f"Tokenized in {time.perf_counter() - started:.1f}s, kept in {file}")
+        say(f"Tokenized in {time.perf_counter() - started:.1f}s, kept in {file}")
+
+    kept(file, make)
+
+
+class _GrowingRows:
+    """The tokens of a split while they are made, in files: they may need more than the memory."""
+
+    def __init__(self, folder: Path, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids = GrowingArray(folder, "uint16" if tokenizer.highest_id < 2**16 else "int32")
+        self.offsets = GrowingArray(folder, "int64")
+        self.offsets.extend(np.zeros(1))
+
+    def extend(
+        self,
+        rows: Rows,
+        blocks: Blocks | None = None,
+        texts: StoredTexts | None = None,
+        *,
+        cleaned: bool = False,
+    ) -> int:
+        """Add the tokens of these rows, and their texts to ``texts``; returns how many were cut."""
+        total_cut = 0
+        for chunk, ids, lengths, num_cut in _encoded(self.tokenizer, rows, blocks, cleaned=cleaned):
+            self.offsets.extend(self.ids.shape[0] + np.cumsum(lengths))
+            self.ids.extend(ids)
+            total_cut += num_cut
+            for text in chunk if texts is not None else ():
+                texts.append(text)
+            del chunk  # before the next one is read
+        return total_cut
 
 
 def _encoded(

@@ -16,7 +16,7 @@ from common.rows import Columns
 from training.config import TrainConfig
 from training.data.dataset import load_news
 from training.data.prepare import class_weights_of, prepare_model, prepare_news
-from training.data.teacher_vectors import write_vectors
+from training.data.teacher_vectors import VectorTeacher, write_vectors
 from training.data.tokenized import load_tokenizer
 from training.distributed.ranks import Ranks
 from training.tasks import Embedding
@@ -244,7 +244,9 @@ def test_a_teacher_that_half_precision_breaks_is_asked_in_fp32(tmp_path: Path) -
     teacher = write_deberta(tmp_path / "teacher", ["row 0 1 2 3 4 5 6 7 8 9"])
     data = load_news(str(tmp_path), 42, columns=Columns("text", ""), task=Embedding)
 
-    write_vectors(tmp_path / "v.safetensors", str(teacher), data, "none", 16, ALONE.device, "bf16", print)
+    write_vectors(
+        tmp_path / "v.safetensors", VectorTeacher(str(teacher), "none", 16), data, ALONE.device, "bf16", print
+    )
 
     assert (tmp_path / "v.safetensors").is_file()
 

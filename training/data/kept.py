@@ -1,0 +1,92 @@
+"""What is computed once and kept in ``--cache_dir``, in files that are named after what they were computed from.
+
+A name covers everything that the contents depend on. So a file is never compared with its sources:
+it is there and undamaged, or it is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.files import write_json
+from common.text import Text, texts_in
+from training.data.array_file import find_damage
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def digest_of(pieces: Iterable[str | memoryview]) -> str:
+    """A name for exactly what these pieces hold, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        # Half characters, which JSON can bring, have no UTF-8 of their own.
+        digest.update(piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece)
+    return digest.hexdigest()[:24]
+
+
+def measured(texts: Iterable[Text]) -> Iterator[str]:
+    """The texts as pieces, each with its length, so that no others have the same pieces in a row."""
+    for text in texts:
+        joined = "\x01".join(texts_in(text))
+        yield f"{len(joined)} {joined}"
+
+
+def kept(file: Path, make: Callable[[str], None]) -> bool:
+    """Have ``make`` write the file unless it is there; whether it was.
+
+    ``make`` is told what is wrong with the file, and nothing if there is none.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    damage = find_damage(file) if file.exists() else ""
+    if damage is None:
+        return True
+    try:
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)  # it holds texts
+        make(damage)
+    except (OSError, UserError) as error:
+        # Several starts may make the same file at once, and the first to finish removes what all
+        # of them have worked on. The others fail then, but what they wanted is there.
+        if file.exists() and find_damage(file) is None:
+            return False
+        if isinstance(error, UserError):
+            raise
+        raise not_writable(file.parent, error) from error
+    return False
+
+
+def remembered(file: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the file of JSON holds; without it what ``find`` returns, which it then holds."""
+    if known := read_known(file):
+        return known
+    found = find()
+    with contextlib.suppress(OSError):  # it will be found again
+        write_json(file, found)
+    return found
+
+
+def read_known(file: Path | None) -> dict[str, Any]:
+    """What such a file holds; nothing if it is not there or cannot be read."""
+    if file is None:
+        return {}
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def not_writable(folder: Path, error: OSError) -> UserError:
+    remedy = "; free some space, or name another folder" if error.errno in FULL_DISK else ""
+    return UserError(
+        f"--cache_dir {folder}: cannot be written ({error.strerror or error}){remedy}",
+        code="not-writable",
+    )
