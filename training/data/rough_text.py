@@ -12,7 +12,6 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import overload
 
 import numpy as np
 
@@ -126,42 +125,14 @@ def rough_version(text: Text, seed: int, row: int) -> Text:
     return rough if rough != text else with_typing_errors(text, seed, row)
 
 
-class RoughTexts(Sequence[Text]):
-    """Rough versions of chosen rows, made when they are asked for.
-
-    Args:
-        texts: all texts of a split.
-        rows: the numbers of the chosen ones.
-        seed: decides with a row's number how its text is changed.
-        clean: what is done to a text before it is changed: a character reference without its punctuation could no
-            longer be decoded.
-    """
-
-    def __init__(
-        self, texts: Sequence[Text], rows: np.ndarray, seed: int, clean: Callable[[str], str]
-    ) -> None:
-        self._texts, self._rows, self._seed, self._clean = texts, rows, seed, clean
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, place: int) -> Text: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Text]: ...
-
-    def __getitem__(self, place: int | slice) -> Text | list[Text]:
-        if isinstance(place, slice):
-            chosen = ChosenTexts(self._texts, self._rows[place])[:]
-            return [
-                self._rough(*one) for one in zip(chosen, self._rows[place].tolist(), strict=True)
-            ]
-        row = int(self._rows[place])
-        return self._rough(self._texts[row], row)
-
-    def _rough(self, text: Text, row: int) -> Text:
-        return rough_version(cleaned(text, self._clean), self._seed, row)
+def rough_texts(
+    texts: Sequence[Text], rows: np.ndarray, seed: int, clean: Callable[[str], str]
+) -> ChosenTexts:
+    """Rough versions of the rows with these numbers, made when they are asked for."""
+    # Cleaned first: a character reference without its punctuation could no longer be decoded.
+    return ChosenTexts(
+        texts, rows, lambda text, row: rough_version(cleaned(text, clean), seed, row)
+    )
 
 
 def cleaned(text: Text, clean: Callable[[str], str]) -> Text:

@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO, overload
@@ -214,10 +214,21 @@ class JoinedTexts(Sequence[Text]):
 
 
 class ChosenTexts(Sequence[Text]):
-    """Some of other texts, in another order, none of them copied."""
+    """Some of other texts, in another order, none of them copied.
 
-    def __init__(self, texts: Sequence[Text], index: np.ndarray) -> None:
-        self._texts, self._index = texts, index
+    Args:
+        texts: those to choose from.
+        index: the numbers of the chosen ones.
+        change: what becomes of a text when it is read, given its number.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Text],
+        index: np.ndarray,
+        change: Callable[[Text, int], Text] = lambda text, row: text,
+    ) -> None:
+        self._texts, self._index, self._change = texts, index, change
 
     def __len__(self) -> int:
         return len(self._index)
@@ -229,18 +240,21 @@ class ChosenTexts(Sequence[Text]):
     def __getitem__(self, place: slice) -> list[Text]: ...
 
     def __getitem__(self, place: int | slice) -> Text | list[Text]:
-        if not isinstance(place, slice):
-            return self._texts[int(self._index[place])]
         rows = self._index[place].tolist()
-        if not rows:
-            return []
-        first, span = min(rows), max(rows) + 1 - min(rows)
-        # Rows that are close together are read at once.
-        if span > MOST_READ_PER_CHOSEN * len(rows):
-            return [self._texts[row] for row in rows]
-        near = self._texts[first : first + span]
-        return [near[row - first] for row in rows]
+        if isinstance(place, slice):
+            return list(map(self._change, self._read(rows), rows))
+        return self._change(self._texts[rows], rows)
 
     def __iter__(self) -> Iterator[Text]:
         for start in range(0, len(self), CHOSEN_PER_READ):
             yield from self[start : start + CHOSEN_PER_READ]
+
+    def _read(self, rows: list[int]) -> list[Text]:
+        if not rows:
+            return []
+        first, span = min(rows), max(rows) + 1 - min(rows)
+        # Rows that are close together are read at once: one call costs more than a few texts.
+        if span > MOST_READ_PER_CHOSEN * len(rows):
+            return [self._texts[row] for row in rows]
+        near = self._texts[first : first + span]
+        return [near[row - first] for row in rows]

@@ -24,7 +24,7 @@ from training.data.array_file import ArrayFile, GrowingArray, find_damage, write
 from training.data.dataset import NewsData, Rows, row_numbers
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.data.kept import digest_of, kept
-from training.data.rough_text import RoughTexts
+from training.data.rough_text import rough_texts
 from training.data.stored_texts import StoredTexts, in_chunks
 from training.facts import TINY
 
@@ -354,7 +354,7 @@ class Copies:
         """The numbers of the rows, ascending, and their rough texts."""
         drawn = np.random.default_rng([self.seed, 29]).random(len(data.train)) < self.share
         rows = row_numbers(len(drawn))[drawn]
-        return rows, RoughTexts(data.train.texts, rows, self.seed, clean)
+        return rows, rough_texts(data.train.texts, rows, self.seed, clean)
 
 
 @dataclass(frozen=True)

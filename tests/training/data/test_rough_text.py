@@ -10,9 +10,9 @@ from common.rows import JoinedText
 from common.text import Text
 from training.data.rough_text import (
     KINDS,
-    RoughTexts,
     first_part,
     first_words,
+    rough_texts,
     rough_version,
     upper_case,
     with_typing_errors,
@@ -77,7 +77,7 @@ def test_equal_texts_of_other_rows_or_seeds_get_other_typing_errors() -> None:
 
 def test_a_training_text_gets_the_same_rough_version_wherever_it_is_made() -> None:
     texts = [JoinedText.of([f"Title number {i}", f"what it says, at length {i}. And more."]) for i in range(200)]
-    rough = RoughTexts(texts, np.arange(0, 200, 2), 7, str)
+    rough = rough_texts(texts, np.arange(0, 200, 2), 7, str)
 
     assert list(rough) == [rough_version(texts[row], 7, row) for row in range(0, 200, 2)]
     assert rough[3:9] == [rough[i] for i in range(3, 9)]
@@ -88,6 +88,6 @@ def test_a_training_text_gets_the_same_rough_version_wherever_it_is_made() -> No
 
 def test_rough_texts_are_made_of_cleaned_ones() -> None:
     text = JoinedText.of(["A &amp; B merge at last", "It was said."])
-    rough = RoughTexts([text], np.array([0]), 1, lambda part: part.replace("&amp;", "and"))
+    rough = rough_texts([text], np.array([0]), 1, lambda part: part.replace("&amp;", "and"))
 
     assert "amp" not in rough[0].lower()
