@@ -20,7 +20,7 @@ from benchmarks import harness
 from common.errors import UserError
 from common.text import clean_text
 from training.config import TrainConfig
-from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
+from training.data.dataset import SAMPLE, LoadOptions, NewsData, load_news, split_rows
 from training.evaluation.baseline import fit_linear
 from training.monitoring.events import read_metrics
 from training.monitoring.records import format_percent, format_time, wilson_interval
@@ -83,7 +83,7 @@ def main() -> None:
     add("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
     options = parser.parse_args()
     entries = [read_model(folder) for folder in options.models]
-    data = load_news(options.dataset, options.seed)
+    data = load_news(options.dataset, LoadOptions(seed=options.seed))
     for folder, entry in zip(options.models, entries, strict=True):
         if entry.test["rows"] != len(data.test):
             message = f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}"

@@ -28,7 +28,7 @@ from common.errors import positive
 from common.rows import Columns
 from common.text import cleaner
 from training.config import STARTER, model_place
-from training.data.dataset import NewsData, default_cleaning, load_news
+from training.data.dataset import LoadOptions, NewsData, default_cleaning, load_news
 from training.quiet import quiet_libraries
 from training.tasks import TASKS
 
@@ -69,7 +69,8 @@ def main() -> None:
     facts = harness.measurement_facts(MODULE, PACKAGES)
     with tempfile.TemporaryDirectory(prefix="recipe-") as name:
         for place in options.dataset:
-            data = load_news(str(place), columns=_columns(options), task=TASKS[options.task])
+            asked = LoadOptions(columns=_columns(options), task=TASKS[options.task])
+            data = load_news(str(place), asked)
             for per_label in options.per_label:
                 for seed in range(options.seeds):
                     measure_all(options, run, facts, data, per_label, seed, Path(name))

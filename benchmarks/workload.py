@@ -22,7 +22,7 @@ from benchmarks.harness import report
 from common.errors import UserError
 from common.rows import Columns
 from common.text import TextTokenizer
-from training.data.dataset import NewsData, load_news
+from training.data.dataset import LoadOptions, NewsData, load_news
 from training.data.tokenized import (
     TokenizedRows,
     cache_key,
@@ -141,7 +141,7 @@ def make_workload(
         UserError: no such data or tokenizer, or too few rows.
     """
     columns = Columns(label="") if TASKS[task].is_language_model else Columns()
-    data = load_news(dataset, columns=columns, task=TASKS[task])
+    data = load_news(dataset, LoadOptions(columns=columns, task=TASKS[task]))
     found = read_tokenizer(tokenizer, data.train.texts)
     if len(found) > VOCABULARY:
         message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"

@@ -78,11 +78,11 @@ LOAD_REVIEWS = """
 import json
 from common.errors import UserError
 from training.config import Selection
-from training.data.dataset import load_news
+from training.data.dataset import LoadOptions, load_news
 splits = {"train_split": "training", "test_split": "held_out"}
 for config in ("", "french", "german"):
     try:
-        data = load_news("acme/reviews", selection=Selection(config, "v1", **splits))
+        data = load_news("acme/reviews", LoadOptions(selection=Selection(config, "v1", **splits)))
         print(json.dumps([data.train.texts, data.test.texts]))
     except UserError as error:
         print(error.code, error)

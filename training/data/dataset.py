@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,11 @@ from common.rows import (
     text_and_label,
 )
 from common.text import Text, counted
-from training.config import Selection
+from training.config import Selection, TrainConfig
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.data.kept import not_writable
 from training.data.stored_texts import ChosenTexts, StoredTexts
-from training.tasks import Classification, Task
+from training.tasks import TASKS, Classification, Task
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
@@ -46,6 +45,10 @@ TEST_SHARE = 0.1
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 SPLIT_FLAGS = ("train_split", "validation_split", "test_split")
 HUB_FLAGS = ("dataset_config", "dataset_revision")
+TEST_HINT = (
+    "if these rows have no labels, test on others with --test_split, "
+    "or give --dataset the training file"
+)
 OFFLINE_HINT = (
     "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 )
@@ -93,23 +96,9 @@ class NewsData:
         return {"train": self.train, "test": self.test, **validation}
 
 
-def load_news(
-    dataset: str,
-    seed: int = 0,
-    bad_rows: str = "stop",
-    columns: Columns = TEXT_AND_LABEL,
-    say: Callable[[str], None] = print,
-    selection: Selection = Selection(),  # noqa: B008 - frozen
-    task: type[Task] = Classification,
-    texts_in: Path | None = None,
-    validation_fraction: float = 0.0,
-    class_names: Sequence[str] | None = None,
-    *,
-    labels: Sequence[str] = (),
-    more_labels: bool = False,
-    as_found: bool = False,
-) -> NewsData:
-    """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the rows of a dataset are read.
 
     ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves out unusable rows,
     unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
@@ -118,57 +107,74 @@ def load_news(
     ``labels``: those that there are, also without rows; with ``more_labels`` others of the training rows come behind
     them; unset = those of the training rows.
     ``as_found``: with the place of each row, and no row is moved to another split.
+    """
+
+    seed: int = 0
+    bad_rows: str = "stop"
+    columns: Columns = TEXT_AND_LABEL
+    selection: Selection = field(default_factory=Selection)
+    task: type[Task] = Classification
+    texts_in: Path | None = None
+    validation_fraction: float = 0.0
+    class_names: Sequence[str] | None = None
+    labels: Sequence[str] = ()
+    more_labels: bool = False
+    as_found: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> LoadOptions:
+        return cls(
+            seed=config.seed,
+            bad_rows=config.bad_rows,
+            columns=config.columns,
+            selection=config.selection,
+            task=TASKS[config.task],
+            texts_in=config.cache_folder,
+            validation_fraction=config.validation_fraction,
+        )
+
+    def reading(self) -> Reading:
+        """For one dataset: it counts the rows that are left out."""
+        labelled = " and --label_column" if self.task.has_labels else ""
+        return Reading(
+            self.columns,
+            skip=self.bad_rows == "skip",
+            remedy=f"name yours with --text_column{labelled}",
+            problem_type=self.task.problem_type,
+            new_texts=partial(texts_on_disk, self.texts_in) if self.texts_in else list,
+            keeps_places=self.as_found,
+        )
+
+
+def load_news(
+    dataset: str, options: LoadOptions = LoadOptions(), say: Callable[[str], None] = print
+) -> NewsData:
+    """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
         HubUnavailable: the hub did not respond.
     """
-    path = Path(dataset).expanduser()
-    new_texts = list if texts_in is None else partial(texts_on_disk, texts_in)
-    labelled = " and --label_column" if task.has_labels else ""
-    reading = Reading(
-        columns,
-        skip=bad_rows == "skip",
-        remedy=f"name yours with --text_column{labelled}",
-        problem_type=task.problem_type,
-        new_texts=new_texts,
-        keeps_places=as_found,
-    )
-    known = {"labels": labels, "more_labels": more_labels}
-    assemble = partial(
-        _assemble, seed=seed, task=task, validation_fraction=validation_fraction, **known
-    )
+    path, selection = Path(dataset).expanduser(), options.selection
     if dataset == SAMPLE:
         _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
-        named = Columns(label=Columns().label if columns.label else "", pair=columns.pair)
-        about = {
-            "problem_type": task.problem_type,
-            "new_texts": new_texts,
-            "keeps_places": as_found,
-        }
-        reading = Reading(named, skip=False, **about)
-        return _read_folder(SAMPLE, SAMPLE_NEWS, reading, selection, assemble)
+        # Its columns have their usual names, whatever those of the user's other data are called.
+        label = Columns().label if options.columns.label else ""
+        columns = Columns(label=label, pair=options.columns.pair)
+        options = replace(options, columns=columns, bad_rows="stop", class_names=None)
+        return _read_folder(SAMPLE, SAMPLE_NEWS, options)
     if dataset == AG_NEWS:
-        return _read_hub(AG_NEWS_ON_THE_HUB, reading, say, selection, assemble)
+        return _read_hub(AG_NEWS_ON_THE_HUB, options, say)
     if path.is_dir():
         _check_unused(dataset, selection, "only datasets on the hub have it", *HUB_FLAGS)
-        return _read_folder(str(path), path, reading, selection, assemble, class_names)
+        return _read_folder(str(path), path, options)
     if path.is_file():
         _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
-        rows = read_file(
-            path,
-            reading,
-            class_names_beside(path) or class_names or _ag_news_classes(path, task.problem_type),
-        )
-        data = assemble(str(path), {"train": (str(path), rows)}, None, reading)
-        if others := other_shards(path):
-            note = f"the file {path.name} is one of {len(others) + 1} shards; --dataset {path.parent} reads all"
-            data = replace(data, notes=[note, *data.notes])
-        return data
+        return _read_single(path, options)
     if looks_local(dataset):
         raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
-        return _read_hub(dataset, reading, say, selection, assemble)
+        return _read_hub(dataset, options, say)
     raise UserError(
         f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
         "a hub name owner/data, or an existing folder or file",
@@ -227,18 +233,25 @@ def split_rows(
     return numbers[~is_chosen], numbers[is_chosen]
 
 
-def _read_folder(
-    name: str,
-    folder: Path,
-    reading: Reading,
-    selection: Selection,
-    assemble: Callable[..., NewsData],
-    class_names: Sequence[str] | None = None,
-) -> NewsData:
+def _read_single(path: Path, options: LoadOptions) -> NewsData:
+    reading = options.reading()
+    classes = class_names_beside(path) or options.class_names
+    classes = classes or _ag_news_classes(path, reading.problem_type)
+    splits = {"train": (str(path), read_file(path, reading, classes))}
+    data = _assemble(str(path), splits, None, reading, options)
+    if not (others := other_shards(path)):
+        return data
+    note = (
+        f"the file {path.name} is one of {len(others) + 1} shards; "
+        f"--dataset {path.parent} reads all"
+    )
+    return replace(data, notes=[note, *data.notes])
+
+
+def _read_folder(name: str, folder: Path, options: LoadOptions) -> NewsData:
+    reading, selection = options.reading(), options.selection
     if is_saved_by_datasets(folder):
-        return _from_datasets(
-            name, _saved_splits(name, folder, reading), reading, selection, assemble
-        )
+        return _from_datasets(name, _saved_splits(name, folder, reading), reading, options)
     files = split_files(folder, reading.formats)
     if selection.train_split == "train" and "train" not in files:
         more = " or train.parquet" if reading.columns.label else ", train.parquet or train.txt"
@@ -247,23 +260,21 @@ def _read_folder(
             "with --train_split, without its suffix",
             code="data-not-found",
         )
-    found = {
-        use: (split, files[split]) for use, split in _splits_used(name, files, selection).items()
-    }
-    for split, paths in found.values():
-        check_shards(split, paths)
+    used = _splits_used(name, files, selection)
+    for split in used.values():
+        check_shards(split, files[split])
     # What the numbers in the training rows mean, they mean in the others.
-    names = class_names or _ag_news_classes(found["train"][1][0], reading.problem_type)
-    splits = {
-        use: (
-            str(paths[0] if len(paths) == 1 else folder / split),
-            chain.from_iterable(
-                read_file(path, reading, class_names_beside(path) or names) for path in paths
-            ),
-        )
-        for use, (split, paths) in found.items()
-    }
-    return assemble(name, splits, None, reading)
+    classes = options.class_names or _ag_news_classes(files[used["train"]][0], reading.problem_type)
+
+    def rows(paths: Sequence[Path]) -> Iterator[FoundRow]:
+        for path in paths:
+            yield from read_file(path, reading, class_names_beside(path) or classes)
+
+    splits = {}
+    for use, split in used.items():
+        paths = files[split]
+        splits[use] = (str(paths[0] if len(paths) == 1 else folder / split), rows(paths))
+    return _assemble(name, splits, None, reading, options)
 
 
 def _ag_news_classes(path: Path, problem_type: ProblemType) -> list[str] | None:
@@ -280,24 +291,30 @@ def _splits_used(name: str, present: Collection[str], selection: Selection) -> d
     Raises:
         UserError: it lacks one that was asked for.
     """
-    used = {
+    used = _splits_asked(name, present, selection)
+    # A split that is used under its own name is not used twice: the validation split may be the one to test on.
+    free = [split for split in present if split not in used.values()]
+    for use, names in (("validation", VALIDATION_NAMES), ("test", ("test",))):
+        if found := [split for split in names if split in free]:
+            used.setdefault(use, found[0])
+    return used
+
+
+def _splits_asked(name: str, present: Collection[str], selection: Selection) -> dict[str, str]:
+    asked = {
         "train": selection.train_split,
         "validation": selection.validation_split,
         "test": selection.test_split,
     }
-    used = {use: split for use, split in used.items() if split}
-    for use, split in used.items():
+    asked = {use: split for use, split in asked.items() if split}
+    for use, split in asked.items():
         if split not in present:
             raise UserError(
                 f"--dataset {name}: has no {split} split, only {some_of(sorted(present)) or 'none'}; "
                 f"name one of them with --{use}_split",
                 code="data-not-found",
             )
-    # A split that is used under its own name is not used twice: the validation split may be the one to test on.
-    free = [split for split in present if split not in used.values()]
-    validation = next((split for split in VALIDATION_NAMES if split in free), None)
-    defaults = {"validation": validation, "test": "test" if "test" in free else None}
-    return used | {use: split for use, split in defaults.items() if use not in used and split}
+    return asked
 
 
 def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
@@ -340,17 +357,12 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
     return readable
 
 
-def _read_hub(
-    name: str,
-    reading: Reading,
-    say: Callable[[str], None],
-    selection: Selection,
-    assemble: Callable[..., NewsData],
-) -> NewsData:
+def _read_hub(name: str, options: LoadOptions, say: Callable[[str], None]) -> NewsData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     refuse_revision("--dataset", name)
+    selection = options.selection
     config, revision = selection.dataset_config or None, selection.dataset_revision or None
     try:
         found = ask_hub(
@@ -364,16 +376,15 @@ def _read_hub(
             f"--dataset {name}: the hub has no such {which}, or it needs a login; {OFFLINE_HINT}",
             code="hub-not-found",
         ) from error
-    except (
-        Exception
-    ) as error:  # the hub's HTTP client has errors of its own, which differ between its versions
+    # The hub's HTTP client has errors of its own, which differ between its versions.
+    except Exception as error:
         if isinstance(error, ValueError):
             _check_configuration(name, selection)
         raise UserError(
             f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}",
             code="hub-unreachable",
         ) from error
-    return _from_datasets(name, found, reading, selection, assemble)
+    return _from_datasets(name, found, options.reading(), options)
 
 
 def _check_configuration(name: str, selection: Selection) -> None:
@@ -397,11 +408,9 @@ def _check_configuration(name: str, selection: Selection) -> None:
         )
 
 
-def _from_datasets(
-    name: str, found: Any, reading: Reading, selection: Selection, assemble: Callable[..., NewsData]
-) -> NewsData:
+def _from_datasets(name: str, found: Any, reading: Reading, options: LoadOptions) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
-    used = _splits_used(name, splits, selection)
+    used = _splits_used(name, splits, options.selection)
 
     def columns_of(split: str) -> list[list[str]]:
         return reading.find_columns(f"--dataset {name} {split}", list(splits[split].features))
@@ -429,7 +438,7 @@ def _from_datasets(
 
     label_names = names_of(used["train"], columns_of(used["train"]))
     found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items()}
-    return assemble(name, found_splits, label_names, reading)
+    return _assemble(name, found_splits, label_names, reading, options)
 
 
 def _assemble(
@@ -437,77 +446,86 @@ def _assemble(
     splits: Mapping[str, tuple[str, Iterable[FoundRow]]],
     label_names: Sequence[str] | None,
     reading: Reading,
-    *,
-    seed: int,
-    task: type[Task],
-    validation_fraction: float,
-    labels: Sequence[str],
-    more_labels: bool,
+    options: LoadOptions,
 ) -> NewsData:
     """``splits``: the rows of train, and of validation and test if present, under their file names."""
+    task, places = options.task, {}
 
-    places: dict[str, Sequence[str]] = {}
-
-    def usable(use: str, *allowed: Any) -> tuple[Sequence[Text], Sequence[Label]]:
+    def read(use: str, *allowed: Any) -> tuple[Sequence[Text], Sequence[Label]]:
         found = reading.usable(*splits[use], *allowed)
-        if reading.keeps_places:
+        if options.as_found:
             places[use] = reading.places
         return found
 
-    def rows_of(texts: Sequence[Text], labels: Sequence[Label]) -> Rows:
+    def rows_of(use: str, *allowed: Any) -> Rows:
+        texts, labels = read(use, names, *allowed)
         return Rows(texts, task.targets(labels, names))
 
-    texts, found_labels = usable("train", () if more_labels else labels)
-    try:
-        more = sorted({str(label) for label in found_labels} - set(labels)) if more_labels else []
-        names, notes = [*labels, *more], []
-        if not labels:
-            names, notes = task.name_labels(
-                name, found_labels, label_names or reading.declared, reading.columns.label
-            )
-    except UserError as error:
-        if not reading.without_header:
-            raise
-        raise UserError(f"{error}; {reading.notes[0]}", code=error.code) from error
-    train, validation = rows_of(texts, found_labels), None
-    del (
-        texts,
-        found_labels,
-    )  # of many rows, the labels as they were read need more memory than what became of them
+    # The training rows first: they decide which labels there are, which the others are checked by.
+    texts, labels = read("train", () if options.more_labels else options.labels)
+    names, notes = _name_labels(name, labels, label_names, reading, options)
+    train, validation = Rows(texts, task.targets(labels, names)), None
+    # Of many rows, the labels as they were read need more memory than what became of them.
+    del texts, labels
     if "validation" in splits:
-        validation = rows_of(*usable("validation", names))
-        notes.append(
-            f"validation on the {counted(len(validation), 'row')} of {splits['validation'][0]}"
-        )
+        validation = rows_of("validation")
+        count = counted(len(validation), "row")
+        notes.append(f"validation on the {count} of {splits['validation'][0]}")
     if "test" in splits:
-        hint = "if these rows have no labels, test on others with --test_split, or give --dataset the training file"
-        test = rows_of(*usable("test", names, hint))
-    elif reading.keeps_places:
+        test = rows_of("test", TEST_HINT)
+    elif options.as_found:
         test = train.take(np.array([], dtype=np.int64))
     else:
-        kept, held_out = split_rows(task.strata(train.labels), TEST_SHARE, seed)
-        if len(held_out) == 0:
+        (train, test), count = _set_aside(train, TEST_SHARE, options), len(train)
+        if len(test) == 0:
             raise UserError(
-                f"--dataset {name}: {len(train)} rows leave none for validation and test; at least 3 rows of each "
+                f"--dataset {name}: {count} rows leave none for validation and test; at least 3 rows of each "
                 "label are needed, one each to train, validate and test on",
                 code="rows-too-few",
             )
         notes.append(
-            f"no test rows in the data: {len(held_out)} of the {len(train)} rows were set aside as the test set"
+            f"no test rows in the data: {len(test)} of the {count} rows were set aside as the test set"
         )
-        train, test = train.take(kept), train.take(held_out)
-    if (
-        task.is_language_model
-        and validation is None
-        and validation_fraction
-        and not reading.keeps_places
-    ):
+    fraction = 0.0 if options.as_found else options.validation_fraction
+    if task.is_language_model and validation is None and fraction:
         # Set aside here, as whole texts: a text that is cut into blocks could be in two splits.
-        kept, held_out = split_rows(task.strata(train.labels), validation_fraction, seed)
+        rest, held_out = _set_aside(train, fraction, options)
         if len(held_out):
-            train, validation = train.take(kept), train.take(held_out)
-    all_notes, more = (
+            train, validation = rest, held_out
+    return NewsData(
+        name,
+        names,
+        train,
+        test,
         [*notes, *reading.notes],
-        {"has_test_rows": "test" in splits, "places": places},
+        reading.count,
+        validation,
+        has_test_rows="test" in splits,
+        places=places,
     )
-    return NewsData(name, names, train, test, all_notes, reading.count, validation, **more)
+
+
+def _name_labels(
+    name: str,
+    found: Sequence[Label],
+    declared: Sequence[str] | None,
+    reading: Reading,
+    options: LoadOptions,
+) -> tuple[list[str], list[str]]:
+    """The labels that there are, and reasons to doubt them. ``found``: those of the training rows."""
+    labels = options.labels
+    if labels:
+        more = {str(label) for label in found} - set(labels) if options.more_labels else ()
+        return [*labels, *sorted(more)], []
+    known, column = declared or reading.declared, reading.columns.label
+    try:
+        return options.task.name_labels(name, found, known, column)
+    except UserError as error:
+        if not reading.without_header:
+            raise
+        raise UserError(f"{error}; {reading.notes[0]}", code=error.code) from error
+
+
+def _set_aside(rows: Rows, share: float, options: LoadOptions) -> tuple[Rows, Rows]:
+    kept, held_out = split_rows(options.task.strata(rows.labels), share, options.seed)
+    return rows.take(kept), rows.take(held_out)

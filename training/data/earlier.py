@@ -16,7 +16,7 @@ from common.problem_types import SINGLE_LABEL
 from common.rows import Columns
 from common.text import counted
 from training.config import Selection, TrainConfig
-from training.data.dataset import NewsData, Rows, load_news
+from training.data.dataset import LoadOptions, NewsData, Rows, load_news
 from training.data.duplicates import folded
 from training.data.stored_texts import JoinedTexts
 
@@ -58,19 +58,17 @@ def with_earlier_settings(config: TrainConfig) -> TrainConfig:
     )
 
 
-def with_earlier_rows(
-    config: TrainConfig, load: Callable[..., NewsData], say: Callable[[str], None]
-) -> NewsData:
+def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
     """The new rows, and behind them rows of the data that the earlier model was trained on, with the labels of both.
 
-    ``load``: reads the new rows, told the labels that are known. No row that the earlier model was trained on becomes a
-    test row, and no test row of its own is trained on.
+    No row that the earlier model was trained on becomes a test row, and no test row of its own is trained on.
 
     Raises:
         UserError: the earlier data is gone, and the new rows do not have all of its labels.
     """
     saved = read_earlier(config)
-    new = load(labels=saved.labels, more_labels=True)
+    options = replace(LoadOptions.of(config), labels=saved.labels, more_labels=True)
+    new = load_news(config.dataset, options, say)
     if added := new.label_names[len(saved.labels) :]:
         note = f"{some_of(added)}: new to {config.from_model}, which knows {some_of(saved.labels)}"
         new = replace(new, notes=[note, *new.notes])
@@ -124,16 +122,15 @@ def _read_again(
             for field in fields(Selection)
             if about.get(field.name)
         }
-        data = load_news(
-            about["dataset"],
-            about.get("seed", config.seed),
-            str(about.get("bad_rows", "stop")),
-            columns,
-            say,
-            Selection(**selection),
+        options = LoadOptions(
+            seed=about.get("seed", config.seed),
+            bad_rows=str(about.get("bad_rows", "stop")),
+            columns=columns,
+            selection=Selection(**selection),
             texts_in=config.cache_folder,
             labels=labels,
         )
+        data = load_news(about["dataset"], options, say)
         if found:
             joined = {
                 "train": _both(found[0].train, data.train),

@@ -24,6 +24,7 @@ from common.windows import WINDOWS_KEY, Windows
 from training.config import STARTER, STARTER_FOLDER, TrainConfig
 from training.data.dataset import (
     SAMPLE,
+    LoadOptions,
     NewsData,
     default_cleaning,
     load_news,
@@ -311,22 +312,10 @@ def _find(
 def _read_data(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
     """The rows of ``--dataset``, or the names of ``--labels`` as rows, with all that other flags add to them."""
     names = names_of_labels(config.labels) if config.labels else []
-    load = partial(
-        load_news,
-        config.dataset,
-        seed=config.seed,
-        bad_rows=config.bad_rows,
-        columns=config.columns,
-        say=say,
-        selection=config.selection,
-        task=TASKS[config.task],
-        texts_in=config.cache_folder,
-        validation_fraction=config.validation_fraction,
-    )
     if config.from_model:
-        data = with_earlier_rows(config, load, say)
+        data = with_earlier_rows(config, say)
     elif config.dataset:
-        data = load(labels=names)
+        data = load_news(config.dataset, replace(LoadOptions.of(config), labels=names), say)
     else:
         data = rows_of_names(names)
     if config.distill_texts or config.unlabelled:

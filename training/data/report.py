@@ -10,7 +10,7 @@ import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -20,7 +20,14 @@ import numpy as np
 from common.rows import evenly_spread
 from common.text import Text, TextTokenizer, in_one_line, texts_in
 from training.config import DATA_FLAGS, FAULTS, STARTER, TrainConfig
-from training.data.dataset import TEST_SHARE, NewsData, default_cleaning, load_news, split_rows
+from training.data.dataset import (
+    TEST_SHARE,
+    LoadOptions,
+    NewsData,
+    default_cleaning,
+    load_news,
+    split_rows,
+)
 from training.data.duplicates import Repeats
 from training.data.learning_curve import learning_curve
 from training.data.stored_texts import JoinedTexts
@@ -129,16 +136,8 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     """
     task = TASKS[config.task]
     say(f"Reading {config.dataset} ...")
-    data = load_news(
-        config.dataset,
-        config.seed,
-        config.bad_rows,
-        config.columns,
-        say,
-        config.selection,
-        task,
-        as_found=True,
-    )
+    options = replace(LoadOptions.of(config), texts_in=None, as_found=True)
+    data = load_news(config.dataset, options, say)
     texts = JoinedTexts(*(rows.texts for rows in data.splits.values()))
     say(f"Comparing {len(texts):,} texts ...")
     repeats = Repeats(data, near=True)

@@ -20,7 +20,7 @@ from common.text import cleaner
 from common.windows import pool
 from training.config import Selection, TrainConfig
 from training.data.batching import DataShard, pad
-from training.data.dataset import NewsData, Rows, load_news
+from training.data.dataset import LoadOptions, NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
 from training.distributed.ranks import Ranks
 from training.evaluation.robustness import measure_robustness
@@ -237,18 +237,17 @@ def _read_data(
     seed, bad_rows = (
         recorded.get(flag, getattr(TrainConfig(), flag)) for flag in ("seed", "bad_rows")
     )
-    data = load_news(
-        name,
-        seed,
-        bad_rows,
-        _columns(recorded, columns),
-        say,
+    options = LoadOptions(
+        seed=seed,
+        bad_rows=bad_rows,
+        columns=_columns(recorded, columns),
         # Revision, splits and so on of the dataset that it was trained on fit no other.
-        Selection() if dataset else _selection(recorded),
-        TASK_OF_PROBLEM[saved.problem_type.name],
+        selection=Selection() if dataset else _selection(recorded),
+        task=TASK_OF_PROBLEM[saved.problem_type.name],
         # Numbers without a header mean AG News' classes to a model that answers with these.
         class_names=AG_NEWS_LABELS if set(saved.labels) <= set(AG_NEWS_LABELS) else None,
     )
+    data = load_news(name, options, say)
     if not data.has_test_rows and recorded_name(name) != recorded.get("dataset"):
         # The model has seen none of these rows. A share that was just set aside would be a part of
         # them for nothing.

@@ -17,7 +17,14 @@ from common.errors import UserError
 from common.problem_types import MULTI_LABEL, REGRESSION, UnusableRow
 from common.rows import Columns
 from training.config import Selection, TrainConfig
-from training.data.dataset import AG_NEWS_LABELS, NewsData, default_cleaning, load_news, split_rows
+from training.data.dataset import (
+    AG_NEWS_LABELS,
+    LoadOptions,
+    NewsData,
+    default_cleaning,
+    load_news,
+    split_rows,
+)
 from training.data.source_cache import source_file
 
 TEXTS = [f"Report number {i} on something that happened" for i in range(20)]
@@ -211,13 +218,14 @@ def single_file(path: Path, labels: list[Any]) -> Path:
 def test_a_stratified_test_set_is_split_off_a_single_file(tmp_path: Path) -> None:
     path = single_file(tmp_path / "news.jsonl", ["a", "b"] * 10)
 
-    data = load_news(str(path), seed=5)
+    data = load_news(str(path), LoadOptions(seed=5))
 
     assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
     assert sorted(data.test.labels.tolist()) == [0, 1]
     assert data.notes == ["no test rows in the data: 2 of the 20 rows were set aside as the test set"]
-    assert texts_and_names(data) == texts_and_names(load_news(str(path), seed=5))
-    assert any(load_news(str(path), seed=seed).test.texts != data.test.texts for seed in range(6, 9))
+    assert texts_and_names(data) == texts_and_names(load_news(str(path), LoadOptions(seed=5)))
+    others = [load_news(str(path), LoadOptions(seed=seed)) for seed in range(6, 9)]
+    assert any(other.test.texts != data.test.texts for other in others)
 
 
 def test_the_sample_is_read_by_name() -> None:
@@ -314,7 +322,8 @@ def test_columns_of_other_names_are_listed_and_can_be_named(tmp_path: Path, name
         "name yours with --text_column and --label_column$",
     ):
         load_news(str(path))
-    data = load_news(str(path), columns=Columns("headline", "Category" if name.endswith("csv") else "category"))
+    columns = Columns("headline", "Category" if name.endswith("csv") else "category")
+    data = load_news(str(path), LoadOptions(columns=columns))
 
     assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
     assert data.label_names == ["a", "b"]
@@ -326,7 +335,7 @@ def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
 
     for path in (tmp_path / "news.parquet", tmp_path / "saved"):
-        data = load_news(str(path), columns=Columns("headline", "category"))
+        data = load_news(str(path), LoadOptions(columns=Columns("headline", "category")))
         assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
         with pytest.raises(UserError, match=r"no column text and no column label among Headline, category; name"):
             load_news(str(path))
@@ -347,17 +356,17 @@ def test_texts_of_several_columns_are_joined_without_those_that_are_empty(tmp_pa
     (tmp_path / "test.csv").write_text("title,body,label\nx,y,a\n")
 
     for name in ("news.csv", "news.jsonl", "news.parquet", "saved"):
-        data = load_news(str(tmp_path / name), columns=Columns("title, body"))
+        data = load_news(str(tmp_path / name), LoadOptions(columns=Columns("title, body")))
         assert sorted(data.train.texts + data.test.texts) == ["No title", "Oil Prices soar", "Talks"], name
     with pytest.raises(UserError, match=r"no column summary among Title, label, body; name yours with"):
-        load_news(str(tmp_path / "news.csv"), columns=Columns("title,summary"))
+        load_news(str(tmp_path / "news.csv"), LoadOptions(columns=Columns("title,summary")))
 
 
 def test_a_column_with_a_comma_in_its_name_is_one_column(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("title, body\tlabel\nA text\ta\nAnother\tb\n")
     (tmp_path / "test.tsv").write_text("Title, Body\tLABEL\nMore\ta\n")
 
-    data = load_news(str(tmp_path), columns=Columns("title, body"))
+    data = load_news(str(tmp_path), LoadOptions(columns=Columns("title, body")))
 
     assert data.train.texts == ["A text", "Another"]
     assert data.test.texts == ["More"]
@@ -403,7 +412,7 @@ def test_splits_are_chosen_by_name_and_none_is_used_twice(tmp_path: Path, kind: 
     folder = str(write_splits(tmp_path, kind))
 
     def load(**chosen: str) -> NewsData:
-        return load_news(folder, selection=Selection(**chosen))
+        return load_news(folder, LoadOptions(selection=Selection(**chosen)))
 
     named = load(train_split="training", validation_split="validation", test_split="held_out")
     assert [len(rows) for rows in named.splits.values()] == [8, 4, 6]
@@ -429,9 +438,10 @@ def test_a_choice_that_the_data_does_not_have_is_refused_instead_of_ignored(
     tmp_path: Path, dataset: str, chosen: dict[str, str], message: str
 ) -> None:
     labelled(tmp_path / "rows.csv", ["a", "b"] * 5)
+    place = dataset if dataset == "sample" else str(tmp_path / dataset)
 
     with pytest.raises(UserError, match=message) as refused:
-        load_news(dataset if dataset == "sample" else str(tmp_path / dataset), selection=Selection(**chosen))
+        load_news(place, LoadOptions(selection=Selection(**chosen)))
 
     assert refused.value.code == "flags-conflict"
 
@@ -642,7 +652,7 @@ def headless(path: Path, classes: Sequence[int], copies: int = 5) -> Path:
 @pytest.mark.parametrize("classes", [[1, 2], [0, 1], [1, 2, 3, 4, 5], [2, 3, 4], [0, 1, 2, 3, 4]])
 @pytest.mark.parametrize("bad_rows", ["stop", "skip"])
 def test_a_file_without_a_header_keeps_its_own_classes(tmp_path: Path, classes: list[int], bad_rows: str) -> None:
-    data = load_news(str(headless(tmp_path / "rows.csv", classes)), bad_rows=bad_rows)
+    data = load_news(str(headless(tmp_path / "rows.csv", classes)), LoadOptions(bad_rows=bad_rows))
 
     assert data.label_names == [str(one) for one in classes]
     assert len(data.train) + len(data.test) == 5 * len(classes)
@@ -662,7 +672,7 @@ def test_a_header_that_numbers_its_columns_is_not_taken_for_a_row(tmp_path: Path
 
     with pytest.raises(UserError, match=r"the header only numbers the columns: 0, 1; name yours with --text_column"):
         load_news(str(path))
-    assert load_news(str(path), columns=Columns("1", "0")).label_names == ["0", "1"]
+    assert load_news(str(path), LoadOptions(columns=Columns("1", "0"))).label_names == ["0", "1"]
 
 
 def test_ids_in_front_of_rows_without_a_header_are_doubted_with_the_remedy(tmp_path: Path) -> None:
@@ -761,7 +771,7 @@ def test_rows_left_out_never_take_most_of_a_class_away(tmp_path: Path) -> None:
     rows = [f"text {i},common" for i in range(40)] + ["rare one,rare", ",rare", ",rare"]
     (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
     with pytest.raises(UserError, match=r"2 of the 3 rows with the label 'rare' cannot be used.*the text is empty"):
-        load_news(str(tmp_path / "rows.csv"), bad_rows="skip")
+        load_news(str(tmp_path / "rows.csv"), LoadOptions(bad_rows="skip"))
 
 
 def test_rows_of_a_class_in_another_encoding_are_not_left_out_in_silence(tmp_path: Path) -> None:
@@ -769,7 +779,7 @@ def test_rows_of_a_class_in_another_encoding_are_not_left_out_in_silence(tmp_pat
     bad = "".join(f"caf\u00e9 {i},fr\n" for i in range(20)).encode("latin-1")
     (tmp_path / "rows.csv").write_bytes(b"text,label\n" + good + bad)
     with pytest.raises(UserError, match=r"20 of the 20 rows with the label 'fr' cannot be used"):
-        load_news(str(tmp_path / "rows.csv"), bad_rows="skip")
+        load_news(str(tmp_path / "rows.csv"), LoadOptions(bad_rows="skip"))
 
 
 def test_test_rows_without_labels_are_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from training.config import FAULTS, TrainConfig
 from training.data import stored_texts
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.batching import LengthBucketSampler
-from training.data.dataset import NewsData, Rows, load_news, split_rows
+from training.data.dataset import LoadOptions, NewsData, Rows, load_news, split_rows
 from training.data.duplicates import Repeats
 from training.data.prepare import PreparedNews, prepare_news
 from training.data.report import measure_run
@@ -115,7 +115,7 @@ def test_reading_needs_less_memory_than_the_texts(tmp_path: Path, suffix: str) -
     header = {".csv": "text,label\n", ".tsv": "text\tlabel\n", ".jsonl": ""}[suffix]
     path.write_text(header + "".join(line % (text, i, "ab"[i % 2]) for i in range(4000)))
 
-    data, most = with_peak(lambda: load_news(str(path), texts_in=tmp_path / "cache"))
+    data, most = with_peak(lambda: load_news(str(path), LoadOptions(texts_in=tmp_path / "cache")))
 
     assert (len(data.train), data.train.texts[0], data.train.texts[5]) == (3600, f"{text} 0", f"{text} 6")
     assert most < path.stat().st_size / 3
@@ -128,7 +128,7 @@ def test_each_further_row_needs_few_bytes_of_memory_to_be_read_and_tokenised(tmp
     def start(num_rows: int) -> int:
         path = tmp_path / f"{num_rows}.csv"
         path.write_text("text,label\n" + "".join(f"word {i % 9},{'ab'[i % 2]}\n" for i in range(num_rows)))
-        data, to_read = with_peak(lambda: load_news(str(path), texts_in=tmp_path))
+        data, to_read = with_peak(lambda: load_news(str(path), LoadOptions(texts_in=tmp_path)))
         _, to_write = with_peak(lambda: write_tokens(tmp_path, path.stem, data, tokenizer, lambda line: None))
         return max(to_read, to_write)
 

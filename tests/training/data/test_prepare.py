@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, DebertaConfig, Dist
 from common.errors import UserError
 from common.rows import Columns
 from training.config import TrainConfig
-from training.data.dataset import load_news
+from training.data.dataset import LoadOptions, load_news
 from training.data.prepare import class_weights_of, prepare_model, prepare_news
 from training.data.teacher_vectors import VectorTeacher, write_vectors
 from training.data.tokenized import load_tokenizer
@@ -242,7 +242,8 @@ def test_a_model_that_half_precision_breaks_is_trained_in_fp32_or_refused_in_one
 def test_a_teacher_that_half_precision_breaks_is_asked_in_fp32(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
     teacher = write_deberta(tmp_path / "teacher", ["row 0 1 2 3 4 5 6 7 8 9"])
-    data = load_news(str(tmp_path), 42, columns=Columns("text", ""), task=Embedding)
+    columns = Columns("text", "")
+    data = load_news(str(tmp_path), LoadOptions(columns=columns, task=Embedding))
 
     write_vectors(
         tmp_path / "v.safetensors", VectorTeacher(str(teacher), "none", 16), data, ALONE.device, "bf16", print
