@@ -26,7 +26,7 @@ from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, SIZES, make_work
 from common.errors import positive
 from common.hardware import usable_cpus
 from training.config import TrainConfig
-from training.data.batching import LengthBucketSampler, rank_share
+from training.data.batching import LengthBucketSampler, Padding, rank_share
 from training.data.dataset import SAMPLE
 from training.distributed.group import join_ranks
 from training.facts import TINY
@@ -117,7 +117,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
         held: dict[str, int] = {}
         strategy.optimizer.register_step_pre_hook(lambda *_: held.update(bytes_of_state(strategy)))
         sampler = LengthBucketSampler(workload.timed.lengths, GLOBAL_BATCH, SEED)
-        shape = {"pad_to_multiple_of": length_multiple(config, "cpu"), "max_length": MAX_LENGTH}
+        padding = Padding(length_multiple(config, "cpu"), MAX_LENGTH)
         began = 0.0
         # With the same sampler and seed every layout trains the same global batches; a rank takes
         # its share of each.
@@ -126,7 +126,11 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
                 ranks.barrier()
                 began = time.perf_counter()
             share = rank_share(
-                workload.timed, batch, strategy.data_shard, config.gradient_accumulation, **shape
+                workload.timed,
+                batch,
+                strategy.data_shard,
+                config.gradient_accumulation,
+                padding=padding,
             )
             optimizer_step(strategy, share, step, learning_rate=2e-5)
         ranks.barrier()

@@ -10,10 +10,9 @@ workers that could die or hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -146,115 +145,136 @@ class LengthBucketSampler:
         return np.concatenate(drawn)
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Rounds lengths up to a multiple, but not beyond ``max_length`` tokens."""
+
+    multiple_of: int = 1
+    max_length: int = 2**31
+
+    def length(self, longest: int) -> int:
+        rounded = -(-longest // self.multiple_of) * self.multiple_of
+        return max(longest, min(rounded, self.max_length))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a batch is trained towards, and what each of its rows weighs in the mean loss.
+
+    ``task`` makes targets of labels; ``seed`` decides what it draws. ``class_weights``, (labels,),
+    and ``row_weights``, (rows of the batch,), are multiplied; None weighs all rows alike.
+    ``teacher``: whose answers are targets too.
+    """
+
+    task: Task = LABELLED
+    seed: Sequence[int] = ()
+    class_weights: np.ndarray | None = None
+    row_weights: np.ndarray | None = None
+    teacher: TeacherAnswers | None = None
+
+    def weights(self, rows: TokenizedRows, batch: np.ndarray) -> np.ndarray:
+        """(rows,); they add up to 1 over the global batch."""
+        if self.class_weights is None:
+            weights = self.task.predicted(rows.lengths[batch])
+        else:
+            weights = self.class_weights[rows.labels[batch]]
+        if self.row_weights is not None:
+            weights = weights * self.row_weights
+        return weights / weights.sum()
+
+
 def rank_share(
     rows: TokenizedRows,
     batch: np.ndarray,
     data_shard: DataShard,
     accumulation: int = 1,
     *,
-    pad_to_multiple_of: int = 1,
-    max_length: int = 2**31,
+    padding: Padding = Padding(),
     speeds: Sequence[float] | None = None,
-    class_weights: np.ndarray | None = None,
-    task: Task = LABELLED,
-    seed: Sequence[int] = (),
-    row_weights: np.ndarray | None = None,
-    teacher: TeacherAnswers | None = None,
+    targets: Targets = Targets(),
 ) -> list[MicroBatch]:
     """One rank's micro-batches of a global batch.
 
-    Each rank gets consecutive rows of the batch, padded to the same length on all ranks so that all have equal work. An
-    empty share becomes one dummy row of weight 0, because its rank must still take part in the collectives. In a
-    pipeline, all micro-batches are filled up with dummy rows.
+    Each rank gets consecutive rows of the batch, padded to the same length on all ranks so that all
+    have equal work. An empty share becomes one dummy row of weight 0, because its rank must still
+    take part in the collectives. In a pipeline, all micro-batches are filled up with dummy rows.
 
-    ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. ``class_weights``,
-    (labels,), and ``row_weights``, (rows of the batch,), are the weights of rows in the mean loss of the batch, which
-    are multiplied; None weighs all rows alike. Lengths are rounded up to ``pad_to_multiple_of``, but not beyond
-    ``max_length`` tokens. ``task`` makes targets of labels; ``seed`` decides what it draws. ``teacher``: whose answers
-    are targets too.
+    ``speeds``, one number per share, divides the rows in proportion; None makes equal shares.
     """
-    # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
-    length = int(rows.input_lengths(batch).max())
-    length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
-
-    # Work is divided by inputs, since a row of many windows costs as much as many rows; `place_of` says which row is
-    # nearest to a place among them. Without windows both are the same.
+    # The longest row of the *global* batch sets the length, so that no rank waits for another with
+    # longer rows.
+    length = padding.length(int(rows.input_lengths(batch).max()))
+    # At which input of the batch each row begins, and the last one ends, (rows + 1,).
     firsts = np.concatenate([[0], np.cumsum(rows.num_inputs(batch))])
-
-    def place_of(inputs: np.ndarray) -> list[int]:
-        return np.interp(inputs, firsts, np.arange(len(firsts))).round().astype(int).tolist()
-
-    # The shares end where the running sum of the speeds does, rounded to whole rows: every row is in exactly one share.
-    ends = np.cumsum([0.0, *(speeds or [1.0] * data_shard.size)])
-    start, stop = place_of(ends[data_shard.rank : data_shard.rank + 2] / ends[-1] * firsts[-1])
-
-    if data_shard.stages > 1:
-        # A pipeline passes hidden states of one shape, so all its micro-batches get the same number of rows.
-        size = max(1, -(-(stop - start) // accumulation))
-        edges = [min(start + i * size, stop) for i in range(accumulation + 1)]
-    else:
-        size = 1
-        edges = place_of(np.linspace(firsts[start], firsts[stop], accumulation + 1))
-    # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without asking the others.
-    weights = (
-        task.predicted(rows.lengths[batch])
-        if class_weights is None
-        else class_weights[rows.labels[batch]]
-    )
-    weights = weights if row_weights is None else weights * row_weights
-    weights = weights / weights.sum()
-    ask = partial(task.ask, seed=seed)
+    edges, least_rows = _edges(firsts, data_shard, accumulation, speeds)
+    # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without
+    # asking the others. A row has its weight wherever it is computed: shares need not be equal.
+    weights = targets.weights(rows, batch)
     return [
         _micro_batch(
             rows,
-            batch,
-            weights,
-            edges[i],
-            edges[i + 1],
-            length,
-            size,
-            int(firsts[edges[i]]),
-            ask,
-            teacher,
+            batch[start:stop],
+            weights[start:stop],
+            dummies=np.repeat(batch[:1], max(0, least_rows - (stop - start))),
+            length=length,
+            first_row=int(firsts[start]),
+            targets=targets,
         )
-        for i in range(accumulation)
+        for start, stop in pairwise(edges)
     ]
+
+
+def _edges(
+    firsts: np.ndarray, data_shard: DataShard, accumulation: int, speeds: Sequence[float] | None
+) -> tuple[list[int], int]:
+    """Where this rank's micro-batches begin and end in the batch, and how many rows each must have."""
+
+    # Work is divided by inputs, since a row of many windows costs as much as many rows; this says
+    # which row is nearest to a place among them. Without windows both are the same.
+    def place_of(inputs: np.ndarray) -> list[int]:
+        return np.interp(inputs, firsts, np.arange(len(firsts))).round().astype(int).tolist()
+
+    # The shares end where the running sum of the speeds does, rounded to whole rows. All ranks
+    # round the same numbers, so every row is in exactly one share.
+    ends = np.cumsum([0.0, *(speeds or [1.0] * data_shard.size)])
+    start, stop = place_of(ends[data_shard.rank : data_shard.rank + 2] / ends[-1] * firsts[-1])
+    if data_shard.stages == 1:
+        return place_of(np.linspace(firsts[start], firsts[stop], accumulation + 1)), 1
+    # A pipeline passes hidden states of one shape between its stages, so all its micro-batches get
+    # the same number of rows.
+    size = max(1, -(-(stop - start) // accumulation))
+    return [min(start + i * size, stop) for i in range(accumulation + 1)], size
 
 
 def _micro_batch(
     rows: TokenizedRows,
-    batch: np.ndarray,
+    own: np.ndarray,
     weights: np.ndarray,
-    start: int,
-    stop: int,
+    *,
+    dummies: np.ndarray,
     length: int,
-    least_rows: int,
     first_row: int,
-    ask: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    teacher: TeacherAnswers | None,
+    targets: Targets,
 ) -> MicroBatch:
-    own = batch[start:stop]
-    num_dummies = max(0, least_rows - len(own))
-    chosen = np.concatenate([own, np.repeat(batch[:1], num_dummies)])
-    # A row has its weight in the global mean wherever it is computed: shares need not be equal. Dummies weigh 0.
-    own_weights = np.concatenate([weights[start:stop], np.zeros(num_dummies)]).astype(np.float32)
-    input_ids, attention_mask = pad(rows, chosen, length)
-    input_ids, targets = ask(
-        input_ids, attention_mask, torch.from_numpy(rows.labels[chosen]), chosen
-    )
+    chosen = np.concatenate([own, dummies])
+    # Dummies weigh 0: they take part in the computation, but not in the loss.
+    own_weights = np.concatenate([weights, np.zeros(len(dummies))]).astype(np.float32)
+    ids, mask = pad(rows, chosen, length)  # (inputs, seq)
+    labels, originals = torch.from_numpy(rows.labels[chosen]), rows.originals(chosen)
+    # The task may change the ids too: a masked language model hides some of them.
+    input_ids, asked = targets.task.ask(ids, mask, labels, chosen, targets.seed)
+    teacher = targets.teacher
     return MicroBatch(
         input_ids=input_ids,
-        attention_mask=attention_mask,
-        labels=targets,
+        attention_mask=mask,
+        labels=asked,
         weights=torch.from_numpy(own_weights),
-        rows=np.concatenate([rows.originals(own), np.full(num_dummies, -1, own.dtype)]),
+        rows=np.concatenate([originals[: len(own)], np.full(len(dummies), -1, own.dtype)]),
         first_row=first_row,
         num_tokens=int(rows.lengths[own].sum()),
         windows=torch.from_numpy(_places(rows.num_inputs(chosen))) if rows.window else None,
-        teacher=torch.from_numpy(teacher.of(rows.originals(chosen))) if teacher else None,
-        is_labelled=torch.from_numpy(teacher.has_label(rows.originals(chosen)))
-        if teacher
-        else None,
+        teacher=torch.from_numpy(teacher.of(originals)) if teacher else None,
+        is_labelled=torch.from_numpy(teacher.has_label(originals)) if teacher else None,
     )
 
 

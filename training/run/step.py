@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.errors import TrainingFailure
-from training.data.batching import MicroBatch, rank_share
+from training.data.batching import MicroBatch, Padding, Targets, rank_share
 from training.distributed.failures import translate_errors
 from training.distributed.ranks import Ranks
 from training.model.optimizer import learning_rate_at
@@ -74,14 +74,15 @@ def train_step(
             batch,
             strategy.data_shard,
             plan.accumulation,
-            pad_to_multiple_of=length_multiple(config, ranks.device.type),
-            max_length=config.max_length,
+            padding=Padding(length_multiple(config, ranks.device.type), config.max_length),
             speeds=context.balance.speeds,
-            class_weights=plan.class_weights,
-            task=strategy.task,
-            seed=(config.seed, 4, step),
-            row_weights=suspects.weights(originals) if suspects else None,
-            teacher=context.news.teacher,
+            targets=Targets(
+                task=strategy.task,
+                seed=(config.seed, 4, step),
+                class_weights=plan.class_weights,
+                row_weights=suspects.weights(originals) if suspects else None,
+                teacher=context.news.teacher,
+            ),
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
 

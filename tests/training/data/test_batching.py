@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from common.text import TextTokenizer
-from training.data.batching import DataShard, LengthBucketSampler, MicroBatch, pad, rank_share
+from training.data.batching import (
+    DataShard,
+    LengthBucketSampler,
+    MicroBatch,
+    Padding,
+    Targets,
+    pad,
+    rank_share,
+)
 from training.data.dataset import load_news
 from training.data.teacher import TeacherAnswers
 from training.data.tokenized import TokenizedRows, encode_rows, load_tokenizer
@@ -94,7 +102,8 @@ def test_class_weights_give_the_weighted_mean_whatever_the_shares() -> None:
     for size, stages in ((1, 1), (3, 1), (2, 2)):
         found: dict[int, float] = {}
         for rank in range(size):
-            for part in rank_share(rows, batch, DataShard(rank, size, stages=stages), 2, class_weights=class_weights):
+            shard, targets = DataShard(rank, size, stages=stages), Targets(class_weights=class_weights)
+            for part in rank_share(rows, batch, shard, 2, targets=targets):
                 real = part.rows >= 0
                 found |= dict(zip(part.rows[real].tolist(), part.weights[real].tolist(), strict=True))
                 assert not part.weights[~real].any()
@@ -208,7 +217,7 @@ def test_all_ranks_pad_to_the_same_length(multiple: int) -> None:
     lengths = {
         share.input_ids.shape[1]
         for rank in range(4)
-        for share in rank_share(rows, batch, DataShard(rank, 4), 2, pad_to_multiple_of=multiple)
+        for share in rank_share(rows, batch, DataShard(rank, 4), 2, padding=Padding(multiple))
     }
 
     (length,) = lengths
@@ -246,7 +255,7 @@ def test_a_rough_copy_has_the_label_and_the_number_of_its_row_and_its_teachers_a
     read = TokenizedRows(ids, offsets, np.concatenate([rows.labels, rows.labels[copies]]), 0, copies_of=copies)
     teacher = TeacherAnswers("key", [np.eye(10)], np.arange(10), [np.arange(10)], num_labelled=5)
 
-    [batch] = rank_share(read, np.array([10, 2, 11]), DataShard(0, 1), 1, teacher=teacher)
+    [batch] = rank_share(read, np.array([10, 2, 11]), DataShard(0, 1), targets=Targets(teacher=teacher))
 
     assert batch.rows.tolist() == [2, 2, 7]
     assert batch.labels.tolist() == rows.labels[[2, 2, 7]].tolist()

@@ -132,7 +132,7 @@ def train_without(config: TrainConfig, rows: Sequence[int]) -> State:
     for step, batch in enumerate(order, start=1):
         left = batch[~np.isin(batch, rows)]
         if len(left):
-            share = rank_share(news.tokens.train, left, strategy.data_shard, max_length=48)
+            share = rank_share(news.tokens.train, left, strategy.data_shard)
             rate = learning_rate_at(step, LAST_STEP, config.learning_rate or 1e-3, config.warmup, config.schedule)
             optimizer_step(strategy, share, step, rate)
     return strategy.state_dict().tensors
