@@ -212,6 +212,13 @@ def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str 
     return "news" if files and ag_news_classes(files[0]) else "none"
 
 
+def cleaning_of_data(config: TrainConfig, data: NewsData) -> str:
+    """``--clean``, or what auto means for this data."""
+    if config.clean != "auto":
+        return config.clean
+    return default_cleaning(config.dataset, data.label_names, config.train_split)
+
+
 def row_numbers(count: int) -> np.ndarray:
     """0 to ``count`` - 1, in four bytes each if they fit."""
     return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)

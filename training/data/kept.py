@@ -19,7 +19,7 @@ from common.files import write_json
 from common.text import Text, texts_in
 from training.data.array_file import find_damage
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def digest_of(pieces: Iterable[str | memoryview]) -> str:
@@ -84,8 +84,19 @@ def read_known(file: Path | None) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
+@contextlib.contextmanager
+def naming_a_full_disk(folder: Path) -> Iterator[None]:
+    """For work that fills the folder but also reads other files, whose errors are not its own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL_DISK:
+            raise
+        raise not_writable(folder, error) from error
+
+
 def not_writable(folder: Path, error: OSError) -> UserError:
-    remedy = "; free some space, or name another folder" if error.errno in FULL_DISK else ""
+    remedy = "; free some space, or name another folder" if error.errno in _FULL_DISK else ""
     return UserError(
         f"--cache_dir {folder}: cannot be written ({error.strerror or error}){remedy}",
         code="not-writable",

@@ -26,7 +26,7 @@ from training.data.dataset import (
     SAMPLE,
     LoadOptions,
     NewsData,
-    default_cleaning,
+    cleaning_of_data,
     load_news,
     row_numbers,
     split_rows,
@@ -34,7 +34,7 @@ from training.data.dataset import (
 from training.data.duplicates import Repeats
 from training.data.earlier import with_earlier_rows
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
-from training.data.kept import FULL_DISK, not_writable, read_known, remembered
+from training.data.kept import naming_a_full_disk, read_known, remembered
 from training.data.report import lines_of, measure_run
 from training.data.source_cache import repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teachers
@@ -205,40 +205,29 @@ def prepare_news(
     if found.vectors:
         tokens = with_vectors(tokens, found.vectors)
 
-    def check() -> list[str]:
-        assert texts is not None
-        assert tokenizer is not None
-        return check_tokens(
+    # What follows compares texts, which takes long: rank 0 does it, for all ranks.
+    about_tokens = ranks.from_first(
+        lambda: check_tokens(
             config, tokenizer.backend_tokenizer.to_str(), found.cleaning, texts, tokens
         )
-
-    about_tokens = ranks.from_first(check)
-    # Rank 0 compares the texts, for all ranks.
-    dropped: dict[str, Any] = {"dropped": [], "lines": []}
-    drops, near = _asked(config.duplicates)
-    if drops:
-        file = repeats_file(config.cache_folder, found.key, config, "repeats")
-        dropped = ranks.from_first(
-            lambda: remembered(file, lambda: Repeats(texts, near=near).drop())
-        )
-    kept = np.delete(row_numbers(len(tokens.train)), dropped["dropped"])
+    )
+    dropped, about_dropped = _rows_to_drop(config, ranks, found.key, texts)
+    kept = np.delete(row_numbers(len(tokens.train)), dropped)
+    # Every rank splits by itself, and the seed makes it the same split everywhere.
     train, validation = ranks.run_on_all_ranks(
         lambda: _split(config, tokens, ranks.world_size, kept)
     )
-    task = TASKS[config.task]
-
-    def measure() -> dict[str, Any]:
-        if task.is_language_model or not config.dataset:
-            return {}
-        repeats = None if drops else Repeats(texts, near=near)
-        return measure_run(repeats, texts, task, train[train < tokens.num_labelled], validation)
-
     report = repeats_file(config.cache_folder, found.key, config, f"report-{len(validation)}")
+    measure = partial(_measure, config, texts, train[train < tokens.num_labelled], validation)
     figures = ranks.run_on_all_ranks(lambda: remembered(report, measure) if ranks.is_first else {})
-    lines = [*about_tokens, *dropped["lines"]]
+
+    lines = [*about_tokens, *about_dropped]
     for line in [*lines, *lines_of(figures, config)]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *lines])
+    teacher = None
+    if config.is_distilled:
+        teacher = ask_teachers(config, ranks, texts, tokens, train, say)
     return PreparedNews(
         tokens=tokens,
         train_index=train,
@@ -248,9 +237,7 @@ def prepare_news(
         tokenizer=tokenizer,
         separator=found.separator,
         vocabulary=found.vocabulary,
-        teacher=ask_teachers(config, ranks, texts, tokens, train, say)
-        if config.is_distilled
-        else None,
+        teacher=teacher,
         figures=figures,
     )
 
@@ -263,17 +250,10 @@ def _find(
         return None, None, None
     check_model_name(config.model, config.model_revision)
     say(f"Reading {config.dataset or config.unlabelled or 'the names of the labels'} ...")
-    try:
+    with naming_a_full_disk(config.cache_folder):
         source = source_file(config.cache_folder, config)
-        known = read_known(source)
-        data = read_texts(config.cache_folder, known["tokens"]) if known else None
-        if data is None:  # the first time, or somebody cleared a part of the cache
-            data, known = _read_data(config, say), {}
-        for note in data.notes:
-            say(note[0].upper() + note[1:])
-        cleaning = config.clean
-        if cleaning == "auto":
-            cleaning = default_cleaning(config.dataset, data.label_names, config.train_split)
+        data, known = _read_texts(config, read_known(source), say)
+        cleaning = cleaning_of_data(config, data)
         if "tokenizer" in known:
             tokenizer = make_tokenizer(known["tokenizer"], config.max_length)
         else:
@@ -287,26 +267,34 @@ def _find(
         side = {SETTINGS_FILE: {"truncation_side": tokenizer.truncation_side}}
         tokenizer_json = combined(tokenizer.backend_tokenizer.to_str(), side)
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        # The key is a hash of all texts. If neither the files nor the tokenizer have changed since an
+        # earlier start, it is known already.
         if known.get("tokenizer_sha256") == digest:
             key = known["tokens"]
         else:
             key = _write_tokens(config, data, tokenizer_json, cleaning, vocabulary, say)
+            # From here on the texts are read from the cache, and the temporary files are gone.
             data = read_texts(config.cache_folder, key)
-            assert data is not None
             if source:
                 # The tokenizer of tiny would have to be learned from all texts again.
                 learned = {"tokenizer": tokenizer_json} if config.model == TINY else {}
                 write_json(source, {"tokens": key, "tokenizer_sha256": digest} | learned)
-        vectors = (
-            _write_vectors(config, data, cleaning, ranks.device, say)
-            if TASKS[config.task] is Embedding
-            else None
-        )
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
-        raise not_writable(config.cache_folder, error) from error
+        vectors = None
+        if TASKS[config.task] is Embedding:
+            vectors = _write_vectors(config, data, cleaning, ranks.device, say)
     return Found(key, cleaning, separator, vocabulary, vectors), data, tokenizer
+
+
+def _read_texts(
+    config: TrainConfig, known: Mapping[str, Any], say: Callable[[str], None]
+) -> tuple[NewsData, Mapping[str, Any]]:
+    """The rows, from the cache if an earlier start has put them there, and what is still known of it."""
+    data = read_texts(config.cache_folder, known["tokens"]) if known else None
+    if data is None:  # the first time, or somebody cleared a part of the cache
+        data, known = _read_data(config, say), {}
+    for note in data.notes:
+        say(note[0].upper() + note[1:])
+    return data, known
 
 
 def _read_data(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
@@ -389,6 +377,30 @@ def _asked(duplicates: str) -> tuple[bool, bool]:
     return duplicates.startswith("drop"), duplicates.endswith("_near")
 
 
+def _rows_to_drop(
+    config: TrainConfig, ranks: Ranks, key: str, texts: NewsData | None
+) -> tuple[list[int], list[str]]:
+    """The training rows that repeat others, if ``--duplicates`` leaves them out, and lines about them."""
+    drops, near = _asked(config.duplicates)
+    if not drops:
+        return [], []
+    file = repeats_file(config.cache_folder, key, config, "repeats")
+    found = ranks.from_first(lambda: remembered(file, lambda: Repeats(texts, near=near).drop()))
+    return found["dropped"], found["lines"]
+
+
+def _measure(
+    config: TrainConfig, texts: NewsData, train: np.ndarray, validation: np.ndarray
+) -> dict[str, Any]:
+    task = TASKS[config.task]
+    if task.is_language_model or not config.dataset:
+        return {}
+    # Rows that are left out are not counted a second time.
+    drops, near = _asked(config.duplicates)
+    repeats = None if drops else Repeats(texts, near=near)
+    return measure_run(repeats, texts, task, train, validation)
+
+
 def class_weights_of(
     config: TrainConfig, news: PreparedNews, began: Sequence[float] | None = None
 ) -> np.ndarray | None:
@@ -409,6 +421,19 @@ def class_weights_of(
         counts = np.bincount(news.tokens.train.labels[news.train_index], minlength=len(names))
         # A label without training rows gets any weight: no row asks for it.
         return len(news.train_index) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+    given = _read_weights(config, names)
+    if unknown := sorted(given.keys() - set(names)):
+        raise _wrong_weights(
+            config, f"{unknown[0]!r} is not a label of the data, which has {some_of(names)}"
+        )
+    if missing := [name for name in names if name not in given]:
+        raise _wrong_weights(config, f"has no weight for the label {missing[0]!r}")
+    weights = {name: _positive(config, name, weight) for name, weight in given.items()}
+    return np.array([weights[name] for name in names])
+
+
+def _read_weights(config: TrainConfig, names: Sequence[str]) -> dict[str, Any]:
+    """What ``--class_weights`` says, by label."""
     try:
         # Names stay text: yes and no are labels here.
         given = yaml.load(
@@ -420,20 +445,16 @@ def class_weights_of(
         raise _wrong_weights(
             config, f"must hold a weight for each label, such as `{names[0]}: 2.5`"
         )
-    given = {str(name): weight for name, weight in given.items()}
-    if unknown := sorted(given.keys() - set(names)):
+    return given
+
+
+def _positive(config: TrainConfig, name: str, weight: Any) -> float:
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not (is_number and 0 < weight < math.inf):
         raise _wrong_weights(
-            config, f"{unknown[0]!r} is not a label of the data, which has {some_of(names)}"
+            config, f"the weight of {name!r} is {weight!r}; it must be a number above 0"
         )
-    if missing := [name for name in names if name not in given]:
-        raise _wrong_weights(config, f"has no weight for the label {missing[0]!r}")
-    for name, weight in given.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (is_number and 0 < weight < math.inf):
-            raise _wrong_weights(
-                config, f"the weight of {name!r} is {weight!r}; it must be a number above 0"
-            )
-    return np.array([float(given[name]) for name in names])
+    return float(weight)
 
 
 class _TextKeys(yaml.SafeLoader):

@@ -24,7 +24,7 @@ from training.data.dataset import (
     TEST_SHARE,
     LoadOptions,
     NewsData,
-    default_cleaning,
+    cleaning_of_data,
     load_news,
     split_rows,
 )
@@ -230,9 +230,7 @@ def _measure_tokens(
     config: TrainConfig, data: NewsData, texts: Sequence[Text], say: Callable[[str], None]
 ) -> dict[str, Any]:
     model = config.model if "model" in config.model_fields_set else STARTER
-    cleaning = config.clean
-    if cleaning == "auto":
-        cleaning = default_cleaning(config.dataset, data.label_names, config.train_split)
+    cleaning = cleaning_of_data(config, data)
     known = load_tokenizer(
         model, data.train.texts, config.max_length, say, cleaning, config.model_revision
     )
