@@ -483,15 +483,10 @@ def _assemble(
     elif options.as_found:
         test = train.take(np.array([], dtype=np.int64))
     else:
-        (train, test), count = _set_aside(train, TEST_SHARE, options), len(train)
-        if len(test) == 0:
-            raise UserError(
-                f"--dataset {name}: {count} rows leave none for validation and test; at least 3 rows of each "
-                "label are needed, one each to train, validate and test on",
-                code="rows-too-few",
-            )
+        train, test = _set_test_aside(name, train, options)
         notes.append(
-            f"no test rows in the data: {len(test)} of the {count} rows were set aside as the test set"
+            f"no test rows in the data: {len(test)} of the {len(train) + len(test)} rows "
+            "were set aside as the test set"
         )
     fraction = 0.0 if options.as_found else options.validation_fraction
     if task.is_language_model and validation is None and fraction:
@@ -531,6 +526,17 @@ def _name_labels(
         if not reading.without_header:
             raise
         raise UserError(f"{error}; {reading.notes[0]}", code=error.code) from error
+
+
+def _set_test_aside(name: str, rows: Rows, options: LoadOptions) -> tuple[Rows, Rows]:
+    train, test = _set_aside(rows, TEST_SHARE, options)
+    if len(test) == 0:
+        raise UserError(
+            f"--dataset {name}: {len(rows)} rows leave none for validation and test; at least 3 "
+            "rows of each label are needed, one each to train, validate and test on",
+            code="rows-too-few",
+        )
+    return train, test
 
 
 def _set_aside(rows: Rows, share: float, options: LoadOptions) -> tuple[Rows, Rows]:

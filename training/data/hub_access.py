@@ -77,22 +77,19 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
             raise HubUnavailable(
                 f"{what}: the name of the hub's host, {host}, could not be resolved, and it is not in the cache"
             ) from error
-    for delay in RETRY_DELAYS:
+    delays = iter(RETRY_DELAYS)
+    while True:
         try:
             return ask()
         except Exception as error:
             if (reason := _why_no_answer(error)) is None:
                 raise
-            say(f"{what}: the hub did not answer ({reason}); next attempt in {delay:g} s")
-            time.sleep(delay)
-    try:
-        return ask()
-    except Exception as error:
-        if (reason := _why_no_answer(error)) is None:
-            raise
-        raise HubUnavailable(
-            f"{what}: the hub did not answer ({reason}) in {len(RETRY_DELAYS) + 1} attempts"
-        ) from error
+            failed = f"{what}: the hub did not answer ({reason})"
+            if (delay := next(delays, None)) is None:
+                attempts = len(RETRY_DELAYS) + 1
+                raise HubUnavailable(f"{failed} in {attempts} attempts") from error
+            say(f"{failed}; next attempt in {delay:g} s")
+        time.sleep(delay)
 
 
 def hub_may_have(model: str, revision: str = "") -> bool:

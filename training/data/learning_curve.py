@@ -45,17 +45,8 @@ def learning_curve(texts: Sequence[str], targets: np.ndarray, seed: int) -> dict
     except ValueError:  # texts of single letters and symbols only
         return {"skipped": "the texts have no words"}
 
-    errors: list[list[float]] = []
     sizes = np.array([len(chosen) * (FOLDS - 1) // FOLDS // part for part in PARTS])
-    rounds = min(MOST_ROUNDS, max(1, ROWS_TESTED // len(chosen)))
-    folds = FOLDS if len(chosen) <= ROWS_TESTED else 1
-    for _ in range(rounds):
-        order = generator.permutation(len(chosen))
-        for fold in range(folds):
-            held_out = order[fold::FOLDS]
-            kept = generator.permutation(np.setdiff1d(order, held_out))
-            errors.append([_error(words, targets, kept[:size], held_out) for size in sizes])
-    measured = np.mean(errors, axis=0)
+    measured = _mean_errors(words, targets, sizes, generator)
     predict = _fit(sizes, measured)
     return {
         "metric": _metric(targets),
@@ -66,6 +57,22 @@ def learning_curve(texts: Sequence[str], targets: np.ndarray, seed: int) -> dict
         "now": round(1 - predict(num_rows), 4),
         "twice": round(1 - predict(2 * num_rows), 4),
     }
+
+
+def _mean_errors(
+    words: Any, targets: np.ndarray, sizes: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
+    """Of models that learn from so many of the rows, on others; (sizes,)."""
+    errors: list[list[float]] = []
+    folds = FOLDS if len(targets) <= ROWS_TESTED else 1
+    for _ in range(min(MOST_ROUNDS, max(1, ROWS_TESTED // len(targets)))):
+        order = generator.permutation(len(targets))
+        for fold in range(folds):
+            held_out = order[fold::FOLDS]
+            # The smaller parts are in the larger ones: so they differ by their size alone.
+            kept = generator.permutation(np.setdiff1d(order, held_out))
+            errors.append([_error(words, targets, kept[:size], held_out) for size in sizes])
+    return np.mean(errors, axis=0)
 
 
 def _metric(targets: np.ndarray) -> str:

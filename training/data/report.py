@@ -34,9 +34,8 @@ from training.data.stored_texts import JoinedTexts
 from training.data.tokenized import TokenizedNews, load_tokenizer
 from training.tasks import TASKS, Task
 
-RARE = (
-    10  # rows; with fewer, a label is hardly learned, and its score on the few test rows is chance
-)
+# Rows; with fewer, a label is hardly learned, and its score on the few test rows is chance.
+RARE = 10
 DOMINANT = 0.9  # share of the largest label from which accuracy says little
 MOST_NAMED = 5
 EXAMPLES = 3
@@ -143,7 +142,7 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     repeats = Repeats(data, near=True)
     train, *others = repeats.rows
     held_out = {split: repeats.rows[split] for split in others if len(repeats.rows[split])}
-    places = [place for split in data.splits for place in data.places.get(split, ())]
+    places = list(chain.from_iterable(data.places.get(split, ()) for split in data.splits))
     figures: dict[str, Any] = {
         "data": data.name,
         "task": config.task,
@@ -194,20 +193,25 @@ def measure_run(
         figures["labels"] = label_figures(data.train.labels[train], data.label_names)
     if repeats is None:
         return figures
-    firsts = {split: int(rows[0]) for split, rows in repeats.rows.items() if len(rows)}
-
-    def place_of(row: int) -> str:
-        split = max((split for split in firsts if firsts[split] <= row), key=firsts.__getitem__)
-        return f"{split} row {row - firsts[split] + 1:,}"
-
     if "validation" in repeats.rows:
         validation = repeats.rows["validation"][validation]
     held_out = {"validation": validation, "test": repeats.rows["test"]}
     held_out = {split: rows for split, rows in held_out.items() if len(rows)}
-    label_of = _label_of(repeats, task)
+    place_of, label_of = _place_of(repeats), _label_of(repeats, task)
     for name, fault in find_faults(repeats, train, held_out, labelled=task.has_labels).items():
         figures[name] = fault.record(repeats, place_of, label_of, EXAMPLES)
     return figures | {"near_duplicates": repeats.near}
+
+
+def _place_of(repeats: Repeats) -> PlaceOf:
+    """Where a row is in its split, such as "test row 3", by its number through all splits."""
+    firsts = {split: int(rows[0]) for split, rows in repeats.rows.items() if len(rows)}
+
+    def place(row: int) -> str:
+        split = max((split for split in firsts if firsts[split] <= row), key=firsts.__getitem__)
+        return f"{split} row {row - firsts[split] + 1:,}"
+
+    return place
 
 
 def _label_of(repeats: Repeats, task: type[Task]) -> PlaceOf | None:
@@ -217,10 +221,7 @@ def _label_of(repeats: Repeats, task: type[Task]) -> PlaceOf | None:
     def name(row: int) -> str:
         [label] = repeats.labels(np.array([row]))
         if np.ndim(label):
-            return (
-                ", ".join(name for name, applies in zip(names, label, strict=True) if applies)
-                or "none"
-            )
+            return ", ".join(names[i] for i in np.flatnonzero(label)) or "none"
         return f"{label:g}" if isinstance(label, np.floating) else names[label]
 
     return name if task.has_labels else None
@@ -352,7 +353,11 @@ def lines_of(figures: Mapping[str, Any], config: TrainConfig) -> list[str]:
         ]
         command = ["python", "-m", "training.data_report", config.dataset, *chain(*flags)]
         lines[-1] += f"; to see which: {shlex.join(command)}"
-    labels = figures.get("labels", {})
+    return [*lines, *_lines_about_labels(figures.get("labels", {}))]
+
+
+def _lines_about_labels(labels: Mapping[str, Any]) -> list[str]:
+    lines = []
     if rare := _rare(labels):
         of = f"{len(rare):,} of {len(labels['counts']):,} labels"
         lines.append(f"Fewer than {RARE} training rows for {of}: {_some(rare)}")

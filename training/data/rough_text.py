@@ -50,10 +50,14 @@ def first_part(text: Text, seed: int, row: int) -> Text:
     for end in _ENDS:
         for found in end.finditer(text):
             part = text[: found.start() + 1] if end is _ENDS[0] else text[: found.start()]
-            has_words = len(part.split()) >= _FEWEST_WORDS or not part.isascii()
-            if has_words and text[found.end() :].strip():
+            if _has_words(part) and text[found.end() :].strip():
                 return part.strip()
     return text
+
+
+def _has_words(part: str) -> bool:
+    # Chinese and Japanese have no spaces between theirs.
+    return len(part.split()) >= _FEWEST_WORDS or not part.isascii()
 
 
 def upper_case(text: Text, seed: int, row: int) -> Text:
@@ -76,9 +80,8 @@ def without_punctuation(text: Text, seed: int, row: int) -> Text:
 
 def with_typing_errors(text: Text, seed: int, row: int) -> Text:
     """One typing error per ten words, at least one: two letters swapped, one dropped, doubled, or its neighbour hit."""
-    draw = random.Random(
-        f"{seed} {row}"
-    )  # seeded by a text's bytes, as in every version of Python since 3.2
+    # Seeded by a text's bytes, as in every version of Python since 3.2.
+    draw = random.Random(f"{seed} {row}")
 
     def mistyped(part: str) -> str:
         words = list(_WORD_OF_LETTERS.finditer(part))

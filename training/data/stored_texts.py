@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -106,13 +106,7 @@ class StoredTexts(Sequence[Text]):
     def __len__(self) -> int:
         return self._num_texts // self.width
 
-    @overload
-    def __getitem__(self, place: int) -> Text: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Text]: ...
-
-    def __getitem__(self, place: int | slice) -> Text | list[Text]:
+    def __getitem__(self, place: int | slice) -> Any:
         if isinstance(place, slice):
             start, stop, step = place.indices(len(self))
             return self._read(start, max(start, stop))[::step]
@@ -194,13 +188,7 @@ class JoinedTexts(Sequence[Text]):
     def __iter__(self) -> Iterator[Text]:
         return chain.from_iterable(self._parts)
 
-    @overload
-    def __getitem__(self, place: int) -> Text: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Text]: ...
-
-    def __getitem__(self, place: int | slice) -> Text | list[Text]:
+    def __getitem__(self, place: int | slice) -> Any:
         if isinstance(place, slice):
             start, stop, step = place.indices(len(self))
             cuts = [
@@ -233,13 +221,7 @@ class ChosenTexts(Sequence[Text]):
     def __len__(self) -> int:
         return len(self._index)
 
-    @overload
-    def __getitem__(self, place: int) -> Text: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Text]: ...
-
-    def __getitem__(self, place: int | slice) -> Text | list[Text]:
+    def __getitem__(self, place: int | slice) -> Any:
         rows = self._index[place].tolist()
         if isinstance(place, slice):
             return list(map(self._change, self._read(rows), rows))

@@ -191,11 +191,7 @@ def _key(teacher: Path, texts: Sequence[Text]) -> str:
 
 
 def _compute(
-    name: str,
-    teacher: SavedModel,
-    texts: Sequence[Text],
-    file: Path,
-    say: Callable[[str], None],
+    name: str, teacher: SavedModel, texts: Sequence[Text], file: Path, say: Callable[[str], None]
 ) -> None:
     """Write the answers to the file, unless it is there and undamaged.
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import UserError
 from common.rows import evenly_spread
-from common.text import cleaner
+from common.text import cleaner, texts_in
 from training.config import TrainConfig
 from training.data.dataset import NewsData
 from training.data.tokenized import TokenizedNews, TokenizedRows
 
 TEXTS_TRIED, CHARS_TRIED = 1000, 2000
-MOST_UNKNOWN = (
-    0.5  # of the characters; a tokenizer for another language or alphabet knows less than half
-)
+# Of the characters; a tokenizer for another language or alphabet knows less than half.
+MOST_UNKNOWN = 0.5
 WORTH_A_NOTE = 0.05
 
 
@@ -30,9 +30,8 @@ def check_tokens(
         UserError: most of the texts cannot be read.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    frame = tokenizer.num_special_tokens_to_add(
-        bool(config.columns.pair)
-    )  # that each row has in addition
+    # Special tokens, which each row has in addition to those of its text.
+    frame = tokenizer.num_special_tokens_to_add(bool(config.columns.pair))
     splits = {"training": tokens.train, "validation": tokens.validation, "test": tokens.test}
     lines = [] if config.is_language_model else _check_empty(config, splits, frame)
     share = _unknown_share(tokenizer, cleaning, texts)
@@ -42,10 +41,9 @@ def check_tokens(
             f"{what}; use a model for the language of the texts, with the tokenizer that it was trained with",
             code="tokenizer-unlike",
         )
-    return [
-        *lines,
-        *([f"{what}, so words with them all look the same to it"] if share >= WORTH_A_NOTE else []),
-    ]
+    if share >= WORTH_A_NOTE:
+        lines.append(f"{what}, so words with them all look the same to it")
+    return lines
 
 
 def _check_empty(
@@ -78,24 +76,26 @@ def _check_empty(
 
 def _unknown_share(tokenizer: Tokenizer, cleaning: str, texts: NewsData) -> float:
     """The share of characters in unknown tokens, in some of the training texts."""
-    model = tokenizer.model
-    if hasattr(model, "unk_token"):
-        unknown = tokenizer.token_to_id(model.unk_token) if model.unk_token else None
-    else:  # Unigram, which does not show its own
-        unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")
+    unknown = _unknown_id(tokenizer)
     if unknown is None:
         return 0.0  # a tokenizer of bytes knows every character
     tokenizer.no_truncation()
     tokenizer.no_padding()
     rows, clean = texts.train.texts, cleaner(cleaning)
-    chosen = [rows[i] for i in evenly_spread(len(rows), TEXTS_TRIED)]
-    parts = [part for text in chosen for part in ((text,) if isinstance(text, str) else text)]
-    cut = [clean(part)[:CHARS_TRIED] for part in parts]
-    places = [
-        (id_ == unknown, end - start)
-        for encoding in tokenizer.encode_batch(cut, add_special_tokens=False)
-        for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-    ]
-    return sum(size for is_unknown, size in places if is_unknown) / max(
-        1, sum(size for _, size in places)
-    )
+    some = (texts_in(rows[i]) for i in evenly_spread(len(rows), TEXTS_TRIED))
+    cut = [clean(part)[:CHARS_TRIED] for part in chain.from_iterable(some)]
+    # Characters are counted and not tokens: one unknown token may be a letter or a whole word.
+    num_chars = num_unknown = 0
+    for encoding in tokenizer.encode_batch(cut, add_special_tokens=False):
+        for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            num_chars += end - start
+            num_unknown += (end - start) * (id_ == unknown)
+    return num_unknown / max(1, num_chars)
+
+
+def _unknown_id(tokenizer: Tokenizer) -> int | None:
+    model = tokenizer.model
+    if hasattr(model, "unk_token"):
+        return tokenizer.token_to_id(model.unk_token) if model.unk_token else None
+    # Unigram has such a token too, but its Python class does not show it.
+    return json.loads(tokenizer.to_str())["model"].get("unk_id")

@@ -104,30 +104,15 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
         problem_type=PLAIN_TEXT,
         new_texts=partial(texts_on_disk, cache_dir),
     )
-    files = (
-        [place]
-        if place.is_file()
-        else sorted(one for one in place.glob("*") if one.suffix in reading.formats)
-    )
-    if not files:
-        what = f"the folder has no file that ends in {', '.join(reading.formats)}"
-        what = what if place.is_dir() else "no such file or folder"
-        raise UserError(f"{asked}: {what}", code="data-not-found")
-    texts, _ = reading.usable(
-        str(place), chain.from_iterable(read_file(file, reading) for file in files)
-    )
+    files = (read_file(file, reading) for file in _files_in(place, reading.formats, asked))
+    texts, _ = reading.usable(str(place), chain.from_iterable(files))
 
     num_labelled = len(data.train)
-    joined = replace(data, train=_joined(data.train, texts))
-    repeats = Repeats(joined, near=False)
-    known, new = np.split(repeats.rows["train"], [num_labelled])
-    others = [rows for split, rows in repeats.rows.items() if split != "train"]
-    fresh = new[repeats.partners(new, np.concatenate([known, *others])) < 0]
-    fresh = fresh[repeats.partners(fresh) < 0]
+    fresh, num_new = _fresh_rows(replace(data, train=_joined(data.train, texts)), num_labelled)
     if not len(fresh):
         raise UserError(f"{asked}: all of its texts are already in the data", code="data-empty")
     note = f"{len(fresh):,} texts without a label from {place}"
-    if left_out := len(new) - len(fresh):
+    if left_out := num_new - len(fresh):
         note += (
             f"; {left_out:,} are left out, because the data or an earlier line has the same text"
         )
@@ -138,6 +123,25 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
         left_out=data.left_out + reading.count,
         num_unlabelled=len(fresh),
     )
+
+
+def _files_in(place: Path, formats: Sequence[str], asked: str) -> list[Path]:
+    if place.is_file():
+        return [place]
+    if found := sorted(one for one in place.glob("*") if one.suffix in formats):
+        return found
+    what = f"the folder has no file that ends in {', '.join(formats)}"
+    what = what if place.is_dir() else "no such file or folder"
+    raise UserError(f"{asked}: {what}", code="data-not-found")
+
+
+def _fresh_rows(joined: NewsData, num_labelled: int) -> tuple[np.ndarray, int]:
+    """Of the training rows behind the labelled ones, those with a new text, and how many there are."""
+    repeats = Repeats(joined, near=False)
+    known, new = np.split(repeats.rows["train"], [num_labelled])
+    others = [rows for split, rows in repeats.rows.items() if split != "train"]
+    fresh = new[repeats.partners(new, np.concatenate([known, *others])) < 0]
+    return fresh[repeats.partners(fresh) < 0], len(new)
 
 
 def _joined(rows: Rows, texts: Sequence[Text]) -> Rows:
