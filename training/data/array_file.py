@@ -1,6 +1,7 @@
 """Arrays in one file that is mapped into memory, and may be larger than it.
 
-The file is in the format of safetensors, whose own library needs all arrays in memory to write them.
+The file is in the format of safetensors, whose own library needs all arrays in memory to write
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PIECE = 4 * 2**20
 
 
 class GrowingArray:
-    """An array of one dimension in a file that holds nothing else, a temporary one unless it is given."""
+    """An array of one dimension, alone in a file, which is temporary unless it is given."""
 
     def __init__(
         self, folder: Path, dtype: str, file: BinaryIO | None = None, length: int = 0
@@ -95,7 +96,7 @@ def find_damage(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """A file that :func:`find_damage` has found nothing against; ``places``: dtype, shape and first byte of each."""
+    """An undamaged file; ``places``: dtype, shape and first byte of each array."""
 
     path: Path
     about: dict[str, Any]

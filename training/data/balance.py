@@ -1,8 +1,8 @@
-"""Balance: slower ranks get fewer rows of each global batch, so that all finish a step at the same time.
+"""Balance: slower ranks get fewer rows of each global batch, so that all finish a step together.
 
-A step takes as long as its slowest rank. With equal shares, N ranks of speeds s (rows per second) take batch / (N x min
-s); with shares proportional to speed, batch / sum s. Each row keeps its weight in the global mean, so the gradient is
-the same whichever rank computes it.
+A step takes as long as its slowest rank. With equal shares, N ranks of speeds s (rows per second)
+take batch / (N x min s); with shares proportional to speed, batch / sum s. Each row keeps its
+weight in the global mean, so the gradient is the same whichever rank computes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 from training.data.batching import DataShard, MicroBatch
 from training.distributed.ranks import Ranks
 
-# The first step pays for one-time work. After a few steps the ranks compare speeds, then again now and then.
+# The first step pays for one-time work. After a few steps the ranks compare speeds, then again now
+# and then.
 SKIPPED_STEPS = 1
 FIRST_LOOK = 4
 STEPS_BETWEEN_LOOKS = 20
@@ -27,9 +28,9 @@ LEAST_GAIN = 0.05
 class Balance:
     """The relative speeds of the data-parallel ranks, the same on all of them.
 
-    Forward passes are timed instead of steps, because the all-reduce in the backward pass makes all ranks as slow as
-    the slowest. A rank gets at least one row per micro-batch, however slow it is: the dummy row that it would compute
-    instead, to take part in the all-reduce, costs as much.
+    Forward passes are timed instead of steps, because the all-reduce in the backward pass makes all
+    ranks as slow as the slowest. A rank gets at least one row per micro-batch, however slow it is:
+    the dummy row that it would compute instead, to take part in the all-reduce, costs as much.
 
     ``model`` None keeps all shares equal; ``least_share`` is the slowest rank's, of a global batch.
     """
@@ -53,7 +54,7 @@ class Balance:
         )
 
     def step_done(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Record what this rank computed in a step; now and then, compute new shares with the other ranks."""
+        """Record what this rank computed; now and then, compute new shares with the other ranks."""
         if self.stopwatch is None:
             return
         self.steps += 1
@@ -81,20 +82,21 @@ class Balance:
         # Every rank measures itself; all of them compute the new shares from the same numbers.
         measured = self.ranks.gather((cells, seconds))
         paces = [cells / max(seconds, 1e-9) for cells, seconds in measured]
-        # If the work were divided by pace, all ranks would take this long. Only a clear gain is worth a change, because
-        # new shares mean new shapes.
+        # If the work were divided by pace, all ranks would take this long. Only a clear gain is
+        # worth a change, because new shares mean new shapes.
         even_time = sum(cells for cells, _ in measured) / sum(paces)
         if max(seconds for _, seconds in measured) * (1 - LEAST_GAIN) <= even_time:
             return
         shares = [max(pace / sum(paces), self.least_share) for pace in paces]
         self.speeds = [share / sum(shares) for share in shares]
         self.say(
-            f"Balance: the ranks take {', '.join(f'{speed:.0%}' for speed in self.speeds)} of each global batch."
+            f"Balance: the ranks take {', '.join(f'{speed:.0%}' for speed in self.speeds)} of "
+            "each global batch."
         )
 
 
 class Stopwatch:
-    """Seconds in a model's forward passes during training; on a GPU measured with events, without synchronizing."""
+    """Seconds in a model's forward passes in training; on a GPU by events, without synchronizing."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"

@@ -1,11 +1,12 @@
 """Which rank sees which rows, and in which batches.
 
-The order of rows belongs to the data: the global batches of an epoch depend only on the lengths, the seed, the epoch
-and the global batch size. Ranks only divide each global batch, so 1, 2 or 4 ranks see the same global batches, and a
-resumed run continues with the next one on any number of ranks.
+The order of rows belongs to the data: the global batches of an epoch depend only on the lengths,
+the seed, the epoch and the global batch size. Ranks only divide each global batch, so 1, 2 or 4
+ranks see the same global batches, and a resumed run continues with the next one on any number of
+ranks.
 
-Batches are cut from arrays that every rank maps into memory, in the training process itself. There are no data loader
-workers that could die or hang.
+Batches are cut from arrays that every rank maps into memory, in the training process itself. There
+are no data loader workers that could die or hang.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from training.tasks import Task
 
 # Takes labels as they are.
 LABELLED = Task(())
-# Rows are sorted by length within groups of this many global batches. Measured on AG News: at 50, 2% of tokens are
-# padding, against 49% in random batches.
+# Rows are sorted by length within groups of this many global batches. Measured on AG News: at 50,
+# 2% of tokens are padding, against 49% in random batches.
 BATCHES_PER_BUCKET = 50
 
 
@@ -33,14 +34,16 @@ BATCHES_PER_BUCKET = 50
 class MicroBatch:
     """One rank's padded part of a global batch.
 
-    ``input_ids``, ``attention_mask``: int64, (inputs, seq); the mask is None if nothing is padded. An input is a row,
-    or one of its windows. ``labels``: (rows, ...), as the task takes them. ``weights``: float32, (rows,), each row's
-    weight in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, of a rough copy its
-    original's, -1 for a dummy row.
-    ``first_row``: position of the first input in the global batch. ``num_tokens``: tokens without padding.
-    ``windows``: int64, (rows, most), which inputs are the windows of a row, then -1; None if every row is one input.
-    ``teacher``: float32, (rows, scores), what a teacher answers, and ``is_labelled``: bool, (rows,), which rows have a
-    label beside that; None without a teacher.
+    ``input_ids``, ``attention_mask``: int64, (inputs, seq); the mask is None if nothing is padded.
+    An input is a row, or one of its windows. ``labels``: (rows, ...), as the task takes them.
+    ``weights``: float32, (rows,), each row's weight in the global mean, 0 for a dummy row.
+    ``rows``: row numbers in the training split, of a rough copy its original's, -1 for a dummy row.
+    ``first_row``: position of the first input in the global batch. ``num_tokens``: tokens without
+    padding.
+    ``windows``: int64, (rows, most), which inputs are the windows of a row, then -1; None if every
+    row is one input.
+    ``teacher``: float32, (rows, scores), what a teacher answers, and ``is_labelled``: bool,
+    (rows,), which rows have a label beside that; None without a teacher.
     """
 
     input_ids: torch.Tensor
@@ -71,8 +74,9 @@ class MicroBatch:
 class DataShard:
     """Which of ``size`` shares of each global batch a rank works on.
 
-    Ranks that hold parts of the same replica work on the same share, and one of them is its leader. If a replica spans
-    the ``stages`` of a pipeline, all micro-batches of a share have the same number of rows.
+    Ranks that hold parts of the same replica work on the same share, and one of them is its leader.
+    If a replica spans the ``stages`` of a pipeline, all micro-batches of a share have the same
+    number of rows.
     """
 
     rank: int
@@ -82,7 +86,7 @@ class DataShard:
 
 
 class LengthBucketSampler:
-    """Global batches of rows of similar length, each row once per epoch, or as many rows of each label.
+    """Global batches of rows of similar length: each row once per epoch, or rows of all labels alike.
 
     Like ``torch.utils.data.DistributedSampler`` it is seeded and told the epoch with :meth:`set_epoch`. Unlike that
     one, it does not repeat or drop rows to give all ranks the same number.
@@ -123,7 +127,8 @@ class LengthBucketSampler:
         for start in range(0, len(order), BATCHES_PER_BUCKET * size):
             bucket = order[start : start + BATCHES_PER_BUCKET * size]
             bucket[:] = bucket[np.argsort(self.lengths[bucket], kind="stable")]
-        # Shuffled, except that the longest batch comes first: what does not fit into memory fails immediately.
+        # Shuffled, except that the longest batch comes first: what does not fit into memory fails
+        # immediately.
         last_rows = order[np.minimum(np.arange(size, len(order) + size, size), len(order)) - 1]
         longest = self.lengths[last_rows].argmax()
         numbers = generator.permutation(row_numbers(len(self)))
@@ -227,7 +232,7 @@ def rank_share(
 def _edges(
     firsts: np.ndarray, data_shard: DataShard, accumulation: int, speeds: Sequence[float] | None
 ) -> tuple[list[int], int]:
-    """Where this rank's micro-batches begin and end in the batch, and how many rows each must have."""
+    """Where this rank's micro-batches begin and end in the batch, and their least number of rows."""
 
     # Work is divided by inputs, since a row of many windows costs as much as many rows; this says
     # which row is nearest to a place among them. Without windows both are the same.
@@ -287,9 +292,10 @@ def _places(counts: np.ndarray) -> np.ndarray:
 def pad(
     rows: TokenizedRows, index: np.ndarray, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Chosen rows as one padded batch: ids and mask, int64, (inputs, length); padding has id 0 and mask 0.
+    """Chosen rows as one padded batch: ids and mask, int64, (inputs, length); padding has 0 in both.
 
-    The mask is None if nothing is padded: attention then uses its fastest kernel, and a GPU need not be asked.
+    The mask is None if nothing is padded: attention then uses its fastest kernel, and a GPU need
+    not be asked.
     """
     lengths = rows.input_lengths(index)
     mask = np.arange(length) < lengths[:, None]

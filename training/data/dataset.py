@@ -56,7 +56,7 @@ OFFLINE_HINT = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts as they were read, with the label of each as its task takes it. ``labels``: (rows, ...)."""
+    """Texts as they were read, with labels, (rows, ...), as their task takes them."""
 
     texts: Sequence[Text]
     labels: np.ndarray
@@ -74,9 +74,10 @@ class Rows:
 class NewsData:
     """Training and test rows, validation rows if the data has any, and the label names.
 
-    ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them. ``num_unlabelled``:
-    how many of the last training rows have no label. ``has_test_rows``: the data brings them; else they are some of its
-    training rows. ``places``: of each split where each row is, such as ``news.csv line 3``, if they were asked for.
+    ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them.
+    ``num_unlabelled``: how many of the last training rows have no label. ``has_test_rows``: the
+    data brings them; else they are some of its training rows. ``places``: of each split where each
+    row is, such as ``news.csv line 3``, if they were asked for.
     """
 
     name: str
@@ -100,12 +101,14 @@ class NewsData:
 class LoadOptions:
     """How the rows of a dataset are read.
 
-    ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves out unusable rows,
-    unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
-    into memory. ``validation_fraction``: of the texts of a language model that are set aside, if the data brings none.
-    ``class_names``: what the classes of a file without a header are called, if the file's folder does not say it.
-    ``labels``: those that there are, also without rows; with ``more_labels`` others of the training rows come behind
-    them; unset = those of the training rows.
+    ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves
+    out unusable rows, unless they are more than half. ``texts_in``: a folder for a temporary file
+    of the texts, so that they need not fit into memory. ``validation_fraction``: of the texts of a
+    language model that are set aside, if the data brings none.
+    ``class_names``: what the classes of a file without a header are called, if the file's folder
+    does not say it.
+    ``labels``: those that there are, also without rows; with ``more_labels`` others of the training
+    rows come behind them; unset = those of the training rows.
     ``as_found``: with the place of each row, and no row is moved to another split.
     """
 
@@ -149,7 +152,7 @@ class LoadOptions:
 def load_news(
     dataset: str, options: LoadOptions = LoadOptions(), say: Callable[[str], None] = print
 ) -> NewsData:
-    """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
+    """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path.
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
@@ -176,8 +179,8 @@ def load_news(
     if "/" in dataset:
         return _read_hub(dataset, options, say)
     raise UserError(
-        f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
-        "a hub name owner/data, or an existing folder or file",
+        f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use "
+        "ag_news, sample, a hub name owner/data, or an existing folder or file",
         code="data-not-found",
     )
 
@@ -200,8 +203,8 @@ def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> 
 
 
 def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str = "train") -> str:
-    """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in other data, what
-    looks like markup may be text.
+    """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in
+    other data, what looks like markup may be text.
     """
     if dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS:
         return "news"
@@ -227,9 +230,10 @@ def row_numbers(count: int) -> np.ndarray:
 def split_rows(
     labels: np.ndarray, validation_fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions for training and for validation: stratified by label, (rows,), seeded, each in ascending order.
+    """Positions for training and for validation: stratified by label, seeded, each ascending; (rows,).
 
-    Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that has two.
+    Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that
+    has two.
     """
     generator = np.random.default_rng([seed, 1])
     numbers, is_chosen = row_numbers(len(labels)), np.zeros(len(labels), dtype=bool)
@@ -263,8 +267,8 @@ def _read_folder(name: str, folder: Path, options: LoadOptions) -> NewsData:
     if selection.train_split == "train" and "train" not in files:
         more = " or train.parquet" if reading.columns.label else ", train.parquet or train.txt"
         raise UserError(
-            f"--dataset {name}: the folder holds no train.csv, train.jsonl{more}; name another file "
-            "with --train_split, without its suffix",
+            f"--dataset {name}: the folder holds no train.csv, train.jsonl{more}; name another "
+            "file with --train_split, without its suffix",
             code="data-not-found",
         )
     used = _splits_used(name, files, selection)
@@ -299,7 +303,8 @@ def _splits_used(name: str, present: Collection[str], selection: Selection) -> d
         UserError: it lacks one that was asked for.
     """
     used = _splits_asked(name, present, selection)
-    # A split that is used under its own name is not used twice: the validation split may be the one to test on.
+    # A split that is used under its own name is not used twice: the validation split may be the one
+    # to test on.
     free = [split for split in present if split not in used.values()]
     for use, names in (("validation", VALIDATION_NAMES), ("test", ("test",))):
         if found := [split for split in names if split in free]:
@@ -317,8 +322,8 @@ def _splits_asked(name: str, present: Collection[str], selection: Selection) -> 
     for use, split in asked.items():
         if split not in present:
             raise UserError(
-                f"--dataset {name}: has no {split} split, only {some_of(sorted(present)) or 'none'}; "
-                f"name one of them with --{use}_split",
+                f"--dataset {name}: has no {split} split, only "
+                f"{some_of(sorted(present)) or 'none'}; name one of them with --{use}_split",
                 code="data-not-found",
             )
     return asked
@@ -352,13 +357,15 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
             unreadable[path] = first_line(error)
         else:
             readable.append(shard)
-    # Shards have equal lengths within one row; the length of an unreadable one is not recorded anywhere else.
+    # Shards have equal lengths within one row; the length of an unreadable one is not recorded
+    # anywhere else.
     rows = max((len(shard) for shard in readable), default=1)
     for path, why in unreadable.items():
         reading.reject(str(path), f"cannot be read ({why})", rows)
     if len(unreadable) > len(readable):
         raise UserError(
-            f"--dataset {folder}: {len(unreadable)} of its shards cannot be read, and {len(readable)} can",
+            f"--dataset {folder}: {len(unreadable)} of its shards cannot be read, and "
+            f"{len(readable)} can",
             code="data-unreadable",
         )
     return readable
@@ -423,7 +430,7 @@ def _from_datasets(name: str, found: Any, reading: Reading, options: LoadOptions
         return reading.find_columns(f"--dataset {name} {split}", list(splits[split].features))
 
     def names_of(split: str, columns: list[list[str]]) -> list[str] | None:
-        """Those of a column of class numbers, or of lists of them; splits may number their classes differently."""
+        """Of a column of class numbers, or of lists of them; splits may number theirs differently."""
         if not reading.columns.label or len(columns[1]) != 1:
             return None
         feature = splits[split].features[columns[1][0]]
@@ -455,7 +462,7 @@ def _assemble(
     reading: Reading,
     options: LoadOptions,
 ) -> NewsData:
-    """``splits``: the rows of train, and of validation and test if present, under their file names."""
+    """``splits``: by what they are for, their names for people and their rows."""
     task, places = options.task, {}
 
     def read(use: str, *allowed: Any) -> tuple[Sequence[Text], Sequence[Label]]:
@@ -514,7 +521,7 @@ def _name_labels(
     reading: Reading,
     options: LoadOptions,
 ) -> tuple[list[str], list[str]]:
-    """The labels that there are, and reasons to doubt them. ``found``: those of the training rows."""
+    """The names of all labels, and reasons to doubt them; ``found``: of the training rows."""
     labels = options.labels
     if labels:
         more = {str(label) for label in found} - set(labels) if options.more_labels else ()

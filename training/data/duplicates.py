@@ -1,13 +1,14 @@
 """Texts that occur more than once: equal ones, and near duplicates.
 
-Two texts are equal if they only differ in case and white space. They are near duplicates if the sets of their word
-triples have a Jaccard similarity (the share of common triples among all) of at least 0.8. Words are compared without
-case and punctuation. Of pairs, both texts must be equal, or both near.
+Two texts are equal if they only differ in case and white space. They are near duplicates if the
+sets of their word triples have a Jaccard similarity (the share of common triples among all) of at
+least 0.8. Words are compared without case and punctuation. Of pairs, both texts must be equal, or
+both near.
 
-The search is exact. If two sets of sizes n and m are that similar, they share a triple among the first
-n - ceil(0.8 n) + 1 of one and the same of the other, in any order that is fixed for all sets (Chaudhuri et al., 2006,
-"A primitive operator for similarity joins in data cleaning"). With rare triples first, hardly any two texts share one
-there by chance, so few pairs have to be compared.
+The search is exact. If two sets of sizes n and m are that similar, they share a triple among the
+first n - ceil(0.8 n) + 1 of one and the same of the other, in any order that is fixed for all sets
+(Chaudhuri et al., 2006, "A primitive operator for similarity joins in data cleaning"). With rare
+triples first, hardly any two texts share one there by chance, so few pairs have to be compared.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from training.data.stored_texts import JoinedTexts
 
 WORDS_PER_SHINGLE = 3
 LEAST_SIMILARITY = 0.8
-# If so many texts share a rare triple, each is only compared with that many before it: enough for boilerplate, whose
-# texts are alike, and the time does not grow with the square of their number.
+# If so many texts share a rare triple, each is only compared with that many before it: enough for
+# boilerplate, whose texts are alike, and the time does not grow with the square of their number.
 MOST_COMPARED = 100
 PAIRS_PER_CHUNK = 50_000
 # Which pairs of rows count, given the numbers of both: bool, (pairs,).
 Counts = Callable[[np.ndarray, np.ndarray], np.ndarray]
-# Numbers are labels of one text that contradict each other if they are further apart than this, in standard deviations.
+# Numbers are labels of one text that contradict each other if they are further apart than this, in
+# standard deviations.
 FAR_APART = 0.5
 ROWS_PER_CHUNK = 1_000_000
 # Chinese and Japanese have no spaces, so each character counts as a word.
@@ -43,7 +45,7 @@ _MIX = np.array([0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
 
 
 class Repeats:
-    """Finds rows whose texts repeat another's. Rows are numbered through all splits, the training rows first.
+    """Finds rows whose texts repeat another's. Rows are numbered through all splits, training first.
 
     Args:
         data: its splits are compared.
@@ -65,9 +67,10 @@ class Repeats:
         self._shingles, self._second = _shingles_of(self.texts) if near else (None, None)
 
     def drop(self) -> dict[str, Any]:
-        """The training rows that repeat others (``dropped``), and how many there are in words (``lines``).
+        """The training rows that repeat others (``dropped``), and a line about them (``lines``).
 
-        Of those that repeat each other the first is kept, of those that repeat a test or validation row none.
+        Of those that repeat each other the first is kept, of those that repeat a test or validation
+        row none.
         """
         train = self.rows["train"]
         held_out = np.concatenate([rows for split, rows in self.rows.items() if split != "train"])
@@ -77,8 +80,9 @@ class Repeats:
             return {"dropped": [], "lines": []}
         repeat = "repeat or nearly repeat" if self.near else "repeat"
         line = (
-            f"{len(train) - len(kept):,} of {len(train):,} training rows are left out: {len(train) - len(rest):,} "
-            f"{repeat} the text of a test or validation row, {len(rest) - len(kept):,} that of an earlier training row"
+            f"{len(train) - len(kept):,} of {len(train):,} training rows are left out: "
+            f"{len(train) - len(rest):,} {repeat} the text of a test or validation row, "
+            f"{len(rest) - len(kept):,} that of an earlier training row"
         )
         labelled = rest[rest < len(train) - self.data.num_unlabelled]
         if count := int((self.conflicts(labelled) >= 0).sum()):
@@ -100,8 +104,8 @@ class Repeats:
         return found
 
     def conflicts(self, rows: np.ndarray) -> np.ndarray:
-        """For each row an earlier one of these with the same text, or nearly the same, under another label; -1 without
-        one. All of them have a label; (rows,).
+        """For each row an earlier one of these with the same text, or nearly the same, under
+        another label; -1 without one. All of them have a label; (rows,).
         """
         apart = (
             FAR_APART * self.data.train.labels.std()
@@ -187,8 +191,8 @@ def folded(text: Text) -> Text:
 
 
 def _shingles_of(texts: JoinedTexts) -> tuple[Shingles, Shingles | None]:
-    """Those to search by, and of pairs those of the other texts. If many pairs share a text, as questions on one
-    paragraph do, the search is by the one that fewer share.
+    """Those to search by, and of pairs those of the other texts. If many pairs share a text, as
+    questions on one paragraph do, the search is by the one that fewer share.
     """
     width = len(texts_in(texts[0]))
     parts = [lambda i=i: (texts_in(text)[i] for text in texts) for i in range(width)]
@@ -214,9 +218,9 @@ def _occurs_again(hashes: np.ndarray) -> np.ndarray:
 class Shingles:
     """The sets of word triples of all rows.
 
-    ``keys``: int64, ascending, row x ``num_kinds`` + triple, where triples are numbered from the rarest to the most
-    frequent; those of row i are ``keys[offsets[i]:offsets[i + 1]]``. ``num_single``: triples below this number are in
-    one row only.
+    ``keys``: int64, ascending, row x ``num_kinds`` + triple, where triples are numbered from the
+    rarest to the most frequent; those of row i are ``keys[offsets[i]:offsets[i + 1]]``.
+    ``num_single``: triples below this number are in one row only.
     """
 
     keys: np.ndarray
@@ -253,10 +257,11 @@ class Shingles:
         return cls(keys, offsets, num_kinds, int((frequency == 1).sum()))
 
     def partners(self, rows: np.ndarray, known: np.ndarray | None, counts: Counts) -> np.ndarray:
-        """As :meth:`Repeats.partners`, for near duplicates. ``counts``: which pairs of them count."""
+        """As :meth:`Repeats.partners`, for near duplicates of which ``counts`` is true."""
         found = np.full(len(self.offsets) - 1, -1)
         sizes = np.diff(self.offsets)
-        # The entries that a row is found by: (triple, row), those of one triple together, known rows first.
+        # The entries that a row is found by: (triple, row), those of one triple together, known
+        # rows first.
         everyone = rows if known is None else np.concatenate([known, rows])
         is_query = np.zeros(len(sizes), dtype=bool)
         is_query[rows] = True
@@ -293,7 +298,8 @@ class Shingles:
                 counting = counts(ours, theirs)
                 ours, theirs = ours[counting], theirs[counting]
                 similar = self.similar(ours, theirs)
-                # The pairs are in ascending order: assigned backwards, so that the first partner remains.
+                # The pairs are in ascending order: assigned backwards, so that the first partner
+                # remains.
                 found[ours[similar][::-1]] = theirs[similar][::-1]
         return found[rows]
 
@@ -318,7 +324,7 @@ class Shingles:
 def _numbered_words(
     texts: Iterable[str], num_rows: int, vocabulary: defaultdict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All words as numbers, int32, and how many of them are each text's, filled up to a triple if it has any."""
+    """All words as numbers, int32, and how many each text has, filled up to a triple if it has any."""
     parts: list[np.ndarray] = []
     lengths = np.zeros(num_rows, dtype=np.int64)
     held: list[int] = []

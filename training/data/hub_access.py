@@ -1,4 +1,4 @@
-"""The hub: retried when it does not respond, and asked by one process only if the machines share a cache."""
+"""The hub: retried if it does not respond, asked by one process if the machines share a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ RETRY_DELAYS = (2.0, 8.0, 30.0)
 # If the name cannot be resolved there is usually no network, so only a short wait is worth it.
 RESOLVE_DELAYS = (1.0, 2.0)
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-# Base classes of what the HTTP clients raise when no answer comes: httpx and httpx2, requests, aiohttp.
+# Base classes of what the HTTP clients raise when no answer comes: httpx and httpx2, requests,
+# aiohttp.
 NETWORK_ERRORS = frozenset({"TransportError", "RequestException", "ClientConnectionError"})
 FILE_SUFFIXES = frozenset(
     {".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".xls", ".xlsx", ".ods", ".gz", ".zip"}
@@ -35,7 +36,7 @@ FILE_SUFFIXES = frozenset(
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be a path: hub names are ``name`` or ``owner/name``, without a file suffix."""
+    """Whether a name can only be a path: hub names are ``name`` or ``owner/name``, without a suffix."""
     is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
     return is_path or Path(name).suffix.lower() in FILE_SUFFIXES
 
@@ -51,7 +52,8 @@ def refuse_revision(flag: str, name: str) -> None:
     if "@" in name:
         before, _, revision = name.partition("@")
         raise UserError(
-            f"{flag} {name}: a revision has a flag of its own; use {flag} {before} {flag}_revision {revision}",
+            f"{flag} {name}: a revision has a flag of its own; use {flag} {before} "
+            f"{flag}_revision {revision}",
             code="revision-in-name",
         )
 
@@ -75,7 +77,8 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
             raise
         except Exception as error:
             raise HubUnavailable(
-                f"{what}: the name of the hub's host, {host}, could not be resolved, and it is not in the cache"
+                f"{what}: the name of the hub's host, {host}, could not be resolved, and it is "
+                "not in the cache"
             ) from error
     delays = iter(RETRY_DELAYS)
     while True:
@@ -93,7 +96,7 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
 
 
 def hub_may_have(model: str, revision: str = "") -> bool:
-    """Whether a model is in the hub's cache, or the hub can be asked for it; within four seconds."""
+    """Whether a model is in the hub's cache, or the hub can be asked for it; in four seconds."""
     if isinstance(try_to_load_from_cache(model, "config.json", revision=revision or None), str):
         return True
     return not constants.is_offline_mode() and _resolves(f"--model {model}", lambda line: None)
@@ -110,7 +113,8 @@ def _resolves(what: str, say: Callable[[str], None]) -> bool:
         except OSError as error:
             if delay is not None:
                 say(
-                    f"{what}: the hub did not answer ({host}: {error.strerror}); next attempt in {delay:g} s"
+                    f"{what}: the hub did not answer ({host}: {error.strerror}); next attempt in "
+                    f"{delay:g} s"
                 )
                 time.sleep(delay)
         else:
@@ -158,7 +162,7 @@ def from_cache_only() -> Iterator[None]:
 
 
 def cache_is_shared(ranks: Ranks) -> bool:
-    """Whether all machines see the same hub cache: rank 0 writes a file there, and the others look for it."""
+    """Whether all machines see the same hub cache: a file that rank 0 writes is there for all."""
     if ranks.world_size == ranks.local_world_size:
         return False
     folders = (
@@ -181,10 +185,10 @@ def cache_is_shared(ranks: Ranks) -> bool:
 
 
 def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
-    """Run ``work``, which may download, on one rank first; the others then find the download in the cache.
+    """Run ``work``, which may download, on one rank first; the others find it in the cache.
 
-    If the machines share a cache, rank 0 downloads; otherwise the first rank of each machine does. An error of ``work``
-    on any rank is raised on all.
+    If the machines share a cache, rank 0 downloads; otherwise the first rank of each machine does.
+    An error of ``work`` on any rank is raised on all.
     """
     leads = ranks.is_first if shared else ranks.local_rank == 0
     result: T | None = None

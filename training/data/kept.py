@@ -1,4 +1,4 @@
-"""What is computed once and kept in ``--cache_dir``, in files that are named after what they were computed from.
+"""What is computed once and kept in ``--cache_dir``, in files named after what they come from.
 
 A name covers everything that the contents depend on. So a file is never compared with its sources:
 it is there and undamaged, or it is made.
@@ -32,7 +32,7 @@ def digest_of(pieces: Iterable[str | memoryview]) -> str:
 
 
 def measured(texts: Iterable[Text]) -> Iterator[str]:
-    """The texts as pieces, each with its length, so that no others have the same pieces in a row."""
+    """The texts, each with its length: no other texts come to the same bytes in a row."""
     for text in texts:
         joined = "\x01".join(texts_in(text))
         yield f"{len(joined)} {joined}"

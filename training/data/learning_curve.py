@@ -1,7 +1,8 @@
 """What twice the rows would bring, predicted by a linear model of words: it learns in seconds.
 
-Its error on n rows follows a + b n^-c closely (Hestness et al., 2017, "Deep Learning Scaling is Predictable,
-Empirically", arXiv 1712.00409). The curve is fitted to its errors on an eighth, a quarter, half and all of the rows.
+Its error on n rows follows a + b n^-c closely (Hestness et al., 2017, "Deep Learning Scaling is
+Predictable, Empirically", arXiv 1712.00409). The curve is fitted to its errors on an eighth, a
+quarter, half and all of the rows.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ EXPONENTS = np.linspace(0.05, 1.5, 59)
 
 
 def learning_curve(texts: Sequence[str], targets: np.ndarray, seed: int) -> dict[str, Any]:
-    """The scores of a linear model by the number of rows, measured on others, and what the curve predicts for these
-    rows and twice as many.
+    """The scores of a linear model by the number of rows, measured on others, and what the curve
+    predicts for these rows and twice as many.
 
-    ``targets``: of one label int (rows,), of several uint8 (rows, labels), of numbers float (rows,). Without an answer
-    the only key is ``skipped``, which says why.
+    ``targets``: of one label int (rows,), of several uint8 (rows, labels), of numbers float
+    (rows,). Without an answer the only key is ``skipped``, which says why.
     """
     if why := _too_few(targets):
         return {"skipped": why}
@@ -121,8 +122,8 @@ def _error(words: Any, targets: np.ndarray, kept: np.ndarray, held_out: np.ndarr
 
 
 def _fit(sizes: np.ndarray, errors: np.ndarray) -> Any:
-    """The curve a + b n^-c, with a and b of at least 0, that is closest to the errors. Those on more rows count more,
-    because they are closer to what is asked for.
+    """The curve a + b n^-c, with a and b of at least 0, that is closest to the errors. Those on
+    more rows count more, because they are closer to what is asked for.
     """
     weights, fits = np.sqrt(sizes), []
     for exponent in EXPONENTS:

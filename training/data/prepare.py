@@ -98,11 +98,12 @@ UNCUT = 2**31 - 1  # tokens
 class PreparedNews:
     """Tokens, and which rows are used for training and for validation.
 
-    ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
-    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
-    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the
-    first rank of each machine. ``teacher``: its answers to the training rows, with ``--distill``. ``figures``: of the
-    data report, on the first rank.
+    ``train_index``: row numbers of the training split, ascending; ``validation_index``: of
+    :attr:`validation_rows`.
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token
+    between the texts of a pair; None if there are no pairs. ``vocabulary``: of a language model.
+    ``texts`` and ``tokenizer`` are only on the first rank of each machine. ``teacher``: its answers
+    to the training rows, with ``--distill``. ``figures``: of the data report, on the first rank.
     """
 
     tokens: TokenizedNews
@@ -147,8 +148,9 @@ class PreparedNews:
 def settle_model(
     config: TrainConfig, ranks: Ranks, began: Mapping[str, Any], say: Callable[[str], None]
 ) -> TrainConfig:
-    """The configuration with the model that a run without ``--model`` gets: what it ``began`` with if it is resumed,
-    the default one if it can be had, and otherwise the starter. A collective call.
+    """The configuration with the model that a run without ``--model`` gets: what it ``began`` with
+    if it is resumed, the default one if it can be had, and otherwise the starter. A collective
+    call.
     """
     if "model" in config.model_fields_set:
         return config
@@ -163,7 +165,8 @@ def settle_model(
         ):
             return config.model
         say(
-            f"The hub cannot be reached and {config.model} is not in its cache: training --model {STARTER} instead"
+            f"The hub cannot be reached and {config.model} is not in its cache: training --model "
+            f"{STARTER} instead"
         )
         return STARTER
 
@@ -173,9 +176,10 @@ def settle_model(
 
 @dataclass(frozen=True)
 class Found:
-    """What the first rank of a machine found and wrote into the cache; small enough to be sent to the others.
+    """What the first rank of a machine found and wrote into the cache, for the other ranks.
 
-    ``key``: of the tokens in the cache; ``cleaning``, ``separator`` and ``vocabulary``: as in :class:`PreparedNews`;
+    ``key``: of the tokens in the cache; ``cleaning``, ``separator`` and ``vocabulary``: as in
+    :class:`PreparedNews`;
     ``vectors``: the file of the teacher's vectors, for ``--task embedding``.
     """
 
@@ -189,10 +193,11 @@ class Found:
 def prepare_news(
     config: TrainConfig, ranks: Ranks, say: Callable[[str], None], own: Own = NOTHING_OWN
 ) -> PreparedNews:
-    """Read and tokenize on the first rank of each machine, then map the cached tokens on every rank.
+    """Read and tokenize on the first rank of each machine; then every rank maps the tokens.
 
     Raises:
-        UserError: the data or the tokenizer cannot be found or do not fit each other, or there are too few rows.
+        UserError: the data or the tokenizer cannot be found or do not fit each other, or there are
+        too few rows.
     """
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
@@ -245,7 +250,7 @@ def prepare_news(
 def _find(
     config: TrainConfig, ranks: Ranks, say: Callable[[str], None], *, for_own_network: bool
 ) -> tuple[Found | None, NewsData | None, PreTrainedTokenizerBase | None]:
-    """Read the texts, choose the tokenizer and write the tokens into the cache, once per machine and not per rank."""
+    """Read the texts, choose the tokenizer, write the tokens into the cache; once per machine."""
     if ranks.local_rank != 0:
         return None, None, None
     check_model_name(config.model, config.model_revision)
@@ -267,8 +272,8 @@ def _find(
         side = {SETTINGS_FILE: {"truncation_side": tokenizer.truncation_side}}
         tokenizer_json = combined(tokenizer.backend_tokenizer.to_str(), side)
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
-        # The key is a hash of all texts. If neither the files nor the tokenizer have changed since an
-        # earlier start, it is known already.
+        # The key is a hash of all texts. If neither the files nor the tokenizer have changed since
+        # an earlier start, it is known already.
         if known.get("tokenizer_sha256") == digest:
             key = known["tokens"]
         else:
@@ -288,7 +293,7 @@ def _find(
 def _read_texts(
     config: TrainConfig, known: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[NewsData, Mapping[str, Any]]:
-    """The rows, from the cache if an earlier start has put them there, and what is still known of it."""
+    """The rows, from the cache if an earlier start put them there, and what is known of it."""
     data = read_texts(config.cache_folder, known["tokens"]) if known else None
     if data is None:  # the first time, or somebody cleared a part of the cache
         data, known = _read_data(config, say), {}
@@ -298,7 +303,7 @@ def _read_texts(
 
 
 def _read_data(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
-    """The rows of ``--dataset``, or the names of ``--labels`` as rows, with all that other flags add to them."""
+    """The rows of ``--dataset``, or the names of ``--labels`` as rows, with what other flags add."""
     names = names_of_labels(config.labels) if config.labels else []
     if config.from_model:
         data = with_earlier_rows(config, say)
@@ -316,8 +321,8 @@ def _separator_of(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> in
         return None
     if tokenizer.sep_token_id is None:
         raise UserError(
-            f"--model {config.model}: its tokenizer has no separator to put between two texts; use an encoder such "
-            "as BERT",
+            f"--model {config.model}: its tokenizer has no separator to put between two texts; "
+            "use an encoder such as BERT",
             code="pairs-not-read",
         )
     return tokenizer.sep_token_id
@@ -342,9 +347,10 @@ def _write_tokens(
     vocabulary: Vocabulary | None,
     say: Callable[[str], None],
 ) -> str:
-    """Tokenize the texts into the cache, if it does not have their tokens; returns the key of the tokens.
+    """Tokenize the texts into the cache unless it has their tokens; returns their key.
 
-    The key covers everything that the tokens depend on, so a cached file never has to be checked against its source.
+    The key covers everything that the tokens depend on, so a cached file never has to be checked
+    against its source.
     """
     blocks = Blocks(config.max_length, vocabulary.end) if vocabulary else None
     copies = Copies(config.rough_share, config.seed)
@@ -380,7 +386,7 @@ def _asked(duplicates: str) -> tuple[bool, bool]:
 def _rows_to_drop(
     config: TrainConfig, ranks: Ranks, key: str, texts: NewsData | None
 ) -> tuple[list[int], list[str]]:
-    """The training rows that repeat others, if ``--duplicates`` leaves them out, and lines about them."""
+    """The training rows that ``--duplicates`` leaves out, and lines about them."""
     drops, near = _asked(config.duplicates)
     if not drops:
         return [], []
@@ -404,10 +410,11 @@ def _measure(
 def class_weights_of(
     config: TrainConfig, news: PreparedNews, began: Sequence[float] | None = None
 ) -> np.ndarray | None:
-    """What a training row of each label weighs in the loss, float64 (labels,); None if all weigh the same.
+    """What a training row of each label weighs in the loss, float64 (labels,); None = all alike.
 
-    With auto, the rows of all labels together weigh the same (King & Zeng, 2001, "Logistic regression in rare events
-    data"), and a row weighs 1 on average. ``began``: what a run that is resumed began with, which it keeps.
+    With auto, the rows of all labels together weigh the same (King & Zeng, 2001, "Logistic
+    regression in rare events data"), and a row weighs 1 on average. ``began``: what a run that is
+    resumed began with, which it keeps.
 
     Raises:
         UserError: the file cannot be read, or does not give each label a positive number.
@@ -458,7 +465,7 @@ def _positive(config: TrainConfig, name: str, weight: Any) -> float:
 
 
 class _TextKeys(yaml.SafeLoader):
-    """Reads the names of a mapping as text, also those that YAML 1.1 takes for something else, such as yes and no."""
+    """Reads the names of a mapping as text, also yes and no, which are truth values in YAML 1.1."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         pairs = ((key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
@@ -474,7 +481,7 @@ def _wrong_weights(config: TrainConfig, what: str) -> UserError:
 
 @torch.no_grad()
 def _scale_can_be_moved(model: NewsClassifier, head: nn.Linear, ids: torch.Tensor) -> bool:
-    """Whether the task can finish the model by its last layer; of a network of the user's own, ``head`` is a guess."""
+    """Whether the task can finish the model by its last layer; of an own network it is a guess."""
     if model.architecture or not isinstance(model.task, Regression):
         return True
     mask, was_training, task = torch.ones_like(ids), model.training, model.task
@@ -499,7 +506,7 @@ def _is_local(name: str) -> bool:
 def _split(
     config: TrainConfig, tokens: TokenizedNews, world_size: int, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``chosen``: the training rows to choose from, ascending; those without a label are all trained on."""
+    """``chosen``: rows to choose from, ascending; those without a label are all trained on."""
     chosen, unlabelled = np.split(chosen, [np.searchsorted(chosen, tokens.num_labelled)])
     labels = TASKS[config.task].strata(tokens.train.labels[: tokens.num_labelled])
     if len(chosen) == 0:
@@ -507,8 +514,8 @@ def _split(
             f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few"
         )
     if 0 < config.max_train_rows < len(chosen):
-        # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the other uses of the
-        # seed.
+        # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the
+        # other uses of the seed.
         chosen = np.sort(
             np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows]
         )
@@ -523,9 +530,9 @@ def _split(
         train, validation = chosen[kept], chosen[held_out]
     if len(validation) == 0 and fraction:
         raise UserError(
-            f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; add more rows, or "
-            "separate validation rows (validation.csv beside train.csv), or train on all rows with "
-            "--validation_fraction 0",
+            f"--dataset {config.dataset}: no label has two rows, so none can be kept for "
+            "validation; add more rows, or separate validation rows (validation.csv beside "
+            "train.csv), or train on all rows with --validation_fraction 0",
             code="rows-too-few",
         )
     if not config.unlabelled:  # which only the head learns from, before the first step
@@ -553,8 +560,8 @@ def _check_no_validation_needed(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise UserError(
-                f"--{name} {value} and --validation_fraction 0: without validation rows no epoch is better than "
-                f"another, and --dataset {config.dataset} has none; drop one",
+                f"--{name} {value} and --validation_fraction 0: without validation rows no epoch "
+                f"is better than another, and --dataset {config.dataset} has none; drop one",
                 code="flags-conflict",
             )
 
@@ -568,15 +575,17 @@ def prepare_model(
     own: Own = NOTHING_OWN,
     pooling: str = "",
 ) -> tuple[NewsClassifier, str]:
-    """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
+    """Build or load the model; download it once per machine, or once if they share the hub's cache.
 
     ``pooling``: what its head reads, see :class:`NewsClassifier`.
 
     Returns:
-        The model, and the precision in which it can be trained: ``precision``, or fp32 if the flag leaves it open.
+        The model, and the precision in which it can be trained: ``precision``, or fp32 if the flag
+        leaves it open.
 
     Raises:
-        UserError: no such model, its weights do not fit it, it has fewer positions than ``max_length``, or not the
+        UserError: no such model, its weights do not fit it, it has fewer positions than
+        ``max_length``, or not the
             layers that flags speak of.
     """
 
@@ -638,7 +647,8 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
     """Set what the flags and the training rows say of the model, its task and its layers."""
     if config.max_length > model.max_positions:
         raise UserError(
-            f"--max_length {config.max_length}: --model {config.model} has positions for {model.max_positions} tokens",
+            f"--max_length {config.max_length}: --model {config.model} has positions for "
+            f"{model.max_positions} tokens",
             code="max-length",
         )
     if isinstance(model.task, MaskedLanguageModel):
@@ -646,7 +656,8 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
     check_depths(model.network, config)
     if config.dropout is not None and not model.set_dropout(config.dropout):
         raise UserError(
-            f"--dropout {config.dropout:g}: --model {config.model} has no dropout layers; leave it out",
+            f"--dropout {config.dropout:g}: --model {config.model} has no dropout layers; leave "
+            "it out",
             code="model-layers-unknown",
         )
     targets = news.tokens.train.labels[news.labelled_index]
@@ -676,8 +687,8 @@ def _try_out(
     own: Own,
     say: Callable[[str], None],
 ) -> str:
-    """Compute the shortest row, so that what cannot be computed is told before the first step; returns the precision in
-    which it can be.
+    """Compute the shortest row, so that what cannot be computed is told before the first step;
+    returns the precision in which it can be.
     """
     rows = news.tokens.train
     row = int(np.argmin(rows.lengths))
@@ -687,7 +698,8 @@ def _try_out(
     if end - start + PROBE_PADDING <= model.max_positions:
         if unused := try_unknown_family(model, flag, ids):
             say(
-                f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)"
+                f"{len(unused)} parameters that no answer depends on are left as they are "
+                f"({unused[0]}, ...)"
             )
         head = _head_of(model)
         if head is not None and not _scale_can_be_moved(model, head, ids):

@@ -1,7 +1,8 @@
 """The data report: what one should know of a data set before training on it.
 
-Every run measures what costs little, for its first lines and its report.html. ``python -m training.data_report`` also
-finds near duplicates, names the rows as they are in the files, and predicts what twice the rows would bring.
+Every run measures what costs little, for its first lines and its report.html. ``python -m
+training.data_report`` also finds near duplicates, names the rows as they are in the files, and
+predicts what twice the rows would bring.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ PlaceOf = Callable[[int], str]
 class Fault:
     """Rows whose text an earlier row, or one of another split, has too.
 
-    ``found`` and ``of``: how many rows it is, and how many were looked at, by split; ``rows`` and ``others``: numbers
-    through all splits, (found,); ``equal``: whether the texts are equal and not only near, (found,).
+    ``found`` and ``of``: how many rows it is, and how many were looked at, by split; ``rows`` and
+    ``others``: numbers through all splits, (found,); ``equal``: whether the texts are equal and not
+    only near, (found,).
     """
 
     found: dict[str, int]
@@ -114,7 +116,8 @@ def find_faults(
 ) -> dict[str, Fault]:
     """What there is of each of :data:`FAULTS` that can be looked for in these rows.
 
-    ``train`` and ``held_out``: the numbers of the rows that are trained, and validated or tested on, ascending.
+    ``train`` and ``held_out``: the numbers of the rows that are trained, and validated or tested
+    on, ascending.
     """
     faults = {"duplicates": Fault.among(repeats, {"training": train}, repeats.partners)}
     if held_out:
@@ -128,7 +131,7 @@ def find_faults(
 
 
 def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything about the data of ``config``, with all rows that have a fault, as plain values for JSON.
+    """Everything about the data, with all rows that have a fault, as plain values for JSON.
 
     Raises:
         UserError: the data cannot be read, or the tokenizer of ``--model`` cannot be had.
@@ -152,7 +155,8 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     }
     faults = find_faults(repeats, repeats.rows[train], held_out, labelled=task.has_labels)
     if not data.has_test_rows:
-        # A run sets test rows aside. What they have in common with the rest is leakage, wherever it is in the file.
+        # A run sets test rows aside. What they have in common with the rest is leakage, wherever it
+        # is in the file.
         kept, set_aside = split_rows(task.strata(data.train.labels), TEST_SHARE, config.seed)
         figures["rows"][SET_ASIDE] = len(set_aside)
         leaking = {SET_ASIDE: set_aside, **held_out}
@@ -183,8 +187,9 @@ def measure_run(
 ) -> dict[str, Any]:
     """What costs little about the rows of a run, with :data:`EXAMPLES` of each fault.
 
-    ``repeats``: None if the rows that repeat others are left out; ``train``: the numbers of the training rows that have
-    a label; ``validation``: of rows of the validation split, or if there is none, of the training rows.
+    ``repeats``: None if the rows that repeat others are left out; ``train``: the numbers of the
+    training rows that have a label; ``validation``: of rows of the validation split, or if there is
+    none, of the training rows.
     """
     counts = {"training": len(train), "validation": len(validation), "test": len(data.test)}
     figures: dict[str, Any] = {"rows": {split: count for split, count in counts.items() if count}}
@@ -243,7 +248,7 @@ def _measure_tokens(
 
 
 def _predict(data: NewsData, rows: np.ndarray, config: TrainConfig) -> dict[str, Any]:
-    """What twice the rows would bring; ``rows``: the numbers of training rows with different texts."""
+    """What twice the rows would bring; ``rows``: training rows with different texts."""
     if config.columns.pair:
         return {"skipped": "a linear model of words cannot compare two texts"}
     return learning_curve(
@@ -252,7 +257,7 @@ def _predict(data: NewsData, rows: np.ndarray, config: TrainConfig) -> dict[str,
 
 
 def label_figures(targets: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """How many training rows each label has, or how numbers are spread; see :meth:`Task.targets`."""
+    """How many rows each label has, or how numbers are spread; see :meth:`Task.targets`."""
     if targets.dtype.kind == "f":
         low, middle, high = np.quantile(targets, (0, 0.5, 1)).tolist()
         return {
@@ -268,7 +273,7 @@ def label_figures(targets: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
 
 
 def script_figures(texts: Sequence[Text]) -> dict[str, int]:
-    """How many texts are written in each script, the most frequent first: that of most of a text's letters."""
+    """How many texts have most letters of each script, the most frequent script first."""
     some = (texts[i] for i in evenly_spread(len(texts), TEXTS_TRIED))
     return dict(Counter(map(_script_of, some)).most_common())
 
@@ -342,7 +347,7 @@ def in_words(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lines_of(figures: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """What a run says of its rows before the first step: only what is wrong with them, in five lines at most."""
+    """What is wrong with the rows of a run, said before its first step in five lines at most."""
     found = [name for name in FAULTS if figures.get(name, {}).get("count")]
     lines = [fault_in_words(name, figures) for name in found]
     if found:
@@ -366,7 +371,8 @@ def _lines_about_labels(labels: Mapping[str, Any]) -> list[str]:
         if count > DOMINANT * labels["rows"]:
             share = f"{_percent(count, labels['rows'])} of the training rows"
             lines.append(
-                f"{share} have the label {name}, so a model that always answers it looks good already"
+                f"{share} have the label {name}, so a model that always answers it looks good "
+                "already"
             )
     return lines
 

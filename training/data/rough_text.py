@@ -1,9 +1,10 @@
-"""Texts as people really type them: a title alone, shouted, without punctuation, with typing errors, cut short.
+"""Texts as people really type them: shouted, without punctuation, with typing errors, cut short.
 
-Every function is pure: the same text, seed and row give the same rough text on any machine, so a measurement can be
-repeated and a run that trains on such texts resumes exactly. ``row`` is the number of the row, so that equal texts get
-different typing errors. Where nothing can be changed (a title without a clause, "???" without its punctuation), the
-text stays as it is. Of a pair, both texts are changed.
+Every function is pure: the same text, seed and row give the same rough text on any machine, so a
+measurement can be repeated and a run that trains on such texts resumes exactly. ``row`` is the
+number of the row, so that equal texts get different typing errors. Where nothing can be changed (a
+title without a clause, "???" without its punctuation), the text stays as it is. Of a pair, both
+texts are changed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NEIGHBOURS = {
 
 
 def first_part(text: Text, seed: int, row: int) -> Text:
-    """The title, of a text that was joined from several columns; otherwise the first sentence, or its first clause."""
+    """The title, of a text from several columns; otherwise the first sentence, or its first clause."""
     if isinstance(text, tuple):
         return tuple(first_part(part, seed, row) for part in text)
     if isinstance(text, JoinedText) and text.first.strip():
@@ -66,7 +67,7 @@ def upper_case(text: Text, seed: int, row: int) -> Text:
 
 
 def without_punctuation(text: Text, seed: int, row: int) -> Text:
-    """Without punctuation: apostrophes are dropped (dont), everything else becomes a space (well known)."""
+    """Apostrophes are dropped (dont), all other punctuation becomes a space (well known)."""
 
     def bare(part: str) -> str:
         kept = (
@@ -79,7 +80,7 @@ def without_punctuation(text: Text, seed: int, row: int) -> Text:
 
 
 def with_typing_errors(text: Text, seed: int, row: int) -> Text:
-    """One typing error per ten words, at least one: two letters swapped, one dropped, doubled, or its neighbour hit."""
+    """One typing error per ten words: letters swapped, one dropped, doubled, or its neighbour hit."""
     # Seeded by a text's bytes, as in every version of Python since 3.2.
     draw = random.Random(f"{seed} {row}")
 
@@ -108,8 +109,8 @@ KINDS: dict[str, Roughen] = {
 }
 
 
-# What a training text is changed by, one after the other: how it is cut, then what else happens to it, each with its
-# probability. Half of the texts are as short as a headline.
+# What a training text is changed by, one after the other: how it is cut, then what else happens to
+# it, each with its probability. Half of the texts are as short as a headline.
 _CUTS = ((0.5, first_part), (0.15, first_words))
 _MORE = ((0.25, with_typing_errors), (0.2, without_punctuation), (0.15, upper_case))
 

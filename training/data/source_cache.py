@@ -1,4 +1,4 @@
-"""What is known of local data from an earlier start, so that this one does not read all rows again."""
+"""What is known of local data from an earlier start, so that it is not read again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READING_VERSION = 4
 
 
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
-    """Where it is kept what came of these files, if none of them changes, read with these flags; None for the hub."""
+    """Where it is kept what came of these files, read with these flags; None for the hub."""
     if (
         not config.dataset or config.from_model
     ):  # names are read in no time, and an earlier model's data may change
@@ -51,7 +51,7 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
 
 
 def _states_of(path: Path) -> list[list[Any]]:
-    """What changes whenever a file of rows, or one of a folder, is written again; empty if there is none."""
+    """What changes whenever a file of rows, or one of a folder, is written; empty without one."""
     beside = path.with_name("classes.txt")  # a folder's own is among its files
     files = [path, *([beside] if beside.is_file() else [])] if path.is_file() else []
     if path.is_dir():
@@ -67,7 +67,7 @@ def _states_of(path: Path) -> list[list[Any]]:
 
 
 def repeats_file(folder: Path, key: str, config: TrainConfig, what: str) -> Path:
-    """Where it is kept which rows of these texts repeat others, if the same ones are trained and validated on."""
+    """Where it is kept which of these rows repeat others, for the same split of them."""
     rows = [
         READING_VERSION,
         config.duplicates,

@@ -1,4 +1,4 @@
-"""Texts in a file, and in another one where each begins, so that they need no memory, however many they are."""
+"""Texts in a file, and where each begins in another, so that any number needs no memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class StoredTexts(Sequence[Text]):
         del self._unwritten[:]
 
     def arrays(self, folder: Path) -> tuple[GrowingArray, GrowingArray]:
-        """The texts without anything between, uint8, and where each begins, int64; of files with nothing else."""
+        """The texts, one after the other, uint8, and where each begins, int64; both alone in a file."""
         self._write_offsets()
         return (
             GrowingArray(folder, "uint8", self._file, self._end),

@@ -1,7 +1,7 @@
-"""What a teacher answers to the training rows (``--distill``): computed once, by the serving engine, and kept.
+"""What a teacher answers to the training rows (``--distill``): computed once, by the engine.
 
-The answers depend on the teacher and on the texts alone. So students of any tokenizer, length, seed or number of blocks
-find them in ``--cache_dir``.
+The answers depend on the teacher and on the texts alone. So students of any tokenizer, length, seed
+or number of blocks find them in ``--cache_dir``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ ANSWERS_VERSION = 1
 
 @dataclass(frozen=True)
 class TeacherAnswers:
-    """The answers to some rows of the training split: probabilities, or of a regression model the number.
+    """The answers to some training rows: probabilities, or of a regression model the number.
 
-    ``key`` identifies teachers and texts together. ``answers``: of each teacher, float32, (rows, labels), mapped from a
-    file; ``rows``: the number of each row, ascending; ``orders``: of each teacher, at which place it has each label of
-    the data. Rows from number ``num_labelled`` on have no label.
+    ``key`` identifies teachers and texts together. ``answers``: of each teacher, float32, (rows,
+    labels), mapped from a file; ``rows``: the number of each row, ascending; ``orders``: of each
+    teacher, at which place it has each label of the data. Rows from number ``num_labelled`` on have
+    no label.
     """
 
     key: str
@@ -95,7 +96,8 @@ def _read_teacher(name: str, config: TrainConfig) -> SavedModel:
         kind = f"a {saved.problem_type.name} model of {'pairs of texts' if saved.reads_pairs else 'single texts'}"
         pair = f" --pair_column {config.columns.pair}" if config.columns.pair else ""
         raise UserError(
-            f"--distill {name}: is {kind}, which does not answer what --task {config.task}{pair} asks",
+            f"--distill {name}: is {kind}, which does not answer what --task {config.task}{pair} "
+            "asks",
             code="teacher-unlike",
         )
     return saved
@@ -124,10 +126,10 @@ def ask_teachers(
     train_index: np.ndarray,
     say: Callable[[str], None],
 ) -> TeacherAnswers:
-    """The teachers' answers to the training rows, on every rank; on each machine its first rank has them computed.
+    """The teachers' answers to the training rows; on each machine its first rank computes them.
 
-    All rows of the split are asked, because another seed trains on others; with ``--max_train_rows`` only the chosen
-    ones are. ``texts``: on the first rank of each machine.
+    All rows of the split are asked, because another seed trains on others; with
+    ``--max_train_rows`` only the chosen ones are. ``texts``: on the first rank of each machine.
 
     Raises:
         UserError: a teacher has other labels, does not answer a text, or cannot be run.
@@ -149,7 +151,8 @@ def ask_teachers(
     found = [one for one in ranks.gather(ranks.run_on_all_ranks(ask)) if one]
     if any(one != found[0] for one in found):
         raise UserError(
-            f"--distill {config.distill}: is a different model on another machine; copy the same folder to all of them",
+            f"--distill {config.distill}: is a different model on another machine; copy the same "
+            "folder to all of them",
             code="teacher-unlike",
             quiet=not ranks.is_first,
         )
@@ -167,8 +170,8 @@ def _places_of_labels(
         return [0]  # one number, whatever the column is called
     if sorted(of_teacher) != sorted(of_data):
         raise UserError(
-            f"--distill {teacher}: its labels are {some_of(of_teacher)}, those of --dataset {config.dataset} "
-            f"are {some_of(of_data)}; a teacher must answer with the same labels",
+            f"--distill {teacher}: its labels are {some_of(of_teacher)}, those of --dataset "
+            f"{config.dataset} are {some_of(of_data)}; a teacher must answer with the same labels",
             code="teacher-unlike",
         )
     return [of_teacher.index(name) for name in of_data]

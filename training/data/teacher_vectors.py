@@ -1,4 +1,4 @@
-"""The vectors that a larger encoder gives texts: the targets of ``--task embedding``, computed once and kept."""
+"""The vectors that a larger encoder gives texts: the targets of ``--task embedding``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEXTS_AT_ONCE = 20_000  # sorted by length
 
 
 def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
-    """``data`` with the rough copies of its training rows, for which the teacher has vectors of their own."""
+    """``data`` with rough copies of training rows, for which the teacher has vectors of their own."""
     numbers, rough = copies.of(data, cleaner(cleaning))
     return (
         replace(data, train=Rows(JoinedTexts(data.train.texts, rough), data.train.labels))
@@ -51,7 +51,7 @@ def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
 
 @dataclass(frozen=True)
 class VectorTeacher:
-    """An encoder, named by its folder, and how it reads texts: cleaned, and up to ``max_length`` tokens."""
+    """An encoder, named by its folder, and how it reads texts; ``max_length`` in tokens."""
 
     name: str
     cleaning: str

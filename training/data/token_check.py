@@ -1,4 +1,4 @@
-"""Whether the tokenizer of ``--model`` can read the texts: what it does not know, and rows of which nothing is left."""
+"""Whether the tokenizer of ``--model`` can read the texts, and whether any row is left empty."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def check_tokens(
     what = f"{share:.0%} of the characters of the training texts are unknown to the tokenizer of --model {config.model}"
     if share > MOST_UNKNOWN:
         raise UserError(
-            f"{what}; use a model for the language of the texts, with the tokenizer that it was trained with",
+            f"{what}; use a model for the language of the texts, with the tokenizer that it was "
+            "trained with",
             code="tokenizer-unlike",
         )
     if share >= WORTH_A_NOTE:
@@ -63,12 +64,14 @@ def _check_empty(
     )
     if 2 * len(empty["training"]) > len(splits["training"] or ()):
         raise UserError(
-            f"{what}; --model {config.model} needs the tokenizer that it was trained with, and texts that it can read",
+            f"{what}; --model {config.model} needs the tokenizer that it was trained with, and "
+            "texts that it can read",
             code="tokenizer-unlike",
         )
     if frame == 0:
         raise UserError(
-            f"{what}, and a row without a single token cannot be computed; remove them from the data",
+            f"{what}, and a row without a single token cannot be computed; remove them from the "
+            "data",
             code="row-unusable",
         )
     return [f"{what}, so the model reads nothing of their texts"]

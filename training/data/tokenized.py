@@ -1,4 +1,4 @@
-"""Tokenize once: texts become flat arrays of token ids, cached in files that every rank maps into memory."""
+"""Tokenize once: texts become flat arrays of token ids, in files that every rank maps."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ NO_ROWS = np.array([], dtype=np.int32)
 class TokenizedRows:
     """Rows without padding, one after the other.
 
-    Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: (tokens,), int32, or uint16 in files if that is enough;
-    ``offsets``: int64, (rows + 1,); ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer
-    than the maximum. ``window``: ids per window, of which a long row has several, joined; 0 if every row is one input.
+    Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: (tokens,), int32, or uint16 in files
+    if that is enough;
+    ``offsets``: int64, (rows + 1,); ``labels``: (rows, ...), as the task takes them; ``num_cut``:
+    rows that were longer than the maximum. ``window``: ids per window, of which a long row has
+    several, joined; 0 if every row is one input.
     ``copies_of``: of which rows the last ones are rough copies, (copies,), ascending.
     """
 
@@ -105,10 +107,11 @@ class TokenizedRows:
         )
 
     def cut(self, length: int) -> TokenizedRows:
-        """These rows with at most ``length`` tokens each, the last of which stays the last: the end of the text."""
+        """These rows with at most ``length`` tokens each; the last one, which ends the text, stays."""
         lengths = np.minimum(self.lengths, length)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        # Each row begins at its old offset; what is before it among the kept ids has moved up by what was cut.
+        # Each row begins at its old offset; what is before it among the kept ids has moved up by
+        # what was cut.
         ids = self.ids[
             np.arange(offsets[-1]) + np.repeat(self.offsets[:-1] - offsets[:-1], lengths)
         ]
@@ -121,8 +124,9 @@ class TokenizedRows:
 class TokenizedNews:
     """Tokenized training and test rows, and validation rows if the data has any.
 
-    ``key`` identifies data, tokenizer and length together. ``num_unlabelled``: how many of the last training rows have
-    no label. ``read_in_training``: the training rows, and behind them the rough copies of some of them.
+    ``key`` identifies data, tokenizer and length together. ``num_unlabelled``: how many of the last
+    training rows have no label. ``read_in_training``: the training rows, and behind them the rough
+    copies of some of them.
     """
 
     key: str
@@ -161,14 +165,15 @@ def check_model_name(model: str, revision: str = "") -> None:
     """Refuse early what is neither a folder nor a possible hub name."""
     if model == STARTER and not STARTER_FOLDER.is_dir():
         raise UserError(
-            f"--model starter: {STARTER_FOLDER} is not there; it comes with the repository, or make one from your own "
-            "texts with python -m training.starter",
+            f"--model starter: {STARTER_FOLDER} is not there; it comes with the repository, or "
+            "make one from your own texts with python -m training.starter",
             code="model-not-found",
         )
     if is_local_model(model):
         if revision:
             raise UserError(
-                f"--model_revision {revision} and --model {model}: only models on the hub have revisions; drop one",
+                f"--model_revision {revision} and --model {model}: only models on the hub have "
+                "revisions; drop one",
                 code="flags-conflict",
             )
         return
@@ -187,10 +192,11 @@ def load_tokenizer(
     *,
     for_own_network: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, or for ``tiny`` a WordPiece tokenizer trained on the training texts.
+    """The model's own tokenizer, or for ``tiny`` one that is trained on the training texts.
 
     Raises:
-        UserError: no such model, it has no fast tokenizer, or one for another vocabulary (``for_own_network``: which
+        UserError: no such model, it has no fast tokenizer, or one for another vocabulary
+        (``for_own_network``: which
             is made for it).
         HubUnavailable: the hub did not respond.
     """
@@ -204,8 +210,8 @@ def load_tokenizer(
     place = model_place(model)
 
     def ask() -> PreTrainedTokenizerBase:
-        # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
-        # other.
+        # Asked for first and separately, because without a network AutoTokenizer would wait for one
+        # file after the other.
         version = {"revision": revision} if revision else {}
         config = json.loads(
             Path(cached_file(place, "config.json", **version)).read_text(encoding="utf-8")
@@ -235,7 +241,8 @@ def load_tokenizer(
 
     tokenizer = load_from(model, ask, say)
     tokenizer.model_max_length = max_length
-    # Whoever saved it may have cut or padded texts, which the tokenizer of the written model must not.
+    # Whoever saved it may have cut or padded texts, which the tokenizer of the written model must
+    # not.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -245,8 +252,8 @@ def check_vocabulary(asked: str, highest_id: int, num_embeddings: int) -> None:
     """Refuse a tokenizer that is not that of the model, whose ids would be looked up in vain."""
     if what := vocabulary_misfit(highest_id, num_embeddings):
         raise UserError(
-            f"{asked}: {what}; use the tokenizer that the model was trained with, or fit the model to this one with "
-            f"resize_token_embeddings({highest_id + 1})",
+            f"{asked}: {what}; use the tokenizer that the model was trained with, or fit the "
+            f"model to this one with resize_token_embeddings({highest_id + 1})",
             code="tokenizer-unlike",
         )
 
@@ -254,8 +261,9 @@ def check_vocabulary(asked: str, highest_id: int, num_embeddings: int) -> None:
 def _no_tokenizer(model: str, reason: str = "") -> UserError:
     more = f" ({reason})" if reason and not reason.endswith(":") else ""
     return UserError(
-        f"--model {model}: has no tokenizer.json{more}; copy it from the model that this one was trained from, or "
-        "write it with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
+        f"--model {model}: has no tokenizer.json{more}; copy it from the model that this one was "
+        "trained from, or write it with "
+        "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
         code="tokenizer-missing",
     )
 
@@ -276,7 +284,8 @@ def load_from(
     try:
         if pointer := _lfs_pointer(model):
             raise UserError(
-                f"{flag} {model}: {pointer} is only a pointer of Git LFS to the file; run git lfs pull in the folder",
+                f"{flag} {model}: {pointer} is only a pointer of Git LFS to the file; run git lfs "
+                "pull in the folder",
                 code="model-unreadable",
             )
         return load() if is_local_model(model) else ask_hub(f"{flag} {model}", load, say)
@@ -289,7 +298,7 @@ def load_from(
 
 
 def _lfs_pointer(model: str) -> str:
-    """The name of a file that Git has not fetched, in the folder of a model; empty if there is none."""
+    """The name of a file in the model's folder that Git has not fetched; empty without one."""
     files = sorted(Path(model).expanduser().glob("*"))
     read = (
         file
@@ -323,7 +332,7 @@ def cache_key(
     long: str = "cut",
     copies: Copies | None = None,
 ) -> str:
-    """A name for exactly these texts, labels, tokenizer, length, cleaning, blocks, way with long texts and copies."""
+    """A name for exactly these texts and labels, and for all that their tokens depend on."""
     more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
     more += [data.num_unlabelled] if data.num_unlabelled else []
     if copies and copies.share:
@@ -344,7 +353,7 @@ def _separated(texts: Iterable[Text]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Copies:
-    """Which share of the training rows are read a second time as rough texts, drawn with the seed."""
+    """Which share of the training rows, drawn with the seed, are read again as rough texts."""
 
     share: float
     seed: int
@@ -359,7 +368,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How texts become blocks: of how many tokens, and the id that ends each text, None to add none."""
+    """How texts become blocks: their size in tokens, and the id that ends each text, if any."""
 
     size: int
     end: int | None
@@ -370,7 +379,7 @@ class Blocks:
             yield ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
 
     def offsets(self, num_tokens: int) -> np.ndarray:
-        """Where blocks begin and end among so many tokens; from a single token that is left nothing can be learned."""
+        """Where blocks begin and end; nothing can be learned from a single token that is left."""
         edges = np.arange(0, num_tokens, self.size)
         return (
             np.append(edges, num_tokens) if num_tokens - edges[-1] > 1 or len(edges) == 1 else edges
@@ -388,8 +397,8 @@ def write_tokens(
 ) -> None:
     """Tokenize ``data`` into ``folder`` unless a complete file with that key exists.
 
-    With ``blocks``, a row is a block of the texts of a split, one after the other, instead of a text. With ``copies``,
-    rough copies of some training rows stand behind them.
+    With ``blocks``, a row is a block of the texts of a split, one after the other, instead of a
+    text. With ``copies``, rough copies of some training rows stand behind them.
     """
     file = _file(folder, key)
 
@@ -464,7 +473,7 @@ class _GrowingRows:
 def _encoded(
     tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None, *, cleaned: bool = False
 ) -> Iterator[tuple[list[Text], np.ndarray, np.ndarray, int]]:
-    """Some texts after the other; their ids, int32, one row after the other; their lengths; how many were cut."""
+    """Chunks of texts; their ids, int32, one row after the other; their lengths; how many are cut."""
     many = tokenizer.many()
     for chunk in in_chunks(rows.texts):
         before = many.num_cut
@@ -507,7 +516,7 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
 
 
 def read_texts(folder: Path, key: str) -> NewsData | None:
-    """The rows that were tokenized, with their texts, which stay in the file; None without an undamaged file."""
+    """The rows that were tokenized, whose texts stay in the file; None if it is damaged."""
     if find_damage(_file(folder, key)):
         return None
     cached = ArrayFile.open(_file(folder, key))
@@ -564,8 +573,8 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
 
 
 def _counted_parts(texts: Iterable[str]) -> Iterator[Counter[str]]:
-    """What stands between two spaces, some at a time: BERT's tokenizers split it apart from the rest, and most of it
-    occurs again and again.
+    """What stands between two spaces, some at a time: BERT's tokenizers split it apart from the
+    rest, and most of it occurs again and again.
     """
     parts: Counter[str] = Counter()
     for text in texts:
@@ -587,10 +596,11 @@ def make_tokenizer(tokenizer_json: str, max_length: int) -> PreTrainedTokenizerB
 
 
 def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
-    """A vocabulary of all letters, then words that occur more than once, then parts of words, each by frequency.
+    """All letters, then words that occur more than once, then parts of words, each by frequency.
 
-    The library's own trainer breaks ties by the order of a hash map, so the same texts would give a different
-    vocabulary each time, and no run could be repeated. Words of more than 30 letters are split into letters.
+    The library's own trainer breaks ties by the order of a hash map, so the same texts would give a
+    different vocabulary each time, and no run could be repeated. Words of more than 30 letters are
+    split into letters.
     """
     letters: Counter[str] = Counter()
     parts: Counter[str] = Counter()

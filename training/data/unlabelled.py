@@ -1,4 +1,4 @@
-"""Texts without labels (``--unlabelled``, ``--distill_texts``) and labels without texts (``--labels``)."""
+"""Texts without labels (--unlabelled, --distill_texts) and labels without texts (--labels)."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def names_of_labels(labels: str) -> list[str]:
 
 
 def in_sentences(name: str) -> list[str]:
-    """A label's name as texts of that label, which are closer to its texts than the bare words: one for each of the
-    names that slashes separate, since "Sci/Tech" reads like neither science nor technology.
+    """A label's name as texts of that label, which are closer to its texts than the bare words: one
+    for each of the names that slashes separate, since "Sci/Tech" reads like neither science nor
+    technology.
     """
     found = [re.sub(r"[\W_]+", " ", part).strip() for part in BETWEEN_WORDS.split(name)]
     return [f"This is about {words}." if words.isascii() else words for words in found]
@@ -69,21 +70,22 @@ def rows_of_names(names: Sequence[str]) -> NewsData:
     """
     if numbers := [name for name in names if not any(map(str.isalpha, name))]:
         raise UserError(
-            f"--labels: {numbers[0]!r} says nothing of the texts it stands for; give names in words, or rows with "
-            "--dataset",
+            f"--labels: {numbers[0]!r} says nothing of the texts it stands for; give names in "
+            "words, or rows with --dataset",
             code="labels-too-few",
         )
-    # A row has one text. It only stands for its label: the head reads all sentences, see run/head_start.py.
+    # A row has one text. It only stands for its label: the head reads all sentences, see
+    # run/head_start.py.
     texts, labels = [in_sentences(name)[0] for name in names], np.arange(len(names))
     return NewsData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
 
 
 def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> NewsData:
-    """``data`` with the texts of ``--unlabelled`` or ``--distill_texts`` behind its training rows, whose labels there
-    mean nothing.
+    """``data`` with the texts of ``--unlabelled`` or ``--distill_texts`` behind its training rows,
+    whose labels there mean nothing.
 
-    A text that any row has already is left out: in the validation or test rows it would make their scores too good, and
-    among the training rows it would say nothing new.
+    A text that any row has already is left out: in the validation or test rows it would make their
+    scores too good, and among the training rows it would say nothing new.
 
     Raises:
         UserError: no such file or folder, an unusable row, or no new text.
@@ -91,8 +93,8 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     flag = "unlabelled" if config.unlabelled else "distill_texts"
     asked = f"--{flag} {getattr(config, flag)}"
     place = Path(getattr(config, flag)).expanduser()
-    # Columns of a second text stand behind that of a label. There is none to read, so a column of the text takes its
-    # place, and what it says there is ignored.
+    # Columns of a second text stand behind that of a label. There is none to read, so a column of
+    # the text takes its place, and what it says there is ignored.
     columns = Columns(
         config.columns.text, config.columns.pair.partition(",")[0], config.columns.pair
     )
@@ -136,7 +138,7 @@ def _files_in(place: Path, formats: Sequence[str], asked: str) -> list[Path]:
 
 
 def _fresh_rows(joined: NewsData, num_labelled: int) -> tuple[np.ndarray, int]:
-    """Of the training rows behind the labelled ones, those with a new text, and how many there are."""
+    """The training rows behind the labelled ones that have a new text, and how many there are."""
     repeats = Repeats(joined, near=False)
     known, new = np.split(repeats.rows["train"], [num_labelled])
     others = [rows for split, rows in repeats.rows.items() if split != "train"]
