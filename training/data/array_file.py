@@ -70,7 +70,10 @@ def write_arrays(
             digest.update(piece)
     metadata = {"about": json.dumps(dict(about)), "sha256": digest.hexdigest()}
     header = json.dumps({"__metadata__": metadata, **layout}).encode()
+    # Padded to eight bytes, so that the arrays behind the header are aligned for any dtype.
     header += b" " * (-len(header) % 8)
+    # The digest is in the header, before the arrays, so they are read twice: once for the digest
+    # and once to copy them. Going back to fill it in would need a file that can be seen half done.
     with writing_whole(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for one in ordered.values():

@@ -28,10 +28,6 @@ LEAST_GAIN = 0.05
 class Balance:
     """The relative speeds of the data-parallel ranks, the same on all of them.
 
-    Forward passes are timed instead of steps, because the all-reduce in the backward pass makes all
-    ranks as slow as the slowest. A rank gets at least one row per micro-batch, however slow it is:
-    the dummy row that it would compute instead, to take part in the all-reduce, costs as much.
-
     ``model`` None keeps all shares equal; ``least_share`` is the slowest rank's, of a global batch.
     """
 
@@ -49,6 +45,8 @@ class Balance:
         self.speeds: list[float] | None = None
         self.steps = 0
         self.cells = 0
+        # Forward passes are timed instead of steps, because the all-reduce in the backward pass
+        # makes all ranks as slow as the slowest.
         self.stopwatch = (
             Stopwatch(model, ranks.device) if model is not None and data_shard.size > 1 else None
         )
@@ -87,6 +85,9 @@ class Balance:
         even_time = sum(cells for cells, _ in measured) / sum(paces)
         if max(seconds for _, seconds in measured) * (1 - LEAST_GAIN) <= even_time:
             return
+        # A rank gets at least one row per micro-batch, however slow it is: the dummy row that it
+        # would compute instead, to take part in the all-reduce, costs as much. What that adds is
+        # taken from all in proportion.
         shares = [max(pace / sum(paces), self.least_share) for pace in paces]
         self.speeds = [share / sum(shares) for share in shares]
         self.say(

@@ -119,19 +119,27 @@ class LengthBucketSampler:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """The epoch's global batches: arrays of row numbers, sorted by length within a batch."""
+        # The epoch is part of the seed, so an epoch's order can be made again without those before
+        # it: that is how a run is resumed in the middle of one.
         generator = np.random.default_rng([self.seed, 2, self.epoch])
         order = generator.permutation(row_numbers(len(self.lengths)))
         if self.balanced is not None:
             order = generator.permutation(self._balanced(generator))
         size = self.global_batch_size
+        # Within a bucket neighbours have about the same length, so cutting it into batches leaves
+        # little to pad. A bucket is a view, so sorting it sorts the order. The sort is stable:
+        # equal lengths stay shuffled.
         for start in range(0, len(order), BATCHES_PER_BUCKET * size):
             bucket = order[start : start + BATCHES_PER_BUCKET * size]
             bucket[:] = bucket[np.argsort(self.lengths[bucket], kind="stable")]
         # Shuffled, except that the longest batch comes first: what does not fit into memory fails
         # immediately.
+        # The last row of each batch is its longest.
         last_rows = order[np.minimum(np.arange(size, len(order) + size, size), len(order)) - 1]
         longest = self.lengths[last_rows].argmax()
         numbers = generator.permutation(row_numbers(len(self)))
+        # Sorted batches in a row would train on short texts first and on long ones last; `numbers`
+        # shuffles whole batches.
         for first in chain([longest], numbers[numbers != longest]):
             yield order[int(first) * size : (int(first) + 1) * size]
 
@@ -185,6 +193,8 @@ class Targets:
             weights = self.class_weights[rows.labels[batch]]
         if self.row_weights is not None:
             weights = weights * self.row_weights
+        # Divided here and not by each rank: the sum goes over the whole batch, of which a rank
+        # computes a part.
         return weights / weights.sum()
 
 
@@ -201,8 +211,7 @@ def rank_share(
     """One rank's micro-batches of a global batch.
 
     Each rank gets consecutive rows of the batch, padded to the same length on all ranks so that all
-    have equal work. An empty share becomes one dummy row of weight 0, because its rank must still
-    take part in the collectives. In a pipeline, all micro-batches are filled up with dummy rows.
+    have equal work. Dummy rows of weight 0 fill up what is too small.
 
     ``speeds``, one number per share, divides the rows in proportion; None makes equal shares.
     """
@@ -215,6 +224,8 @@ def rank_share(
     # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without
     # asking the others. A row has its weight wherever it is computed: shares need not be equal.
     weights = targets.weights(rows, batch)
+    # An empty share becomes one dummy row, because its rank must still take part in the
+    # collectives: without it the others would wait forever.
     return [
         _micro_batch(
             rows,
@@ -300,5 +311,6 @@ def pad(
     lengths = rows.input_lengths(index)
     mask = np.arange(length) < lengths[:, None]
     ids = np.zeros((len(lengths), length), dtype=np.int64)
+    # The mask is true row by row from the left, so the joined tokens fall into their places.
     ids[mask] = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index])
     return torch.from_numpy(ids), None if mask.all() else torch.from_numpy(mask.astype(np.int64))

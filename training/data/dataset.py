@@ -65,6 +65,7 @@ class Rows:
         return len(self.texts)
 
     def take(self, index: np.ndarray) -> Rows:
+        # Texts in files stay there: only the numbers of the chosen rows take memory.
         in_memory = isinstance(self.texts, list)
         texts = [self.texts[i] for i in index] if in_memory else ChosenTexts(self.texts, index)
         return Rows(texts, self.labels[index])
@@ -203,9 +204,8 @@ def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> 
 
 
 def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str = "train") -> str:
-    """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in
-    other data, what looks like markup may be text.
-    """
+    """How the texts of a dataset are cleaned by default."""
+    # AG News has markup from its feeds; in other data, what looks like markup may be text.
     if dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS:
         return "news"
     if label_names:
@@ -235,10 +235,13 @@ def split_rows(
     Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that
     has two.
     """
+    # The 1 gives this use of the seed a stream of its own, apart from the order of batches.
     generator = np.random.default_rng([seed, 1])
     numbers, is_chosen = row_numbers(len(labels)), np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         rows = generator.permutation(numbers[labels == label])
+        # At least one row of a label is held out, so that its score is known, and at least one is
+        # kept, so that it is learned.
         count = min(len(rows) - 1, max(1, round(len(rows) * validation_fraction)))
         is_chosen[rows[:count]] = True
     return numbers[~is_chosen], numbers[is_chosen]
@@ -246,6 +249,7 @@ def split_rows(
 
 def _read_single(path: Path, options: LoadOptions) -> NewsData:
     reading = options.reading()
+    # The folder knows best, then the caller; that AG News' numbers mean its classes is a guess.
     classes = class_names_beside(path) or options.class_names
     classes = classes or _ag_news_classes(path, reading.problem_type)
     splits = {"train": (str(path), read_file(path, reading, classes))}
@@ -392,6 +396,7 @@ def _read_hub(name: str, options: LoadOptions, say: Callable[[str], None]) -> Ne
         ) from error
     # The hub's HTTP client has errors of its own, which differ between its versions.
     except Exception as error:
+        # Perhaps one of several configurations must be named: the hub is asked which there are.
         if isinstance(error, ValueError):
             _check_configuration(name, selection)
         raise UserError(

@@ -62,6 +62,7 @@ class Repeats:
             for split, ends in zip(data.splits, pairwise(firsts), strict=True)
         }
         self.texts = JoinedTexts(*texts)
+        # Eight bytes per row instead of its text: equal hashes are compared as texts later.
         self._hashes = np.fromiter(map(hash, map(folded, self.texts)), np.int64, len(self.texts))
         self._may_repeat = _occurs_again(self._hashes)
         self._shingles, self._second = _shingles_of(self.texts) if near else (None, None)
@@ -73,6 +74,9 @@ class Repeats:
         row none.
         """
         train = self.rows["train"]
+        # First those that repeat held-out rows, which are lost in any case; then, of the rest, all
+        # but the first. The other way round, the one that is kept could be dropped after its
+        # repeats.
         held_out = np.concatenate([rows for split, rows in self.rows.items() if split != "train"])
         rest = train[self.partners(train, held_out) < 0]
         kept = rest[self.partners(rest) < 0]
@@ -175,6 +179,7 @@ class Repeats:
         own = self._hashes[rows[places]]
         place = np.minimum(np.searchsorted(hashes, own), len(hashes) - 1)
         found[places] = np.where(hashes[place] == own, among[firsts[place]], -1)
+        # The first row of a hash finds itself.
         found[found == rows] = -1
         for i in np.flatnonzero(found >= 0):  # equal hashes are not yet equal texts
             if not self.are_equal(rows[i], found[i]):
@@ -191,11 +196,11 @@ def folded(text: Text) -> Text:
 
 
 def _shingles_of(texts: JoinedTexts) -> tuple[Shingles, Shingles | None]:
-    """Those to search by, and of pairs those of the other texts. If many pairs share a text, as
-    questions on one paragraph do, the search is by the one that fewer share.
-    """
+    """Those to search by, and of pairs those of the other texts."""
     width = len(texts_in(texts[0]))
     parts = [lambda i=i: (texts_in(text)[i] for text in texts) for i in range(width)]
+    # If many pairs share a text, as questions on one paragraph do, a search by that text would
+    # compare all of them with each other: it is by the one that fewer share.
     parts.sort(key=lambda part: len(set(map(hash, part()))) if width > 1 else 0)
     *second, first = (Shingles.of(part(), len(texts)) for part in parts)
     return first, second[0] if second else None
@@ -246,10 +251,13 @@ class Shingles:
         kinds, triples = np.unique(mixed, return_inverse=True)
         num_kinds = max(1, len(kinds))
         del mixed, kinds
+        # One number for (row, triple) lets numpy sort and search all sets of all rows at once.
         keys = np.unique(rows * num_kinds + triples)  # each triple counts once in a row
         del rows, triples
         frequency = np.bincount(keys % num_kinds, minlength=num_kinds)
         number = np.empty(num_kinds, dtype=np.int64)
+        # Renumbered from rare to frequent, so that a prefix of a row's sorted keys is its rarest
+        # triples: those by which few other rows are found.
         number[np.argsort(frequency, kind="stable")] = np.arange(num_kinds)
         rows, triples = np.divmod(keys, num_kinds)
         keys = np.sort(rows * num_kinds + number[triples])
@@ -265,9 +273,11 @@ class Shingles:
         everyone = rows if known is None else np.concatenate([known, rows])
         is_query = np.zeros(len(sizes), dtype=bool)
         is_query[rows] = True
+        # As many triples as can differ, and one more: two rows that are similar share one of these.
         prefix = sizes - np.ceil(LEAST_SIMILARITY * sizes - 1e-9).astype(np.int64) + 1
         entries = _spread(self.offsets[everyone], np.minimum(prefix, sizes)[everyone])
         entry_rows, triples = np.divmod(self.keys[entries], self.num_kinds)
+        # A triple of a single row leads to no other row.
         shared = triples >= self.num_single
         entry_rows, triples = entry_rows[shared], triples[shared]
         order = np.lexsort(
@@ -292,6 +302,7 @@ class Shingles:
             if not active.any():
                 break
             queries, nearest, other = queries[active], nearest[active], other[active]
+            # Rows that share several rare triples meet several times: each pair is compared once.
             pairs = np.unique(entry_rows[queries] * len(sizes) + entry_rows[other])
             for start in range(0, len(pairs), PAIRS_PER_CHUNK):
                 ours, theirs = np.divmod(pairs[start : start + PAIRS_PER_CHUNK], len(sizes))
@@ -312,6 +323,7 @@ class Shingles:
         possible = np.flatnonzero(np.minimum(sizes[ours], sizes[theirs]) >= needed)
         ours, theirs = ours[possible], theirs[possible]
         entries = _spread(self.offsets[ours], sizes[ours])
+        # The keys of our triples as they would be in the other row; each is there or not.
         wanted = self.keys[entries] + np.repeat((theirs - ours) * self.num_kinds, sizes[ours])
         place = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
         pair = np.repeat(np.arange(len(ours)), sizes[ours])

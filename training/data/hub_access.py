@@ -71,6 +71,7 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
     if not _resolves(what, say):
         host = urlsplit(constants.ENDPOINT).hostname
         try:
+            # The libraries would try to reach the host once for each file, and wait each time.
             with from_cache_only():
                 return ask()
         except ForeseenError:
@@ -123,11 +124,8 @@ def _resolves(what: str, say: Callable[[str], None]) -> bool:
 
 
 def _why_no_answer(error: BaseException | None) -> str | None:
-    """Why the hub did not respond; None if it did, or if something else went wrong.
-
-    The libraries wrap the HTTP client's error in exceptions of their own.
-    """
-    seen: set[int] = set()
+    """Why the hub did not respond; None if it did, or if something else went wrong."""
+    seen: set[int] = set()  # a chain of causes may be a ring
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -139,6 +137,7 @@ def _why_no_answer(error: BaseException | None) -> str | None:
             or names & NETWORK_ERRORS
         ):
             return first_line(error)
+        # The libraries wrap the HTTP client's error in exceptions of their own.
         error = error.__cause__ or error.__context__
     return None
 

@@ -111,6 +111,7 @@ def _error(words: Any, targets: np.ndarray, kept: np.ndarray, held_out: np.ndarr
             else labels[0]
         )
         return float((predicted != wanted).mean())
+    # Micro F1 is 2 x right / (predicted + wanted), summed over the labels.
     right = given = 0
     for label in range(targets.shape[1]):  # each separately
         both = np.unique(known[:, label])
@@ -122,10 +123,12 @@ def _error(words: Any, targets: np.ndarray, kept: np.ndarray, held_out: np.ndarr
 
 
 def _fit(sizes: np.ndarray, errors: np.ndarray) -> Any:
-    """The curve a + b n^-c, with a and b of at least 0, that is closest to the errors. Those on
-    more rows count more, because they are closer to what is asked for.
-    """
+    """The curve a + b n^-c, with a and b of at least 0, that is closest to the errors."""
+    # Errors on more rows count more, because they are closer to what is asked for.
     weights, fits = np.sqrt(sizes), []
+    # For a fixed exponent the curve is linear in a and b, so least squares finds them exactly and
+    # only the exponent is searched. The second set of columns is the same without a floor: without
+    # it a negative a would be refused although a = 0 fits.
     for exponent in EXPONENTS:
         powers = sizes**-exponent
         for columns in (

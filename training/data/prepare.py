@@ -152,6 +152,7 @@ def settle_model(
     if it is resumed, the default one if it can be had, and otherwise the starter. A collective
     call.
     """
+    # A model that the user names is never replaced, and a missing one is an error.
     if "model" in config.model_fields_set:
         return config
 
@@ -347,11 +348,7 @@ def _write_tokens(
     vocabulary: Vocabulary | None,
     say: Callable[[str], None],
 ) -> str:
-    """Tokenize the texts into the cache unless it has their tokens; returns their key.
-
-    The key covers everything that the tokens depend on, so a cached file never has to be checked
-    against its source.
-    """
+    """Tokenize the texts into the cache unless it has their tokens; returns their key."""
     blocks = Blocks(config.max_length, vocabulary.end) if vocabulary else None
     copies = Copies(config.rough_share, config.seed)
     key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks, config.long, copies)
@@ -484,6 +481,8 @@ def _scale_can_be_moved(model: NewsClassifier, head: nn.Linear, ids: torch.Tenso
     """Whether the task can finish the model by its last layer; of an own network it is a guess."""
     if model.architecture or not isinstance(model.task, Regression):
         return True
+    # Tried and not derived: an own network may use its last layer in any way, so its scores are
+    # compared before and after the layer is scaled.
     mask, was_training, task = torch.ones_like(ids), model.training, model.task
     kept = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     model.eval()
@@ -507,6 +506,7 @@ def _split(
     config: TrainConfig, tokens: TokenizedNews, world_size: int, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """``chosen``: rows to choose from, ascending; those without a label are all trained on."""
+    # Rows without a label are behind all others, so one position separates them.
     chosen, unlabelled = np.split(chosen, [np.searchsorted(chosen, tokens.num_labelled)])
     labels = TASKS[config.task].strata(tokens.train.labels[: tokens.num_labelled])
     if len(chosen) == 0:
@@ -602,6 +602,7 @@ def prepare_model(
         freeze_layers(model.network, config)
         return model, possible
 
+    # Without a download no rank has to go first.
     if not ranks.any(not _is_local(config.model)):
         return ranks.run_on_all_ranks(load)
     return download_once(ranks, load, shared=cache_is_shared(ranks))

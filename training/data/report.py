@@ -80,6 +80,7 @@ class Fault:
             for some in (rows, partners)
         )
         equal = np.ones(len(numbers), dtype=bool)
+        # Only near duplicates can differ; otherwise every partner has the same text.
         if repeats.near:
             equal[:] = [repeats.are_equal(*pair) for pair in zip(numbers, others, strict=True)]
         counts = {split: int(some.sum()) for split, some in is_found.items()}
@@ -305,6 +306,8 @@ def length_figures(lengths: Iterable[np.ndarray], max_length: int) -> dict[str, 
     counts = np.zeros(1, np.int64)
     for some in lengths:
         new = np.bincount(some, minlength=len(counts))
+        # The counts of all lengths are kept and not the lengths, so any number of rows takes little
+        # memory.
         new[: len(counts)] += counts
         counts = new
     total, upto = int(counts.sum()), np.cumsum(counts)

@@ -87,6 +87,7 @@ def with_typing_errors(text: Text, seed: int, row: int) -> Text:
     def mistyped(part: str) -> str:
         words = list(_WORD_OF_LETTERS.finditer(part))
         count = min(len(words), max(1, round(len(part.split()) / _WORDS_PER_ERROR)))
+        # From the last to the first, so that the places of those before it stay right.
         for word in sorted(draw.sample(words, count), key=lambda word: -word.start()):
             part = part[: word.start()] + _mistype(word[0], draw) + part[word.end() :]
         return part
@@ -118,6 +119,7 @@ _MORE = ((0.25, with_typing_errors), (0.2, without_punctuation), (0.15, upper_ca
 def rough_version(text: Text, seed: int, row: int) -> Text:
     """A training text as somebody might type it: mostly cut short, some with other changes too."""
     draw = random.Random(f"rough {seed} {row}")
+    # One draw decides between the cuts, so a text gets one of them at most.
     place, rough = draw.random(), text
     for probability, cut in _CUTS:
         if 0 <= place < probability:

@@ -62,7 +62,10 @@ def _states_of(path: Path) -> list[list[Any]]:
             if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()
         ]
     return sorted(
-        [str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files
+        # The inode too: a file that is replaced within a tick of the clock has the same time and
+        # maybe the same size.
+        [str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino]
+        for one in files
     )
 
 

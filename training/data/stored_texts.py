@@ -44,8 +44,6 @@ def in_chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
 class StoredTexts(Sequence[Text]):
     """Texts, or pairs of texts, one after the other in a file; new ones are added at its end.
 
-    Read with system calls instead of a mapping, so that pages of the files do not count as memory of this process.
-
     Args:
         file: in UTF-8, with half characters as they are.
         offsets: where each text begins, and the last one ends, from ``begin`` on; int64, in a file too.
@@ -118,6 +116,8 @@ class StoredTexts(Sequence[Text]):
     def __iter__(self) -> Iterator[Text]:
         start = 0
         while start < len(self):
+            # As many rows as fit into the budget of bytes: where they end is known without reading
+            # them.
             ends = self._ends(start, min(start + TEXTS_PER_READ, len(self)))[:: self.width]
             fitting = int(np.searchsorted(ends, ends[0] + BYTES_PER_READ, side="right")) - 1
             stop = start + max(1, fitting)  # a single row may be longer
@@ -126,6 +126,7 @@ class StoredTexts(Sequence[Text]):
 
     def _ends(self, start: int, stop: int) -> np.ndarray:
         """Where each text of these rows begins, and the last one ends."""
+        # What was appended may still be in Python's buffers, which pread does not see.
         if self._unwritten:
             self._write_offsets()
             self._offsets.flush()
@@ -140,6 +141,7 @@ class StoredTexts(Sequence[Text]):
         ends = self._ends(start, stop).tolist()
         data = _read_exactly(self._file, ends[-1] - ends[0], self._begin + ends[0])
         cuts = [end - ends[0] for end in ends]
+        # Most data has no joined texts; one search through all bytes spares one for each text.
         decode = _decoded if JOINT in data else _decoded_plain
         texts = [decode(data[a:b]) for a, b in pairwise(cuts)]
         return texts if self.width == 1 else list(zip(texts[::2], texts[1::2], strict=True))
@@ -165,9 +167,11 @@ def _decoded_plain(data: bytes) -> str:
 
 
 def _read_exactly(file: BinaryIO, num_bytes: int, place: int) -> bytes:
-    """One call returns at most 2 GiB."""
     pieces = []
     while num_bytes:
+        # System calls and not a mapping, whose pages would count as memory of this process. pread
+        # needs no position, which texts and offsets in one file would have to share. One call
+        # returns at most 2 GiB.
         pieces.append(os.pread(file.fileno(), num_bytes, place))
         if not pieces[-1]:
             raise OSError(errno.EIO, "ends before the texts that it should hold")

@@ -128,12 +128,13 @@ def ask_teachers(
 ) -> TeacherAnswers:
     """The teachers' answers to the training rows; on each machine its first rank computes them.
 
-    All rows of the split are asked, because another seed trains on others; with
-    ``--max_train_rows`` only the chosen ones are. ``texts``: on the first rank of each machine.
+    ``texts``: on the first rank of each machine.
 
     Raises:
         UserError: a teacher has other labels, does not answer a text, or cannot be run.
     """
+    # All rows of the split are asked, because another seed trains on others, and the answers are
+    # kept. With --max_train_rows only the chosen ones are.
     rows = train_index if config.max_train_rows else np.arange(len(tokens.train))
 
     def ask() -> list[tuple[str, list[int]]] | None:
@@ -148,6 +149,8 @@ def ask_teachers(
             answered.append((key, order))
         return answered
 
+    # All machines name their answers by the teacher's files. If the names differ, the teachers do,
+    # and the mean gradient would have two targets.
     found = [one for one in ranks.gather(ranks.run_on_all_ranks(ask)) if one]
     if any(one != found[0] for one in found):
         raise UserError(
@@ -168,6 +171,7 @@ def _places_of_labels(
 ) -> list[int]:
     if TASKS[config.task].problem_type is REGRESSION:
         return [0]  # one number, whatever the column is called
+    # The order may differ: columns are exchanged when answers are read.
     if sorted(of_teacher) != sorted(of_data):
         raise UserError(
             f"--distill {teacher}: its labels are {some_of(of_teacher)}, those of --dataset "
@@ -196,11 +200,7 @@ def _key(teacher: Path, texts: Sequence[Text]) -> str:
 def _compute(
     name: str, teacher: SavedModel, texts: Sequence[Text], file: Path, say: Callable[[str], None]
 ) -> None:
-    """Write the answers to the file, unless it is there and undamaged.
-
-    ``inference.score`` keeps finished parts beside its output. So the next start continues one that
-    was interrupted, and machines that share the cache share the work.
-    """
+    """Write the answers to the file, unless it is there and undamaged."""
     what = f"--distill {name}"
 
     def make(damage: str) -> None:
@@ -212,6 +212,8 @@ def _compute(
                 lines.write(json.dumps(row).encode() + b"\n")
         flags = ["--model", str(teacher.path), "--bad_rows", "keep"]
         flags += ["--probabilities"] if teacher.problem_type is not REGRESSION else []
+        # It keeps finished parts beside its output. So the next start continues one that was
+        # interrupted, and machines that share the cache share the work.
         run_command_of_serving(
             "inference.score", [str(asked), str(answered), *flags], what, say, quiet=True
         )

@@ -62,6 +62,7 @@ def _check_empty(
         f"{counts} (first: {name} row {rows[0] + 1:,}) have no token"
         + " besides the special ones" * (frame > 0)
     )
+    # A few empty rows are the data's fault; if most are, it is the tokenizer's.
     if 2 * len(empty["training"]) > len(splits["training"] or ()):
         raise UserError(
             f"{what}; --model {config.model} needs the tokenizer that it was trained with, and "

@@ -203,6 +203,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
+    # Nothing is asked of the hub, and equal texts give an equal vocabulary on every machine.
     if model == TINY:
         parts = chain.from_iterable(map(texts_in, train_texts))
         return _train_wordpiece(map(cleaner(cleaning), parts), max_length)
@@ -424,11 +425,15 @@ def write_tokens(
             about["cut"][split] = tokens.extend(rows, blocks, texts)
             about["width"][split] = texts.width
             found = {"ids": tokens.ids, "offsets": tokens.offsets, "labels": rows.labels}
+            # Rows are cut anew at the edges of blocks, whatever the texts were; nothing is
+            # labelled.
             if blocks:
                 edges = blocks.offsets(tokens.ids.shape[0])
                 found["offsets"] = edges
                 found["labels"] = np.zeros(len(edges) - 1, rows.labels.dtype)
             found["texts"], found["text_offsets"] = texts.arrays(folder)
+            # After the texts are stored, because rough copies have none: they are made from their
+            # originals.
             if split == "train" and copies and copies.share:
                 numbers, rough = copies.of(data, tokenizer.clean)
                 tokens.extend(Rows(rough, rows.labels[numbers]), cleaned=True)
@@ -573,9 +578,8 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
 
 
 def _counted_parts(texts: Iterable[str]) -> Iterator[Counter[str]]:
-    """What stands between two spaces, some at a time: BERT's tokenizers split it apart from the
-    rest, and most of it occurs again and again.
-    """
+    # What is between two spaces, some at a time: BERT's tokenizers split it apart from the rest, and
+    # most of it occurs again and again, so each part is split once for many texts.
     parts: Counter[str] = Counter()
     for text in texts:
         parts.update(text.split(" "))
@@ -596,12 +600,12 @@ def make_tokenizer(tokenizer_json: str, max_length: int) -> PreTrainedTokenizerB
 
 
 def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
-    """All letters, then words that occur more than once, then parts of words, each by frequency.
-
-    The library's own trainer breaks ties by the order of a hash map, so the same texts would give a
-    different vocabulary each time, and no run could be repeated. Words of more than 30 letters are
-    split into letters.
-    """
+    """All letters, then words that occur more than once, then parts of words, each by frequency."""
+    # The library's own trainer breaks ties by the order of a hash map, so the same texts would give
+    # a different vocabulary each time, and no run could be repeated. Words of more than 30 letters
+    # give letters only.
+    # WordPiece marks with ## what continues a word, so letters and parts count apart by where they
+    # are.
     letters: Counter[str] = Counter()
     parts: Counter[str] = Counter()
     for word, count in words.items():
@@ -613,6 +617,7 @@ def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
                 parts[word[: start + 1]] += count
                 parts[f"##{word[start:]}"] += count
     repeated = Counter({word: count for word, count in words.items() if count > 1})
+    # A piece can be a letter, a word and a part; the dict keeps the first place of each.
     ordered = dict.fromkeys(
         piece
         for pieces in (letters, repeated, parts)

@@ -84,9 +84,6 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     """``data`` with the texts of ``--unlabelled`` or ``--distill_texts`` behind its training rows,
     whose labels there mean nothing.
 
-    A text that any row has already is left out: in the validation or test rows it would make their
-    scores too good, and among the training rows it would say nothing new.
-
     Raises:
         UserError: no such file or folder, an unusable row, or no new text.
     """
@@ -110,6 +107,8 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     texts, _ = reading.usable(str(place), chain.from_iterable(files))
 
     num_labelled = len(data.train)
+    # A text that any row has already is left out: in the validation or test rows it would make
+    # their scores too good, and among the training rows it would say nothing new.
     fresh, num_new = _fresh_rows(replace(data, train=_joined(data.train, texts)), num_labelled)
     if not len(fresh):
         raise UserError(f"{asked}: all of its texts are already in the data", code="data-empty")
@@ -143,9 +142,11 @@ def _fresh_rows(joined: NewsData, num_labelled: int) -> tuple[np.ndarray, int]:
     known, new = np.split(repeats.rows["train"], [num_labelled])
     others = [rows for split, rows in repeats.rows.items() if split != "train"]
     fresh = new[repeats.partners(new, np.concatenate([known, *others])) < 0]
+    # Then of those that repeat each other the first.
     return fresh[repeats.partners(fresh) < 0], len(new)
 
 
 def _joined(rows: Rows, texts: Sequence[Text]) -> Rows:
+    # Any label would do, because nobody reads it; zeros have the shape that the task wants.
     labels = np.zeros((len(texts), *rows.labels.shape[1:]), rows.labels.dtype)
     return Rows(JoinedTexts(rows.texts, texts), np.concatenate([rows.labels, labels]))
