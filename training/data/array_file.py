@@ -35,7 +35,8 @@ class GrowingArray:
     def __init__(
         self, folder: Path, dtype: str, file: BinaryIO | None = None, length: int = 0
     ) -> None:
-        self.file: BinaryIO = file or tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the array
+        # Lives as long as the array.
+        self.file: BinaryIO = file or tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self.dtype, self.shape = np.dtype(dtype), (length,)
 
     def extend(self, values: np.ndarray) -> None:
@@ -88,6 +89,7 @@ def find_damage(path: Path) -> str | None:
         if "sha256" not in metadata:
             return "an earlier version wrote it"
         expected, digest = metadata["sha256"], _new_digest(layout)
+        # Pieces are large, so a buffer would only copy them once more.
         with path.open("rb", buffering=0) as file:
             file.seek(begin)
             while piece := file.read(PIECE):

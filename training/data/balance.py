@@ -70,11 +70,11 @@ class Balance:
     def agree(self, cells: float, seconds: float) -> None:
         """Set ``speeds`` from what each rank has measured since the last comparison.
 
-        New shares are based on each rank's pace at its current share. Once they settle, all ranks take the same time,
-        including work that does not depend on rows.
+        New shares are based on each rank's pace at its current share. Once they settle, all ranks
+        take the same time, including work that does not depend on rows.
 
         Args:
-            cells: rows times padded length that this rank computed; the padded length is the same on all ranks.
+            cells: rows times padded length, which is the same on all ranks; of this rank.
             seconds: time in its forward passes.
         """
         # Every rank measures itself; all of them compute the new shares from the same numbers.
@@ -97,7 +97,7 @@ class Balance:
 
 
 class Stopwatch:
-    """Seconds in a model's forward passes in training; on a GPU by events, without synchronizing."""
+    """Seconds in a model's forward passes in training; on a GPU by events, without waiting."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"

@@ -60,12 +60,11 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        tensors = {
-            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        # Pinned, so that the host does not wait for the copy.
         moved = {
-            name: tensor.pin_memory().to(device, non_blocking=True)
-            for name, tensor in tensors.items()
+            name: value.pin_memory().to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
         }
         return replace(self, **moved)
 
@@ -86,16 +85,17 @@ class DataShard:
 
 
 class LengthBucketSampler:
-    """Global batches of rows of similar length: each row once per epoch, or rows of all labels alike.
+    """Global batches of rows of similar length: each row once per epoch, or labels balanced.
 
-    Like ``torch.utils.data.DistributedSampler`` it is seeded and told the epoch with :meth:`set_epoch`. Unlike that
-    one, it does not repeat or drop rows to give all ranks the same number.
+    Like ``torch.utils.data.DistributedSampler`` it is seeded and told the epoch with
+    :meth:`set_epoch`. Unlike that one, it does not repeat or drop rows to give all ranks the same
+    number.
 
     Args:
         lengths: tokens of each row, (rows,).
         global_batch_size: rows per optimizer step over all ranks; the last batch may have fewer.
         seed: decides the order, together with the epoch.
-        balanced: the label of each row, (rows,), to draw as many rows of each; an epoch has as many rows as without.
+        balanced: the label of each row, (rows,), to draw as many rows of each label per epoch.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ def rank_share(
 def _edges(
     firsts: np.ndarray, data_shard: DataShard, accumulation: int, speeds: Sequence[float] | None
 ) -> tuple[list[int], int]:
-    """Where this rank's micro-batches begin and end in the batch, and their least number of rows."""
+    """Where this rank's micro-batches begin and end, and how many rows each has at least."""
 
     # Work is divided by inputs, since a row of many windows costs as much as many rows; this says
     # which row is nearest to a place among them. Without windows both are the same.
@@ -303,7 +303,7 @@ def _places(counts: np.ndarray) -> np.ndarray:
 def pad(
     rows: TokenizedRows, index: np.ndarray, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Chosen rows as one padded batch: ids and mask, int64, (inputs, length); padding has 0 in both.
+    """Chosen rows, padded: ids and mask, int64, (inputs, length); padding has 0 in both.
 
     The mask is None if nothing is padded: attention then uses its fastest kernel, and a GPU need
     not be asked.

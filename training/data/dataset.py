@@ -33,7 +33,7 @@ from common.rows import (
 from common.text import Text, counted
 from training.config import Selection, TrainConfig
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
-from training.data.kept import not_writable
+from training.data.kept import writing_to
 from training.data.stored_texts import ChosenTexts, StoredTexts
 from training.tasks import TASKS, Classification, Task
 
@@ -187,10 +187,8 @@ def load_news(
 
 
 def texts_on_disk(folder: Path) -> StoredTexts:
-    try:
+    with writing_to(folder):
         return StoredTexts.temporary(folder)
-    except OSError as error:
-        raise not_writable(folder, error) from error
 
 
 def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> None:
@@ -230,7 +228,7 @@ def row_numbers(count: int) -> np.ndarray:
 def split_rows(
     labels: np.ndarray, validation_fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions for training and for validation: stratified by label, seeded, each ascending; (rows,).
+    """Positions for training and validation, (rows,): stratified by label, seeded, ascending.
 
     Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that
     has two.
@@ -301,11 +299,7 @@ def is_saved_by_datasets(folder: Path) -> bool:
 
 
 def _splits_used(name: str, present: Collection[str], selection: Selection) -> dict[str, str]:
-    """Which of a dataset's splits is for training, for validation and for the test.
-
-    Raises:
-        UserError: it lacks one that was asked for.
-    """
+    """Which of a dataset's splits is for training, for validation and for the test."""
     used = _splits_asked(name, present, selection)
     # A split that is used under its own name is not used twice: the validation split may be the one
     # to test on.
@@ -435,7 +429,7 @@ def _from_datasets(name: str, found: Any, reading: Reading, options: LoadOptions
         return reading.find_columns(f"--dataset {name} {split}", list(splits[split].features))
 
     def names_of(split: str, columns: list[list[str]]) -> list[str] | None:
-        """Of a column of class numbers, or of lists of them; splits may number theirs differently."""
+        """Of a column of class numbers or lists of them; splits may number theirs differently."""
         if not reading.columns.label or len(columns[1]) != 1:
             return None
         feature = splits[split].features[columns[1][0]]

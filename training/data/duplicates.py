@@ -45,7 +45,7 @@ _MIX = np.array([0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
 
 
 class Repeats:
-    """Finds rows whose texts repeat another's. Rows are numbered through all splits, training first.
+    """Finds rows whose texts repeat another's. Rows are numbered through all splits.
 
     Args:
         data: its splits are compared.
@@ -111,11 +111,8 @@ class Repeats:
         """For each row an earlier one of these with the same text, or nearly the same, under
         another label; -1 without one. All of them have a label; (rows,).
         """
-        apart = (
-            FAR_APART * self.data.train.labels.std()
-            if self.data.train.labels.dtype.kind == "f"
-            else 0.0
-        )
+        labels = self.data.train.labels
+        apart = FAR_APART * labels.std() if labels.dtype.kind == "f" else 0.0
 
         def differ(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
             distance = abs(self.labels(ours).astype(np.float64) - self.labels(theirs))
@@ -162,11 +159,9 @@ class Repeats:
 
     def _both_near(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         """Whether the texts of pairs that were not searched are near too; (pairs,)."""
-        return (
-            np.ones(len(ours), dtype=bool)
-            if self._second is None
-            else self._second.similar(ours, theirs)
-        )
+        if self._second is None:
+            return np.ones(len(ours), dtype=bool)
+        return self._second.similar(ours, theirs)
 
     def _equal(self, rows: np.ndarray, known: np.ndarray | None) -> np.ndarray:
         found, among = np.full(len(rows), -1, rows.dtype), rows if known is None else known
@@ -239,10 +234,13 @@ class Shingles:
         vocabulary[""]  # fills texts of one or two words up to a triple
         words, lengths = _numbered_words(texts, num_rows, vocabulary)
         ends = np.cumsum(lengths)
+        # A triple begins at every word of a text but its last two.
         starts_here = np.ones(len(words), dtype=bool)
         for before_end in range(1, WORDS_PER_SHINGLE):
             starts_here[ends[lengths > 0] - before_end] = False
         starts = np.flatnonzero(starts_here)
+        # Three words become one number of 64 bits, in which two different triples practically never
+        # meet.
         mixed = words[starts].astype(np.uint64)
         for place, factor in enumerate(_MIX, start=1):
             mixed = mixed * factor + words[starts + place].astype(np.uint64)
@@ -336,7 +334,7 @@ class Shingles:
 def _numbered_words(
     texts: Iterable[str], num_rows: int, vocabulary: defaultdict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All words as numbers, int32, and how many each text has, filled up to a triple if it has any."""
+    """All words as numbers, int32, and how many each text has, at least a triple if any."""
     parts: list[np.ndarray] = []
     lengths = np.zeros(num_rows, dtype=np.int64)
     held: list[int] = []

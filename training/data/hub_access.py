@@ -36,7 +36,7 @@ FILE_SUFFIXES = frozenset(
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be a path: hub names are ``name`` or ``owner/name``, without a suffix."""
+    """Whether a name can only be a path: names on the hub are ``name`` or ``owner/name``."""
     is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
     return is_path or Path(name).suffix.lower() in FILE_SUFFIXES
 
@@ -203,6 +203,7 @@ def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
             with from_cache_only():
                 result = work()
 
+    # Two collective calls: the first one ends when every leading rank has downloaded.
     ranks.run_on_all_ranks(lead)
     ranks.run_on_all_ranks(follow)
     return result  # type: ignore[return-value]

@@ -19,8 +19,6 @@ from common.files import write_json
 from common.text import Text, texts_in
 from training.data.array_file import find_damage
 
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def digest_of(pieces: Iterable[str | memoryview]) -> str:
     """A name for exactly what these pieces hold, one after the other."""
@@ -50,16 +48,14 @@ def kept(file: Path, make: Callable[[str], None]) -> bool:
     if damage is None:
         return True
     try:
-        file.parent.mkdir(0o700, parents=True, exist_ok=True)  # it holds texts
-        make(damage)
-    except (OSError, UserError) as error:
+        with writing_to(file.parent):
+            file.parent.mkdir(0o700, parents=True, exist_ok=True)  # it holds texts
+            make(damage)
+    except UserError:
         # Several starts may make the same file at once, and the first to finish removes what all
         # of them have worked on. The others fail then, but what they wanted is there.
-        if file.exists() and find_damage(file) is None:
-            return False
-        if isinstance(error, UserError):
+        if not file.exists() or find_damage(file) is not None:
             raise
-        raise not_writable(file.parent, error) from error
     return False
 
 
@@ -85,19 +81,19 @@ def read_known(file: Path | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def naming_a_full_disk(folder: Path) -> Iterator[None]:
-    """For work that fills the folder but also reads other files, whose errors are not its own."""
+def writing_to(folder: Path, *, only_full: bool = False) -> Iterator[None]:
+    """Say in one line that the folder cannot be written.
+
+    ``only_full``: for work that also reads other files, whose errors are not the folder's.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL_DISK:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if only_full and not is_full:
             raise
-        raise not_writable(folder, error) from error
-
-
-def not_writable(folder: Path, error: OSError) -> UserError:
-    remedy = "; free some space, or name another folder" if error.errno in _FULL_DISK else ""
-    return UserError(
-        f"--cache_dir {folder}: cannot be written ({error.strerror or error}){remedy}",
-        code="not-writable",
-    )
+        remedy = "; free some space, or name another folder" if is_full else ""
+        raise UserError(
+            f"--cache_dir {folder}: cannot be written ({error.strerror or error}){remedy}",
+            code="not-writable",
+        ) from error

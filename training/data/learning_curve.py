@@ -67,6 +67,7 @@ def _mean_errors(
     errors: list[list[float]] = []
     folds = FOLDS if len(targets) <= ROWS_TESTED else 1
     for _ in range(min(MOST_ROUNDS, max(1, ROWS_TESTED // len(targets)))):
+        # Each round deals the rows into folds anew: the errors of few rows vary much.
         order = generator.permutation(len(targets))
         for fold in range(folds):
             held_out = order[fold::FOLDS]
@@ -90,7 +91,8 @@ def _too_few(targets: np.ndarray) -> str:
         return ""
     labels = targets.shape[1] if targets.ndim > 1 else len(np.unique(targets))
     if labels * FEWEST_PER_LABEL > num_rows:
-        return f"{num_rows:,} different rows of {labels:,} labels are too few to tell; it takes {FEWEST_PER_LABEL} each"
+        rows = f"{num_rows:,} different rows of {labels:,} labels"
+        return f"{rows} are too few to tell; it takes {FEWEST_PER_LABEL} each"
     return "all rows have the same label" if labels < 2 else ""
 
 
@@ -104,12 +106,9 @@ def _error(words: Any, targets: np.ndarray, kept: np.ndarray, held_out: np.ndarr
         errors = Ridge().fit(words[kept], known).predict(words[held_out]) - wanted
         return float((errors**2).mean() / max(wanted.var(), 1e-12))
     if targets.ndim == 1:
-        labels = np.unique(known)
-        predicted = (
-            LinearSVC().fit(words[kept], known).predict(words[held_out])
-            if len(labels) > 1
-            else labels[0]
-        )
+        several = len(np.unique(known)) > 1  # the model refuses to learn a single label
+        model = LinearSVC().fit(words[kept], known) if several else None
+        predicted = model.predict(words[held_out]) if model else known[0]
         return float((predicted != wanted).mean())
     # Micro F1 is 2 x right / (predicted + wanted), summed over the labels.
     right = given = 0

@@ -34,7 +34,7 @@ from training.data.dataset import (
 from training.data.duplicates import Repeats
 from training.data.earlier import with_earlier_rows
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
-from training.data.kept import naming_a_full_disk, read_known, remembered
+from training.data.kept import read_known, remembered, writing_to
 from training.data.report import lines_of, measure_run
 from training.data.source_cache import repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teachers
@@ -204,6 +204,8 @@ def prepare_news(
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
     find = partial(_find, config, ranks, say, for_own_network=bool(own.network))
     found, texts, tokenizer = download_once(ranks, find, shared=shared)
+    # Ranks that did not lead have found nothing. The key says what a file holds, so rank 0's is
+    # right on all machines.
     found = ranks.broadcast(found)
     assert found is not None
     # Memory-mapped: all ranks of a machine share the same pages.
@@ -223,6 +225,7 @@ def prepare_news(
     train, validation = ranks.run_on_all_ranks(
         lambda: _split(config, tokens, ranks.world_size, kept)
     )
+    # Measured once per split: another seed or share of validation rows has a file of its own.
     report = repeats_file(config.cache_folder, found.key, config, f"report-{len(validation)}")
     measure = partial(_measure, config, texts, train[train < tokens.num_labelled], validation)
     figures = ranks.run_on_all_ranks(lambda: remembered(report, measure) if ranks.is_first else {})
@@ -256,7 +259,7 @@ def _find(
         return None, None, None
     check_model_name(config.model, config.model_revision)
     say(f"Reading {config.dataset or config.unlabelled or 'the names of the labels'} ...")
-    with naming_a_full_disk(config.cache_folder):
+    with writing_to(config.cache_folder, only_full=True):
         source = source_file(config.cache_folder, config)
         data, known = _read_texts(config, read_known(source), say)
         cleaning = cleaning_of_data(config, data)
@@ -304,7 +307,7 @@ def _read_texts(
 
 
 def _read_data(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
-    """The rows of ``--dataset``, or the names of ``--labels`` as rows, with what other flags add."""
+    """The rows of ``--dataset``, or the names of ``--labels``, with what other flags add."""
     names = names_of_labels(config.labels) if config.labels else []
     if config.from_model:
         data = with_earlier_rows(config, say)
@@ -368,10 +371,10 @@ def _write_vectors(
 ) -> Path:
     """What the teacher of ``--task embedding`` makes of the texts."""
     asked = with_copies(data, Copies(config.rough_share, config.seed), cleaning)
-    teacher = VectorTeacher(config.distill, cleaning, config.max_length)
-    path = vectors_file(config.cache_folder, asked, teacher)
     precision = choose_precision(config.precision, device)
-    write_vectors(path, teacher, asked, device, precision, say)
+    teacher = VectorTeacher(config.distill, cleaning, config.max_length, device, precision)
+    path = vectors_file(config.cache_folder, asked, teacher)
+    write_vectors(path, teacher, asked, say)
     return path
 
 
@@ -590,11 +593,8 @@ def prepare_model(
     """
 
     def load() -> tuple[NewsClassifier, str]:
-        model = (
-            _network_of(config, ranks, news, own)
-            if own.network
-            else _stored_model(config, news, pooling, say)
-        )
+        stored = partial(_stored_model, config, news, pooling, say)
+        model = _network_of(config, ranks, news, own) if own.network else stored()
         _fit_to_rows(model, config, news, own)
         possible = _try_out(model, config, news, precision, own, say)
         if config.lora:

@@ -311,6 +311,7 @@ def length_figures(lengths: Iterable[np.ndarray], max_length: int) -> dict[str, 
         new[: len(counts)] += counts
         counts = new
     total, upto = int(counts.sum()), np.cumsum(counts)
+    # The smallest length up to which there are so many texts.
     median, p95 = (int(np.searchsorted(upto, share * total)) for share in (0.5, 0.95))
     cut = {"cut": int(counts[max_length + 1 :].sum()), "cut_at": f"{max_length:,} tokens"}
     return {"texts": total, "median": median, "p95": p95, "longest": len(counts) - 1, **cut}
@@ -327,12 +328,10 @@ def run_lengths(tokens: TokenizedNews, config: TrainConfig) -> dict[str, Any]:
 def in_words(figures: Mapping[str, Any]) -> dict[str, str]:
     """The figures of a report as sentences under their names."""
     rows = dict(figures["rows"])
-    set_aside = (
-        f"; a run sets {rows.pop(SET_ASIDE):,} of them aside to test on"
-        if SET_ASIDE in rows
-        else ""
-    )
-    facts = {"Rows": ", ".join(f"{count:,} {split}" for split, count in rows.items()) + set_aside}
+    set_aside = rows.pop(SET_ASIDE, None)
+    facts = {"Rows": ", ".join(f"{count:,} {split}" for split, count in rows.items())}
+    if set_aside is not None:
+        facts["Rows"] += f"; a run sets {set_aside:,} of them aside to test on"
     if "labels" in figures:
         facts["Labels"] = labels_in_words(figures["labels"])
     if "tokens" in figures:
@@ -404,14 +403,13 @@ def fault_in_words(name: str, figures: Mapping[str, Any]) -> str:
 
 def labels_in_words(labels: Mapping[str, Any]) -> str:
     if "counts" not in labels:
-        return "numbers from {smallest:g} to {largest:g}, median {median:g}, standard deviation {deviation:.3g}".format(
-            **labels
-        )
+        spread = "median {median:g}, standard deviation {deviation:.3g}".format(**labels)
+        return "numbers from {smallest:g} to {largest:g}, ".format(**labels) + spread
     ordered = sorted(labels["counts"].items(), key=lambda item: -item[1])
     (most, most_rows), (fewest, fewest_rows) = ordered[0], ordered[-1]
     share = _percent(most_rows, labels["rows"])
-    said = f"{len(ordered):,}; the largest is {most} with {most_rows:,} rows ({share}), the smallest {fewest} with "
-    said += f"{fewest_rows:,}"
+    said = f"{len(ordered):,}; the largest is {most} with {most_rows:,} rows ({share}), "
+    said += f"the smallest {fewest} with {fewest_rows:,}"
     if most_rows == fewest_rows:
         said = f"{len(ordered):,} with {most_rows:,} rows each"
     if labels.get("without"):
@@ -427,7 +425,8 @@ def _rare(labels: Mapping[str, Any]) -> list[str]:
 
 def lengths_in_words(tokens: Mapping[str, Any]) -> str:
     longest = f", the longest {tokens['longest']:,}" if tokens["longest"] else ""
-    share = f"{tokens['cut']:,} of {tokens['texts']:,} texts ({_percent(tokens['cut'], tokens['texts'])}) are cut at"
+    percent = _percent(tokens["cut"], tokens["texts"])
+    share = f"{tokens['cut']:,} of {tokens['texts']:,} texts ({percent}) are cut at"
     share = share if tokens["cut"] else "no text is longer than"
     by = f", by the tokenizer of {tokens['tokenizer']}" if "tokenizer" in tokens else ""
     said = f"{tokens['median']:,} tokens (median), 95% have at most {tokens['p95']:,}{longest}"
@@ -441,7 +440,8 @@ def _curve_in_words(curve: Mapping[str, Any]) -> str:
     rows = f"{curve['rows']:,} different rows"
     if curve["rows_used"] < curve["rows"]:
         rows = f"{curve['rows_used']:,} of {rows}"
-    what = f"would bring about {100 * (twice - now):+.1f} points of {metric} (from {now:.1%} to {twice:.1%})"
+    points = f"{100 * (twice - now):+.1f} points of {metric}"
+    what = f"would bring about {points} (from {now:.1%} to {twice:.1%})"
     if metric == "R²":
         what = f"would raise R² from about {now:.2f} to {twice:.2f}"
     return f"{what}: a prediction by a linear model of words, from its scores on {rows}"

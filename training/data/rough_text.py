@@ -43,7 +43,7 @@ _NEIGHBOURS = {
 
 
 def first_part(text: Text, seed: int, row: int) -> Text:
-    """The title, of a text from several columns; otherwise the first sentence, or its first clause."""
+    """The title if there are several columns; otherwise the first sentence or its first clause."""
     if isinstance(text, tuple):
         return tuple(first_part(part, seed, row) for part in text)
     if isinstance(text, JoinedText) and text.first.strip():
@@ -80,7 +80,7 @@ def without_punctuation(text: Text, seed: int, row: int) -> Text:
 
 
 def with_typing_errors(text: Text, seed: int, row: int) -> Text:
-    """One typing error per ten words: letters swapped, one dropped, doubled, or its neighbour hit."""
+    """One error per ten words: letters swapped, one dropped, doubled, or its neighbour hit."""
     # Seeded by a text's bytes, as in every version of Python since 3.2.
     draw = random.Random(f"{seed} {row}")
 

@@ -40,14 +40,14 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
             config.validation_fraction
         )  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
+    # Added only if used: the names of earlier starts stay.
     flags += [config.long] if config.long != "cut" else []
     flags += [Copies.VERSION, config.rough_share] if config.rough_share else []
     flags += [config.labels] if config.labels else []
     for texts in filter(None, (config.distill_texts, config.unlabelled)):
         flags += [_states_of(Path(texts).expanduser().absolute())]
-    return (
-        folder / f"source-{digest_of([json.dumps([VERSION, READING_VERSION, states, flags])])}.json"
-    )
+    digest = digest_of([json.dumps([VERSION, READING_VERSION, states, flags])])
+    return folder / f"source-{digest}.json"
 
 
 def _states_of(path: Path) -> list[list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from common.rows import JoinedText
-from common.text import Text
+from common.text import Text, num_chars, texts_in
 from training.data.array_file import GrowingArray
 
 # At most so many texts are held at a time, and of long ones so many bytes, or a single longer one.
@@ -33,7 +33,7 @@ def in_chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
     num_letters = 0
     for text in texts:
         chunk.append(text)
-        num_letters += len(text) if isinstance(text, str) else sum(map(len, text))
+        num_letters += num_chars(text)
         if len(chunk) >= TEXTS_PER_READ or num_letters >= BYTES_PER_READ:
             yield chunk
             chunk, num_letters = [], 0
@@ -46,7 +46,7 @@ class StoredTexts(Sequence[Text]):
 
     Args:
         file: in UTF-8, with half characters as they are.
-        offsets: where each text begins, and the last one ends, from ``begin`` on; int64, in a file too.
+        offsets: where each text begins, and the last one ends, from ``begin`` on; int64.
         num_texts: how many there are, of pairs both texts.
         begin: the byte at which the first text begins.
         begin_offsets: the byte at which the first offset begins.
@@ -72,13 +72,14 @@ class StoredTexts(Sequence[Text]):
     def temporary(cls, folder: Path) -> StoredTexts:
         """None yet, in files that are gone when nobody uses them any more."""
         folder.mkdir(0o700, parents=True, exist_ok=True)  # it holds the texts
-        file, offsets = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115 - live as long as the texts
+        # They live as long as the texts.
+        file, offsets = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115
         found = cls(file, offsets, 0)
         found._unwritten.append(0)
         return found
 
     def append(self, text: Text) -> None:
-        parts = (text,) if isinstance(text, str) else text
+        parts = texts_in(text)
         self.width = len(parts)
         for part in parts:
             data = _encoded(part)
@@ -94,7 +95,7 @@ class StoredTexts(Sequence[Text]):
         del self._unwritten[:]
 
     def arrays(self, folder: Path) -> tuple[GrowingArray, GrowingArray]:
-        """The texts, one after the other, uint8, and where each begins, int64; both alone in a file."""
+        """The texts, one after the other, uint8, and where each begins, int64."""
         self._write_offsets()
         return (
             GrowingArray(folder, "uint8", self._file, self._end),
@@ -155,11 +156,9 @@ def _encoded(text: str) -> bytes:
 
 def _decoded(data: bytes) -> str:
     first, joint, rest = data.partition(JOINT)
-    return (
-        JoinedText.of([_decoded_plain(first), _decoded_plain(rest)])
-        if joint
-        else _decoded_plain(data)
-    )
+    if not joint:
+        return _decoded_plain(data)
+    return JoinedText.of([_decoded_plain(first), _decoded_plain(rest)])
 
 
 def _decoded_plain(data: bytes) -> str:

@@ -60,6 +60,7 @@ class TeacherAnswers:
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """The mean over the teachers: (rows, labels), in the order of the data's labels."""
+        # The rows are ascending, so a search takes the place of a table as long as the data.
         places = np.searchsorted(self.rows, rows)
         return np.mean(
             [
@@ -93,7 +94,8 @@ def _read_teacher(name: str, config: TrainConfig) -> SavedModel:
     if saved.problem_type is not task.problem_type or saved.reads_pairs is not bool(
         config.columns.pair
     ):
-        kind = f"a {saved.problem_type.name} model of {'pairs of texts' if saved.reads_pairs else 'single texts'}"
+        texts = "pairs of texts" if saved.reads_pairs else "single texts"
+        kind = f"a {saved.problem_type.name} model of {texts}"
         pair = f" --pair_column {config.columns.pair}" if config.columns.pair else ""
         raise UserError(
             f"--distill {name}: is {kind}, which does not answer what --task {config.task}{pair} "
@@ -107,15 +109,10 @@ def notes_on_teachers(config: TrainConfig, unlabelled: int) -> Iterator[str]:
     """What the report says about the teachers, and about rows that only they answer."""
     if config.is_distilled:
         names, share = ", ".join(config.teachers), f"{config.distill_share:.0%} of a row's loss"
-        whose = (
-            "answer of the teacher" if len(config.teachers) == 1 else "mean answer of the teachers"
-        )
-        more = (
-            f", and all of it for {counted(unlabelled, 'row')} without a label"
-            if unlabelled
-            else ""
-        )
-        yield f"Distilled from {names}: {share} comes from the {whose}{more}."
+        several = len(config.teachers) > 1
+        whose = "mean answer of the teachers" if several else "answer of the teacher"
+        more = f", and all of it for {counted(unlabelled, 'row')} without a label"
+        yield f"Distilled from {names}: {share} comes from the {whose}{more if unlabelled else ''}."
 
 
 def ask_teachers(
@@ -229,6 +226,7 @@ def _compute(
 
 
 def _read_answers(name: str, path: Path, teacher: SavedModel, num_texts: int) -> np.ndarray:
+    # One answer per line, in the order of the texts.
     answers = np.empty((num_texts, len(teacher.labels)), dtype=np.float32)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):

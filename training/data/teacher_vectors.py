@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,30 +32,27 @@ from training.model.pooling import FIRST, POOLER, trained_pooling
 from training.model.precision import autocast, why_not_in_half
 from training.model.weights import read_network
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 BATCH_TOKENS = 8192
 TEXTS_AT_ONCE = 20_000  # sorted by length
 
 
 def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
-    """``data`` with rough copies of training rows, for which the teacher has vectors of their own."""
+    """``data`` with the rough copies of training rows, which get vectors of their own."""
     numbers, rough = copies.of(data, cleaner(cleaning))
-    return (
-        replace(data, train=Rows(JoinedTexts(data.train.texts, rough), data.train.labels))
-        if len(numbers)
-        else data
-    )
+    if not len(numbers):
+        return data
+    return replace(data, train=Rows(JoinedTexts(data.train.texts, rough), data.train.labels))
 
 
 @dataclass(frozen=True)
 class VectorTeacher:
-    """An encoder, named by its folder, and how it reads texts; ``max_length`` in tokens."""
+    """An encoder, named by its folder, how it reads texts, and how it is computed."""
 
     name: str
     cleaning: str
     max_length: int
+    device: torch.device
+    precision: str
 
     @property
     def folder(self) -> Path:
@@ -82,12 +79,7 @@ def vectors_file(cache: Path, data: NewsData, teacher: VectorTeacher) -> Path:
 
 
 def write_vectors(
-    file: Path,
-    teacher: VectorTeacher,
-    data: NewsData,
-    device: torch.device,
-    precision: str,
-    say: Callable[[str], None],
+    file: Path, teacher: VectorTeacher, data: NewsData, say: Callable[[str], None]
 ) -> None:
     """Ask the teacher for all texts, unless an undamaged file has its answers.
 
@@ -96,7 +88,7 @@ def write_vectors(
     """
 
     def make(damage: str) -> None:
-        encoder = _Encoder.load(teacher, device, precision, say)
+        encoder = _Encoder.load(teacher, say)
         done, total = 0, sum(len(rows.texts) for rows in data.splits.values())
         arrays = {}
         for split, rows in data.splits.items():
@@ -115,29 +107,19 @@ def write_vectors(
 class _Encoder:
     """``reads_first``: a text's vector is that of its first token, and not the mean of all."""
 
-    network: PreTrainedModel
+    network: torch.nn.Module
     tokenizer: TextTokenizer
     reads_first: bool
     device: torch.device
     precision: str
 
     @classmethod
-    def load(
-        cls,
-        teacher: VectorTeacher,
-        device: torch.device,
-        precision: str,
-        say: Callable[[str], None],
-    ) -> _Encoder:
+    def load(cls, teacher: VectorTeacher, say: Callable[[str], None]) -> _Encoder:
         from transformers import AutoModel
 
-        asked = f"--distill {teacher.name}"
-        reading, notes = load_from(
-            teacher.name,
-            lambda: read_network(AutoModel, str(teacher.folder), asked),
-            say,
-            "--distill",
-        )
+        asked, device, precision = f"--distill {teacher.name}", teacher.device, teacher.precision
+        read = partial(read_network, AutoModel, str(teacher.folder), asked)
+        reading, notes = load_from(teacher.name, read, say, "--distill")
         for note in notes:
             say(note)
         network = reading.network.eval().to(device)

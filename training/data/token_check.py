@@ -35,7 +35,8 @@ def check_tokens(
     splits = {"training": tokens.train, "validation": tokens.validation, "test": tokens.test}
     lines = [] if config.is_language_model else _check_empty(config, splits, frame)
     share = _unknown_share(tokenizer, cleaning, texts)
-    what = f"{share:.0%} of the characters of the training texts are unknown to the tokenizer of --model {config.model}"
+    which = f"the tokenizer of --model {config.model}"
+    what = f"{share:.0%} of the characters of the training texts are unknown to {which}"
     if share > MOST_UNKNOWN:
         raise UserError(
             f"{what}; use a model for the language of the texts, with the tokenizer that it was "

@@ -70,6 +70,7 @@ class TokenizedRows:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per row: int32, (rows,)."""
+        # Offsets need 64 bits in large sets, lengths never do.
         return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
 
     def without_copies(self) -> TokenizedRows:
@@ -82,6 +83,7 @@ class TokenizedRows:
 
     def with_copies(self, index: np.ndarray) -> np.ndarray:
         """These rows, and behind them their rough copies."""
+        # Copies are behind all rows, in the order of their originals.
         copies = np.flatnonzero(np.isin(self.copies_of, index)) + (len(self) - len(self.copies_of))
         return np.concatenate([index, copies.astype(index.dtype)])
 
@@ -94,20 +96,17 @@ class TokenizedRows:
 
     def num_inputs(self, index: np.ndarray) -> np.ndarray:
         """How many inputs of the model each of these rows is: its windows, or 1. int64, (rows,)."""
-        return (
-            count_windows(self.lengths[index], self.window)
-            if self.window
-            else np.ones(len(index), np.int64)
-        )
+        if not self.window:
+            return np.ones(len(index), np.int64)
+        return count_windows(self.lengths[index], self.window)
 
     def input_lengths(self, index: np.ndarray) -> np.ndarray:
         """Tokens of each input, one row after the other: int64, (inputs,)."""
-        return (
-            window_lengths(self.lengths[index], self.window) if self.window else self.lengths[index]
-        )
+        lengths = self.lengths[index]
+        return window_lengths(lengths, self.window) if self.window else lengths
 
     def cut(self, length: int) -> TokenizedRows:
-        """These rows with at most ``length`` tokens each; the last one, which ends the text, stays."""
+        """At most ``length`` tokens of each row; the last token stays: it ends the text."""
         lengths = np.minimum(self.lengths, length)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         # Each row begins at its old offset; what is before it among the kept ids has moved up by
@@ -301,20 +300,19 @@ def load_from(
 def _lfs_pointer(model: str) -> str:
     """The name of a file in the model's folder that Git has not fetched; empty without one."""
     files = sorted(Path(model).expanduser().glob("*"))
-    read = (
-        file
-        for file in files
-        if file.suffix in (".json", ".model", ".safetensors", ".txt") and file.is_file()
-    )
+    kinds = (".json", ".model", ".safetensors", ".txt")
+    read = (file for file in files if file.suffix in kinds and file.is_file())
     return next((file.name for file in read if is_lfs_pointer(file)), "")
 
 
 def _why_not_loaded(model: str, error: Exception) -> str:
     text, first = str(error), first_line(error)
     if "trust_remote_code" in text:
-        return "brings its own code, which is never run; use a model of an architecture that transformers has"
+        architecture = "use a model of an architecture that transformers has"
+        return f"brings its own code, which is never run; {architecture}"
     if "safetensors" in text and ("no file named" in text or "not appear to have a file" in text):
-        return "has no model.safetensors; only safetensors weights are read, save_pretrained writes them"
+        remedy = "only safetensors weights are read, save_pretrained writes them"
+        return f"has no model.safetensors; {remedy}"
     if Path(model).expanduser().is_dir():
         return f"the folder cannot be read as a model ({first})"
     return (
@@ -334,6 +332,7 @@ def cache_key(
     copies: Copies | None = None,
 ) -> str:
     """A name for exactly these texts and labels, and for all that their tokens depend on."""
+    # Added only if used, so that data without them keeps the names it had before they existed.
     more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
     more += [data.num_unlabelled] if data.num_unlabelled else []
     if copies and copies.share:
@@ -377,14 +376,14 @@ class Blocks:
     def joined(self, texts: Iterable[list[int]]) -> Iterator[list[int]]:
         """The ids of each text, ended."""
         for ids in texts:
+            # A tokenizer may have ended the text itself.
             yield ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
 
     def offsets(self, num_tokens: int) -> np.ndarray:
         """Where blocks begin and end; nothing can be learned from a single token that is left."""
         edges = np.arange(0, num_tokens, self.size)
-        return (
-            np.append(edges, num_tokens) if num_tokens - edges[-1] > 1 or len(edges) == 1 else edges
-        )
+        has_rest = num_tokens - edges[-1] > 1 or len(edges) == 1
+        return np.append(edges, num_tokens) if has_rest else edges
 
 
 def write_tokens(
@@ -425,16 +424,14 @@ def write_tokens(
             about["cut"][split] = tokens.extend(rows, blocks, texts)
             about["width"][split] = texts.width
             found = {"ids": tokens.ids, "offsets": tokens.offsets, "labels": rows.labels}
-            # Rows are cut anew at the edges of blocks, whatever the texts were; nothing is
-            # labelled.
             if blocks:
+                # Rows are cut anew at the edges of blocks, whatever the texts were.
                 edges = blocks.offsets(tokens.ids.shape[0])
                 found["offsets"] = edges
                 found["labels"] = np.zeros(len(edges) - 1, rows.labels.dtype)
             found["texts"], found["text_offsets"] = texts.arrays(folder)
-            # After the texts are stored, because rough copies have none: they are made from their
-            # originals.
             if split == "train" and copies and copies.share:
+                # Behind the rows, and without texts: a copy is made from that of its original.
                 numbers, rough = copies.of(data, tokenizer.clean)
                 tokens.extend(Rows(rough, rows.labels[numbers]), cleaned=True)
                 found["labels"] = np.concatenate([rows.labels, rows.labels[numbers]])
@@ -451,6 +448,7 @@ class _GrowingRows:
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
+        # Two bytes per token if they are enough: they are for most encoders, and halve the file.
         self.ids = GrowingArray(folder, "uint16" if tokenizer.highest_id < 2**16 else "int32")
         self.offsets = GrowingArray(folder, "int64")
         self.offsets.extend(np.zeros(1))
@@ -478,9 +476,10 @@ class _GrowingRows:
 def _encoded(
     tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None, *, cleaned: bool = False
 ) -> Iterator[tuple[list[Text], np.ndarray, np.ndarray, int]]:
-    """Chunks of texts; their ids, int32, one row after the other; their lengths; how many are cut."""
+    """Chunks of texts; their ids, int32, row after row; their lengths; how many are cut."""
     many = tokenizer.many()
     for chunk in in_chunks(rows.texts):
+        # It counts through all chunks.
         before = many.num_cut
         texts = many.token_ids(chunk if cleaned else [tokenizer.clean_all(text) for text in chunk])
         texts = list(blocks.joined(texts)) if blocks else texts
@@ -522,6 +521,8 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
 
 def read_texts(folder: Path, key: str) -> NewsData | None:
     """The rows that were tokenized, whose texts stay in the file; None if it is damaged."""
+    # Read from beginning to end once per start: later the file is only mapped, and a damaged page
+    # of it would be trained on without a word.
     if find_damage(_file(folder, key)):
         return None
     cached = ArrayFile.open(_file(folder, key))
@@ -552,10 +553,8 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     special = list(SPECIAL_TOKENS.values())
-    normalizer, splitter = (
-        normalizers.BertNormalizer(lowercase=True),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    splitter = pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
     for parts in _counted_parts(texts):
         for part, count in parts.items():
@@ -564,11 +563,8 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
     pieces = special + _frequent_pieces(words, TINY_VOCABULARY - len(special))
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
-        normalizer,
-        splitter,
-        decoders.WordPiece(),
-    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B [SEP]",
@@ -578,8 +574,8 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
 
 
 def _counted_parts(texts: Iterable[str]) -> Iterator[Counter[str]]:
-    # What is between two spaces, some at a time: BERT's tokenizers split it apart from the rest, and
-    # most of it occurs again and again, so each part is split once for many texts.
+    # What is between two spaces, some at a time: BERT's tokenizers split it apart from the rest,
+    # and most of it occurs again and again, so each part is split once for many texts.
     parts: Counter[str] = Counter()
     for text in texts:
         parts.update(text.split(" "))

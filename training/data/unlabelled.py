@@ -39,13 +39,8 @@ def names_of_labels(labels: str) -> list[str]:
         lines = next(csv.reader([labels], skipinitialspace=True))
     names = [name.strip() for name in lines if name.strip()]
     if len(set(names)) < max(2, len(names)):
-        what = (
-            f"names {names[0]!r} only"
-            if len(set(names)) == 1
-            else "names one label twice"
-            if names
-            else "is empty"
-        )
+        what = f"names {names[0]!r} only" if len(set(names)) == 1 else "names one label twice"
+        what = what if names else "is empty"
         raise UserError(
             f"--labels {labels}: {what}; give two or more, separated by commas",
             code="labels-too-few",
@@ -114,9 +109,8 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
         raise UserError(f"{asked}: all of its texts are already in the data", code="data-empty")
     note = f"{len(fresh):,} texts without a label from {place}"
     if left_out := num_new - len(fresh):
-        note += (
-            f"; {left_out:,} are left out, because the data or an earlier line has the same text"
-        )
+        why = "because the data or an earlier line has the same text"
+        note += f"; {left_out:,} are left out, {why}"
     return replace(
         data,
         train=_joined(data.train, ChosenTexts(texts, fresh - num_labelled)),
