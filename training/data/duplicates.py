@@ -119,9 +119,8 @@ class Repeats:
             return (distance.max(axis=1) if distance.ndim > 1 else distance) > apart
 
         found = np.full(len(rows), -1, rows.dtype)
-        earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(
-            dict
-        )  # the first row of each label, by text
+        # The first row of each label, by text.
+        earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(dict)
         repeating = np.flatnonzero(self._may_repeat[rows])
         for place, row, label in zip(
             repeating, rows[repeating], self.labels(rows[repeating]), strict=True

@@ -664,9 +664,8 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
     targets = news.tokens.train.labels[news.labelled_index]
     if not own.loss:  # which compares scores and targets as they are
         model.task.fit(targets, _head_of(model))
-    some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(
-        int
-    )  # of several labels
+    # From everywhere, because rows may be sorted by label.
+    some = np.linspace(0, len(targets) - 1, min(ROWS_TO_TRY, len(targets))).astype(int)
     own.apply_to(model.task, targets[some], config.best_metric)
     for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
         model.config.__dict__.pop(key, None)

@@ -20,25 +20,18 @@ READING_VERSION = 4
 
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
     """Where it is kept what came of these files, read with these flags; None for the hub."""
-    if (
-        not config.dataset or config.from_model
-    ):  # names are read in no time, and an earlier model's data may change
+    # Names are read in no time, and an earlier model's data may change.
+    if not config.dataset or config.from_model:
         return None
     path = SAMPLE_NEWS if config.dataset == SAMPLE else Path(config.dataset).expanduser().absolute()
     states = _states_of(path)
     if not states:
         return None
-    flags = [
-        asdict(config.columns),
-        asdict(config.selection),
-        config.task,
-        config.seed,
-        config.bad_rows,
-    ]
+    flags: list[Any] = [asdict(config.columns), asdict(config.selection), config.task]
+    flags += [config.seed, config.bad_rows]
     if config.is_language_model:
-        flags.append(
-            config.validation_fraction
-        )  # decides which texts are set aside before they are joined
+        # It decides which texts are set aside before they are joined.
+        flags.append(config.validation_fraction)
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
     # Added only if used: the names of earlier starts stay.
     flags += [config.long] if config.long != "cut" else []
@@ -71,11 +64,6 @@ def _states_of(path: Path) -> list[list[Any]]:
 
 def repeats_file(folder: Path, key: str, config: TrainConfig, what: str) -> Path:
     """Where it is kept which of these rows repeat others, for the same split of them."""
-    rows = [
-        READING_VERSION,
-        config.duplicates,
-        config.validation_fraction,
-        config.max_train_rows,
-        config.seed,
-    ]
+    rows = [READING_VERSION, config.duplicates, config.validation_fraction]
+    rows += [config.max_train_rows, config.seed]
     return folder / f"{key}-{what}-{digest_of([json.dumps(rows)])}.json"

@@ -245,9 +245,8 @@ def test_a_teacher_that_half_precision_breaks_is_asked_in_fp32(tmp_path: Path) -
     columns = Columns("text", "")
     data = load_news(str(tmp_path), LoadOptions(columns=columns, task=Embedding))
 
-    write_vectors(
-        tmp_path / "v.safetensors", VectorTeacher(str(teacher), "none", 16), data, ALONE.device, "bf16", print
-    )
+    asked = VectorTeacher(str(teacher), "none", 16, ALONE.device, "bf16")
+    write_vectors(tmp_path / "v.safetensors", asked, data, print)
 
     assert (tmp_path / "v.safetensors").is_file()
 
