@@ -198,7 +198,7 @@ def prepare_news(
 
     Raises:
         UserError: the data or the tokenizer cannot be found or do not fit each other, or there are
-        too few rows.
+            too few rows.
     """
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
@@ -588,8 +588,7 @@ def prepare_model(
 
     Raises:
         UserError: no such model, its weights do not fit it, it has fewer positions than
-        ``max_length``, or not the
-            layers that flags speak of.
+            ``max_length``, or not the layers that flags speak of.
     """
 
     def load() -> tuple[NewsClassifier, str]:

@@ -195,8 +195,7 @@ def load_tokenizer(
 
     Raises:
         UserError: no such model, it has no fast tokenizer, or one for another vocabulary
-        (``for_own_network``: which
-            is made for it).
+            (``for_own_network``: which is made for it).
         HubUnavailable: the hub did not respond.
     """
     from transformers import AutoTokenizer
