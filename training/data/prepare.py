@@ -180,8 +180,7 @@ class Found:
     """What the first rank of a machine found and wrote into the cache, for the other ranks.
 
     ``key``: of the tokens in the cache; ``cleaning``, ``separator`` and ``vocabulary``: as in
-    :class:`PreparedNews`;
-    ``vectors``: the file of the teacher's vectors, for ``--task embedding``.
+    :class:`PreparedNews`; ``vectors``: the file of the teacher's vectors, for ``--task embedding``.
     """
 
     key: str

@@ -50,11 +50,10 @@ class TokenizedRows:
     """Rows without padding, one after the other.
 
     Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: (tokens,), int32, or uint16 in files
-    if that is enough;
-    ``offsets``: int64, (rows + 1,); ``labels``: (rows, ...), as the task takes them; ``num_cut``:
-    rows that were longer than the maximum. ``window``: ids per window, of which a long row has
-    several, joined; 0 if every row is one input.
-    ``copies_of``: of which rows the last ones are rough copies, (copies,), ascending.
+    if that is enough; ``offsets``: int64, (rows + 1,); ``labels``: (rows, ...), as the task takes
+    them; ``num_cut``: rows that were longer than the maximum. ``window``: ids per window, of which
+    a long row has several, joined; 0 if every row is one input. ``copies_of``: of which rows the
+    last ones are rough copies, (copies,), ascending.
     """
 
     ids: np.ndarray
