@@ -93,8 +93,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _end_once_dead(server: Any, parts: Parts) -> None:
-    # An orchestrator may ask /livez and act. A composition, a plain container, or a worker among several has only its
-    # exit code.
+    # An orchestrator may ask /livez and act. A composition, a plain container, or a worker among
+    # several has only its exit code.
     while (reason := parts.dead) is None:
         await asyncio.sleep(_DEAD_CHECK_S)
     if not parts.lifecycle.is_draining:
@@ -102,7 +102,8 @@ async def _end_once_dead(server: Any, parts: Parts) -> None:
 
 
 async def _load_once_started(server: Any, parts: Parts) -> None:
-    # Messages about the model come after uvicorn's own, and a port that is in use is noticed before anything is loaded.
+    # Messages about the model come after uvicorn's own, and a port that is in use is noticed before
+    # anything is loaded.
     while server is not None and not server.started:
         if parts.lifecycle.is_draining:
             return
@@ -117,10 +118,12 @@ def create_app(
     load_model: LoadModel | None = None,
     line: SupervisorLine | None = None,
 ) -> FastAPI:
-    """Build the server, by default for the settings in the environment; ``line`` if it is one of several workers.
+    """Build the server, by default for the settings in the environment; ``line`` if it is one of
+    several workers.
 
     Raises:
-        SettingsError: an environment variable has an invalid value, or asks for something that is not installed.
+        SettingsError: an environment variable has an invalid value, or asks for something that is
+            not installed.
     """
     settings = settings or Settings.from_environment()
     parts = Parts.of(settings, load_model or partial(ModelLoader, hardware=settings.hardware), line)

@@ -10,7 +10,9 @@ from common.escaping import printable
 
 
 class RefusedTextError(ValueError):
-    """A text that cannot be classified as it is; ``code`` is a short name for programs, such as ``blank_text``."""
+    """A text that cannot be classified as it is; ``code`` is a short name for
+    programs, such as ``blank_text``.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -30,8 +32,8 @@ class SettingsError(UserError):
 class QueueFullError(Exception):
     """The queue cannot accept these texts now, because their answers would come too late.
 
-    ``retry_after_s``: seconds until they would come in time, at the measured speed. ``code``: ``call_too_large`` if no
-    waiting helps at that speed, only fewer texts in one call.
+    ``retry_after_s``: seconds until they would come in time, at the measured speed. ``code``:
+    ``call_too_large`` if no waiting helps at that speed, only fewer texts in one call.
     """
 
     def __init__(self, message: str, retry_after_s: float, code: str = "queue_full") -> None:
@@ -41,7 +43,9 @@ class QueueFullError(Exception):
 
 
 class RateLimitedError(Exception):
-    """A client has sent more texts than it may. ``retry_after_s``: seconds until it may send more."""
+    """A client has sent more texts than it may. ``retry_after_s``: seconds until
+    it may send more.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -61,7 +65,9 @@ class WorkerDownError(Exception):
 
 
 class ExportRefusedError(ForeseenError):
-    """An artefact answers too differently; ``changed`` has a line for each of the first texts with another label."""
+    """An artefact answers too differently; ``changed`` has a line for each of the first texts with
+    another label.
+    """
 
     code = "export-refused"
 

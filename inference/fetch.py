@@ -109,7 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def _within(seconds: float, address: str) -> Iterator[None]:
-    """Give up after this time, whatever is being waited for then: name resolution, a header, a bucket's driver."""
+    """Give up after this time, whatever is being waited for then: name resolution, a header, a
+    bucket's driver.
+    """
 
     def give_up(*_: object) -> None:
         raise SourceUnreachable(
@@ -125,7 +127,9 @@ def _within(seconds: float, address: str) -> Iterator[None]:
 
 
 def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[str, bytes]:
-    """The manifests below the address, by folder: of the artefact that it is (""), or of each that lies in it."""
+    """The manifests below the address, by folder: of the artefact that it is (""), or of each that
+    lies in it.
+    """
     found: dict[str, bytes] = {}
     for engine in ("", *PRECISIONS):
         path = f"{engine}/{MANIFEST_FILE}".lstrip("/")
@@ -168,7 +172,9 @@ def _read_whole(source: Source, path: str, deadline: float) -> bytes:
 def _fetch(
     source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float
 ) -> int:
-    """Fetch the files of all manifests; the folder is there once every hash is right. Returns how many bytes."""
+    """Fetch the files of all manifests; the folder is there once every hash is right. Returns how
+    many bytes.
+    """
     if folder.is_symlink():
         what = f"is a symbolic link to {folder.readlink()}; fetch into a new folder, then let the link lead there"
         raise UserError(f"{folder}: {what}", code="not-writable")
@@ -248,7 +254,9 @@ def _naming(source: Source, aside: Path) -> Iterator[None]:
 
 
 def _complete(source: Source, folder: Path, engines: list[str]) -> None:
-    """Give a folder of artefacts what a model folder has besides its weights; each artefact has a copy."""
+    """Give a folder of artefacts what a model folder has besides its weights;
+    each artefact has a copy.
+    """
     if engines == [""]:
         return
     weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
@@ -295,7 +303,9 @@ def _is_model(folder: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into this folder; the lock ends with the process, even if that is killed."""
+    """Wait until no other process fetches into this folder; the lock ends with the process, even if
+    that is killed.
+    """
     with open_lock(folder.with_name(f".{folder.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -39,7 +39,8 @@ _TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-# All metrics of a process: name, documentation, type and samples, each with its name, labels and value.
+# All metrics of a process: name, documentation, type and samples, each with its name, labels and
+# value.
 Snapshot = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
 # What several processes have together is the sum, but for these gauges.
 _LEAST = ("distrinews_model_ready", "process_start_time_seconds")
@@ -105,7 +106,8 @@ class ServerMetrics:
         self._model = gauge(
             "model_info", "1 for the model that is served.", "name", "revision", "engine"
         )
-        # One dictionary lookup per request instead of prometheus_client's check of all label values.
+        # One dictionary lookup per request instead of prometheus_client's check of all label
+        # values.
         self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._label_children: dict[str, Counter] = {}
 
@@ -203,7 +205,9 @@ class ServerMetrics:
 
 
 def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snapshot:
-    """What several processes count and measure together; of one that has ended, only what it counted matters."""
+    """What several processes count and measure together; of one that has ended, only what it
+    counted matters.
+    """
     families: dict[str, tuple[str, str, dict[Any, tuple[str, dict[str, str], float]]]] = {}
     for name, documentation, kind, samples in (
         family for snapshot in snapshots for family in snapshot

@@ -1,4 +1,6 @@
-"""Where the files of an exported model are fetched from: an HTTP server, the hub, an fsspec address, or a folder."""
+"""Where the files of an exported model are fetched from: an HTTP server, the hub, an fsspec
+address, or a folder.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ def source_at(address: str, *, is_pinned: bool) -> Source:
     """What reads the files below an address.
 
     Args:
-        address: of a folder: https://..., hf://owner/name[@revision][/folder], s3://bucket/folder, or a path.
-        is_pinned: the manifest's hash is known, so that it does not matter who could change what arrives.
+        address: of a folder: https://..., hf://owner/name[@revision][/folder], s3://bucket/folder,
+            or a path.
+        is_pinned: the manifest's hash is known, so that it does not matter who could change what
+            arrives.
     """
     address = address.rstrip("/")
     if address.startswith("hf://"):
@@ -106,8 +110,8 @@ class HttpSource:
             raise self._why(path, error) from error
         except RedirectRefused as error:
             raise UserError(f"{self.address}/{path}: {error}", code="fetch-address") from error
-        # No address in these lines but the one that was given: that of a redirect may hold a signature. Nor the text
-        # of a ValueError, which quotes what it rejects: a header, a length.
+        # No address in these lines but the one that was given: that of a redirect may hold a
+        # signature. Nor the text of a ValueError, which quotes what it rejects: a header, a length.
         except (OSError, HTTPException, ValueError) as error:
             quotes = isinstance(error, ValueError) and not isinstance(error, OSError)
             reason = (
@@ -132,7 +136,9 @@ class HttpSource:
 
 
 class HubSource(HttpSource):
-    """Files of a model repository, by the hub's plain addresses: the serving image has no library of the hub."""
+    """Files of a model repository, by the hub's plain addresses: the serving image has no library
+    of the hub.
+    """
 
     def __init__(self, address: str) -> None:
         match = _HUB_ADDRESS.fullmatch(address)
@@ -151,7 +157,8 @@ class HubSource(HttpSource):
         self.base = f"{self._repository}/{revision}{self._folder}"
 
     def answered(self, headers: HTTPMessage) -> None:
-        # A branch may move between two files: the rest comes from the commit that the first one came from.
+        # A branch may move between two files: the rest comes from the commit that the first one
+        # came from.
         if re.fullmatch(r"[0-9a-f]{40}", commit := headers.get("X-Repo-Commit", "")):
             self._at(commit)
 
@@ -183,7 +190,9 @@ class StoredSource:
 
 
 def _checked(address: str) -> SplitResult:
-    """An HTTP address that can be the base of others, and has nothing in it that logs should not show."""
+    """An HTTP address that can be the base of others, and has nothing in it that
+    logs should not show.
+    """
     try:
         url = urlsplit(address)
         is_usable = url.scheme in ("https", "http") and url.hostname and url.port != 0

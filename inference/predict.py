@@ -1,4 +1,6 @@
-"""Classify from the terminal: `python -m inference.predict "text"`, or `--file FILE` with one text per line."""
+"""Classify from the terminal: `python -m inference.predict "text"`, or `--file FILE` with one text
+per line.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             _predict_file(options)
     except BrokenPipeError:
-        # The reader stopped early (`| head`). Without this, Python complains when it flushes stdout at exit.
+        # The reader stopped early (`| head`). Without this, Python complains when it flushes stdout
+        # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         raise UserError(

@@ -12,7 +12,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request
 
 _NAT64 = IPv6Network("64:ff9b::/96")
-# What ipaddress takes for public depends on the version of Python. Some cloud has its metadata service in the first.
+# What ipaddress takes for public depends on the version of Python. Some cloud has its metadata
+# service in the first.
 _FOR_PROTOCOLS = IPv4Network("192.0.0.0/24")
 _PUBLIC_V6 = IPv6Network("2000::/3")
 
@@ -22,10 +23,12 @@ class RedirectRefused(Exception):
 
 
 class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
-    """Follows the redirects of one request, never from https to http, nor from a public address to an internal one.
+    """Follows the redirects of one request, never from https to http, nor from a public address to
+    an internal one.
 
-    A server that can redirect us could otherwise have us ask what only this machine or its network can reach, such as
-    the metadata service of a cloud. The token goes only to where it was sent first.
+    A server that can redirect us could otherwise have us ask what only this machine or its network
+    can reach, such as the metadata service of a cloud. The token goes only to where it was sent
+    first.
     """
 
     def __init__(self) -> None:
@@ -44,7 +47,8 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
             raise RedirectRefused(
                 f"redirected from {old.scheme} to {new.scheme}, which is not followed"
             )
-        # A proxy resolves names itself, so behind one the written addresses are all that can be checked.
+        # A proxy resolves names itself, so behind one the written addresses are all that can be
+        # checked.
         self._source_kind = self._source_kind or kind_of(_written_address(old.hostname))
         if address := _written_address(new.hostname):
             self._allow(address)
@@ -72,7 +76,9 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
         return self.do_open(connection, request)
 
     def _allow(self, address: str) -> None:
-        """Refuse an address unless it is public, or of the same kind as the first one, that of the source itself."""
+        """Refuse an address unless it is public, or of the same kind as the first one, that of the
+        source itself.
+        """
         kind = kind_of(address)
         self._source_kind = self._source_kind or kind
         if kind not in ("public", self._source_kind):
@@ -94,11 +100,15 @@ class _Connection(HTTPConnection):
 
 
 class _TlsConnection(HTTPSConnection, _Connection):
-    """HTTPSConnection connects by the next class in line, which is ours, and shakes hands after that."""
+    """HTTPSConnection connects by the next class in line, which is ours, and
+    shakes hands after that.
+    """
 
 
 def _written_address(host: str | None) -> str | None:
-    """The address that a host is, however it is spelled: 2852039166 and 0251.0376.0251.0376 are 169.254.169.254."""
+    """The address that a host is, however it is spelled: 2852039166 and
+    0251.0376.0251.0376 are 169.254.169.254.
+    """
     host = unquote(host or "-").rstrip(".")
     if f".{host}".endswith(".localhost"):
         return "127.0.0.1"
@@ -108,7 +118,9 @@ def _written_address(host: str | None) -> str | None:
 
 
 def kind_of(address: str | None) -> str:
-    """Whether an address is public, or one that only this machine or its network can reach. No address is public."""
+    """Whether an address is public, or one that only this machine or its network can reach. No
+    address is public.
+    """
     if address is None:
         return "public"
     ip = ip_address(address)

@@ -1,7 +1,7 @@
 """Serve a model over HTTP.
 
-MODEL_CHECKPOINT, LISTEN_HOST and PORT are environment variables, as is everything else that can be set: docs/serving.md
-lists them with their defaults.
+MODEL_CHECKPOINT, LISTEN_HOST and PORT are environment variables, as is everything else that can be
+set: docs/serving.md lists them with their defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-# Longer than the idle timeout of usual proxies (60 s), so that the proxy closes a connection and never finds it closed.
+# Longer than the idle timeout of usual proxies (60 s), so that the proxy closes a connection and
+# never finds it closed.
 _KEEP_ALIVE_SECONDS = 65
 
 
@@ -109,7 +110,9 @@ def _refuse_unusable_address(host: str, port: int) -> None:
 
 
 def _load_from_now_on(settings: Settings) -> LoadModel:
-    """Load the model while this thread imports the application: each takes half of the time to the first answer."""
+    """Load the model while this thread imports the application: each takes half of the time to the
+    first answer.
+    """
     keep_tokenizer_on_one_thread()
     first: Future[ModelLoader] = Future()
 
@@ -150,7 +153,8 @@ def _serve_as_worker(
 def _config(settings: Settings, app: FastAPI, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # Its messages go through the root logger as JSON; its access log would repeat ours, with full paths.
+        # Its messages go through the root logger as JSON; its access log would repeat ours, with
+        # full paths.
         log_config=None,
         access_log=False,
         server_header=False,

@@ -1,4 +1,6 @@
-"""Worker threads that group waiting texts into forward passes, independent of HTTP, the tokenizer and asyncio."""
+"""Worker threads that group waiting texts into forward passes, independent of HTTP, the tokenizer
+and asyncio.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,10 @@ class Batcher:
         Args:
             queue: where texts wait; from here on only the batcher uses it.
             on_finished: receives every text that a worker took, once; called from worker threads.
-            on_expired: receives the texts whose deadline passed in the queue; called from worker threads.
-            good_ids: token ids of a text that the engine can answer, tried every ``retry_interval_s`` while it is
-                broken.
+            on_expired: receives the texts whose deadline passed in the queue; called from worker
+                threads.
+            good_ids: token ids of a text that the engine can answer, tried every
+                ``retry_interval_s`` while it is broken.
             tokens_per_second: speed of the engine, until passes have been measured.
             problem_type: what the engine's scores mean.
         """
@@ -124,7 +127,9 @@ class Batcher:
             self._changed.notify()  # a worker that leaves texts and slots over calls the next one
 
     def share(self, flow: Flow, text: QueuedText, deadline: float) -> bool:
-        """Let another call wait for a text that was queued before; False if it is too late for that."""
+        """Let another call wait for a text that was queued before; False if it is
+        too late for that.
+        """
         with self._changed:
             if text.is_expired:
                 return False
@@ -183,7 +188,9 @@ class Batcher:
         return True
 
     def _wait(self, worker: _Worker) -> bool:
-        """Wait for texts, or if the engine is broken, until it is time to try it again; False once closed."""
+        """Wait for texts, or if the engine is broken, until it is time to try it
+        again; False once closed.
+        """
         while not (self._closed or (len(self._queue) and self._free_slots)):
             is_broken = self.health.failure is not None
             is_notified = self._changed.wait(self._retry_interval_s if is_broken else None)
@@ -193,8 +200,8 @@ class Batcher:
         return not self._closed
 
     def _try_engine(self, worker: _Worker) -> None:
-        """Try a broken engine with the known text; requests are refused meanwhile, so no pass would show that it
-        recovered.
+        """Try a broken engine with the known text; requests are refused meanwhile, so no pass would
+        show that it recovered.
         """
         worker.thread.busy_since = time.monotonic()
         self.health.works(worker.slots)
@@ -216,7 +223,8 @@ class Batcher:
         )
         worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
         worker.num_tokens = sum(text.num_tokens for text in worker.texts)
-        # A short pass gains nothing from more slots; those it leaves go to the next worker, which is woken below.
+        # A short pass gains nothing from more slots; those it leaves go to the next worker, which
+        # is woken below.
         worker.slots = min(slots, useful_slots(worker.num_tokens))
         self._tokens_in_hand += worker.num_tokens
         self._free_slots -= worker.slots
@@ -227,7 +235,8 @@ class Batcher:
     def _measure(self, worker: _Worker, seconds: float) -> None:
         busy_s = seconds * worker.slots / self._engine.num_slots
         with self._changed:
-            # An exponentially weighted mean by time worked, so that a quiet night does not fade what was measured.
+            # An exponentially weighted mean by time worked, so that a quiet night does not fade
+            # what was measured.
             kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
             self._tokens_done = self._tokens_done * kept + worker.num_tokens
             self._busy_s = self._busy_s * kept + busy_s
@@ -243,7 +252,9 @@ class Batcher:
                 self._changed.notify()  # another worker may begin while this one reports
 
     def _answer(self, worker: _Worker) -> Sequence[Outcome]:
-        """Run the pass that a worker has taken; if the engine itself fails, its texts may be sent again."""
+        """Run the pass that a worker has taken; if the engine itself fails, its
+        texts may be sent again.
+        """
         if self.health.failure is None:
             outcomes = self._outcomes(worker, worker.texts)
             if not all(isinstance(outcome, ForwardError) for outcome in outcomes):

@@ -1,4 +1,6 @@
-"""Answers without a forward pass of their own: cached ones, and those of an identical text that is being classified."""
+"""Answers without a forward pass of their own: cached ones, and those of an identical text that is
+being classified.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from common.problem_types import SINGLE_LABEL, ProblemType
 
 
 class Values(tuple[float, ...]):
-    """What the model answers to one text, in the order of its labels: probabilities, or the number of a regression.
+    """What the model answers to one text, in the order of its labels: probabilities, or the number
+    of a regression.
 
-    ``given``: the scores (logits) that they were computed from. Where a sigmoid is rounded to 1, it has no inverse.
+    ``given``: the scores (logits) that they were computed from. Where a sigmoid is rounded to 1, it
+    has no inverse.
     """
 
     given: Sequence[float]
@@ -31,9 +35,11 @@ class Values(tuple[float, ...]):
 
 
 class Probabilities(Values):
-    """Of labels of which exactly one applies. One number brings back all scores, and models may have many labels.
+    """Of labels of which exactly one applies. One number brings back all scores, and models may
+    have many labels.
 
-    ``log_total``: logarithm of the sum of the exponentials of the scores, which the softmax divided by.
+    ``log_total``: logarithm of the sum of the exponentials of the scores, which the softmax divided
+    by.
     """
 
     log_total: float
@@ -72,7 +78,9 @@ def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Va
 
 
 class AnswerCache:
-    """The most recently used answers, by the bytes of their token ids; 0 entries turn the cache off."""
+    """The most recently used answers, by the bytes of their token ids; 0 entries
+    turn the cache off.
+    """
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries

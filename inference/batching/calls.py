@@ -1,4 +1,6 @@
-"""The callers' side of the queue: calls with texts, futures and deadlines, and how answers get back to them."""
+"""The callers' side of the queue: calls with texts, futures and deadlines, and how answers get back
+to them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Answer:
         tokenize_s: seconds in the tokenizer.
         queue_s: seconds of waiting, for the tokenizer and for the forward pass.
         forward_s: seconds in the forward pass; 0 if cached.
-        passages: where each window of a long text begins and ends in it, in characters; empty if it has one window.
+        passages: where each window of a long text begins and ends in it, in characters; empty if it
+            has one window.
     """
 
     values: Values
@@ -40,7 +43,9 @@ class Answer:
     passages: Sequence[tuple[int, int]] = ()
 
     def passage(self, place: int) -> tuple[int, int] | None:
-        """The part of a long text that decided the value at this place; None if the text was read as a whole."""
+        """The part of a long text that decided the value at this place; None if the text was read
+        as a whole.
+        """
         return self.passages[self.values.decided_by[place]] if self.passages else None
 
 
@@ -48,10 +53,12 @@ Outcome = Answer | Exception
 
 
 class TextLengths:
-    """The usual number of tokens per text, learned from tokenized ones; one thread adds, others may read."""
+    """The usual number of tokens per text, learned from tokenized ones; one
+    thread adds, others may read.
+    """
 
-    # For English news and WordPiece, until other texts have been seen; a language without spaces has about 1 token per
-    # character.
+    # For English news and WordPiece, until other texts have been seen; a language without spaces
+    # has about 1 token per character.
     _TOKENS_PER_CHAR = 0.25
     _TOKENS_PER_TEXT = 50.0
     # How much one text moves the averages.
@@ -120,8 +127,8 @@ class Call:
 class Caller:
     """One text of a call and the future that waits for its answer.
 
-    ``reserved_tokens``: what the text counts as until it is tokenized; ``queued``: its entry in the queue, which
-    identical texts share, None before it is tokenized.
+    ``reserved_tokens``: what the text counts as until it is tokenized; ``queued``: its entry in the
+    queue, which identical texts share, None before it is tokenized.
     """
 
     __slots__ = (

@@ -1,4 +1,6 @@
-"""The asynchronous interface of one loaded model: texts in on the event loop, one future per text out."""
+"""The asynchronous interface of one loaded model: texts in on the event loop, one
+future per text out.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ _SHORTEST_RETRY_S = 0.05
 class QueueLimits:
     """The limits of the queue.
 
-    ``max_batch_tokens``: tokens per forward pass, including padding if the engine pads; 0 = the engine's choice.
-    ``max_wait_seconds``: a text whose answer would take longer, at the measured speed, is refused. ``cache_entries``:
-    answers to remember; 0 = none.
+    ``max_batch_tokens``: tokens per forward pass, including padding if the engine pads; 0 = the
+    engine's choice. ``max_wait_seconds``: a text whose answer would take longer, at the measured
+    speed, is refused. ``cache_entries``: answers to remember; 0 = none.
     """
 
     max_batch_tokens: int = 0
@@ -48,7 +50,9 @@ class QueueLimits:
 
 
 def length_window(max_batch_tokens: int) -> int:
-    """Among how many of the oldest texts an engine that pads looks for similar lengths: enough to fill a pass."""
+    """Among how many of the oldest texts an engine that pads looks for similar lengths: enough to
+    fill a pass.
+    """
     return max(64, max_batch_tokens // 8)
 
 
@@ -94,7 +98,9 @@ class Classifier:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for a forward pass; texts not tokenized yet count with their expected tokens."""
+        """Tokens that wait for a forward pass; texts not tokenized yet count with
+        their expected tokens.
+        """
         return self._batcher.queued_tokens + self._tokenizing.reserved_tokens
 
     @property
@@ -112,7 +118,9 @@ class Classifier:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds that the longest current forward pass or tokenizer call has taken; 0 if there is none."""
+        """Seconds that the longest current forward pass or tokenizer call has
+        taken; 0 if there is none.
+        """
         return max(self._batcher.heartbeat_age_s, self._tokenizing.thread.busy_s)
 
     @property
@@ -148,9 +156,9 @@ class Classifier:
             timeout_s: seconds after which unanswered texts fail.
 
         Returns:
-            One future per text, in order. Each ends in an `Answer` or in one of `DeadlineExceededError`,
-            `ForwardError`, `RefusedTextError` (a blank text) and `WorkerDownError`; cancelling it removes the text from
-            the queue.
+            One future per text, in order. Each ends in an `Answer` or in one of
+            `DeadlineExceededError`, `ForwardError`, `RefusedTextError` (a blank text) and
+            `WorkerDownError`; cancelling it removes the text from the queue.
 
         Raises:
             QueueFullError: the last of them would be answered too late; none is accepted.
@@ -202,8 +210,8 @@ class Classifier:
 
     @property
     def _expected_speed(self) -> float:
-        """Tokens per second. One slow pass must not keep out calls with many texts until others have shown the true
-        speed.
+        """Tokens per second. One slow pass must not keep out calls with many texts until others
+        have shown the true speed.
         """
         speed = self.tokens_per_second
         return speed if self._unanswered_tokens else max(speed, self._first_tokens_per_second)
@@ -220,8 +228,9 @@ class Classifier:
         if not call.num_open:
             call.timer.cancel()
             self._calls.discard(call)
-            # The callers refer to the call: a cycle, which only the garbage collector would free, in pauses of tens of
-            # milliseconds under load. A call that the tokenizer still has (all its callers have gone) keeps them.
+            # The callers refer to the call: a cycle, which only the garbage collector would free,
+            # in pauses of tens of milliseconds under load. A call that the tokenizer still has (all
+            # its callers have gone) keeps them.
             if call.num_taken == len(call.callers):
                 call.callers = []
             if not self._calls:

@@ -20,12 +20,13 @@ FAILED_PASSES = 3
 class EngineHealth:
     """Whether an engine works at all; used from worker threads.
 
-    A client may send texts that a model cannot process, so failed texts prove nothing. After a pass in which every text
-    failed, a known good text decides: if that fails too, it is the engine.
+    A client may send texts that a model cannot process, so failed texts prove nothing. After a pass
+    in which every text failed, a known good text decides: if that fails too, it is the engine.
 
     Attributes:
         failure: why the engine is considered broken; None if it is not.
-        needs_restart: whether only a new process can help: after most CUDA errors, every later call fails too.
+        needs_restart: whether only a new process can help: after most CUDA errors, every later call
+            fails too.
     """
 
     def __init__(self, engine: Engine, good_ids: list[int]) -> None:

@@ -1,4 +1,6 @@
-"""Which texts the next forward pass takes: a fair queue over calls, without threads or a clock of its own."""
+"""Which texts the next forward pass takes: a fair queue over calls, without threads or a clock of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,21 @@ from numpy.typing import NDArray
 
 from inference.engines.base import TOKENS_PER_THREAD
 
-# A call with many texts counts as up to this many calls: it makes progress while single texts keep coming, and the part
-# of it that goes ahead of a single text is still only a part of one forward pass.
+# A call with many texts counts as up to this many calls: it makes progress while single texts keep
+# coming, and the part of it that goes ahead of a single text is still only a part of one forward
+# pass.
 LARGEST_WEIGHT = 4
-# A call with many texts may use this share of the longest wait. The rest is for single texts that come later and are
-# answered before its last texts, which must still be in time.
+# A call with many texts may use this share of the longest wait. The rest is for single texts that
+# come later and are answered before its last texts, which must still be in time.
 BULK_SHARE = 0.75
 # The share of padding in a pass; a text that would add more waits for others of its length.
 LARGEST_PADDING = 0.25
 
 
 class Flow:
-    """One call's position in the queue: its next text follows the previous one by that one's tokens."""
+    """One call's position in the queue: its next text follows the previous one by
+    that one's tokens.
+    """
 
     __slots__ = ("next_tag", "weight")
 
@@ -80,22 +85,25 @@ class QueuedText:
 class FairQueue:
     """Texts in the order of their start tags (start-time fair queueing, measured in tokens).
 
-    A call's first text starts at the queue's virtual time, each further one when the previous one ends. Virtual time
-    advances to the end of the oldest text of every pass. So a single text goes ahead of what is left of a large call,
-    however large that is; and because later texts start later, every waiting text is reached.
+    A call's first text starts at the queue's virtual time, each further one when the previous one
+    ends. Virtual time advances to the end of the oldest text of every pass. So a single text goes
+    ahead of what is left of a large call, however large that is; and because later texts start
+    later, every waiting text is reached.
 
-    Later texts may thus delay the last ones of a large call. If one of those would miss its promised time, the oldest
-    texts are taken first instead. That order keeps all promises, provided that no more was accepted than can be
-    processed in the promised time (least laxity first, with two orders to choose from).
+    Later texts may thus delay the last ones of a large call. If one of those would miss its
+    promised time, the oldest texts are taken first instead. That order keeps all promises, provided
+    that no more was accepted than can be processed in the promised time (least laxity first, with
+    two orders to choose from).
 
     Source:
-        Goyal, Vin, Cheng, *Start-time Fair Queuing* (1996), with the virtual time of self-clocked fair queueing
-        (Golestani, 1994): new calls keep coming here, and must not all start at the time of the one in service.
+        Goyal, Vin, Cheng, *Start-time Fair Queuing* (1996), with the virtual time of self-clocked
+        fair queueing (Golestani, 1994): new calls keep coming here, and must not all start at the
+        time of the one in service.
     """
 
     def __init__(self, max_batch_tokens: int, *, pads: bool, length_window: int) -> None:
-        """Args:
-        max_batch_tokens: tokens that a pass may cost; if it pads, that is its longest text times its number of
+        """Args: max_batch_tokens: tokens that a pass may cost; if it pads, that is its longest text
+        times its number of
             texts.
         pads: whether passes pad.
         length_window: among how many of the oldest texts a padded pass looks for similar lengths.
@@ -125,7 +133,9 @@ class FairQueue:
         self.num_tokens += text.num_tokens
 
     def prioritize(self, flow: Flow, text: QueuedText) -> None:
-        """Let a waiting text that another call wants too start no later than that call's next text would."""
+        """Let a waiting text that another call wants too start no later than that
+        call's next text would.
+        """
         tag = max(flow.next_tag, self._virtual_time)
         if tag < text.tag:
             self._take_out(text)
@@ -235,11 +245,12 @@ def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
 def spread(num_texts: int, free_slots: int, free_passes: int, num_passes: int) -> tuple[int, int]:
     """Into how many passes the waiting texts are divided, and the slots of the first.
 
-    A single text takes all free slots; more are shared with the slots that are busy now, which are free again before
-    one large pass would end. All numbers are at least 1.
+    A single text takes all free slots; more are shared with the slots that are busy now, which are
+    free again before one large pass would end. All numbers are at least 1.
 
     Source:
-        Polychronopoulos, Kuck, *Guided Self-Scheduling* (1987): each takes its share of what is left.
+        Polychronopoulos, Kuck, *Guided Self-Scheduling* (1987): each takes its share of what is
+        left.
     """
     return min(num_texts, num_passes), -(-free_slots // min(num_texts, free_passes))
 
@@ -256,10 +267,11 @@ def overrun_s(
     tokens_per_second: float,
     limit_s: float,
 ) -> float:
-    """By how many seconds a call's last answer would come too late; 0 or less if the call may be accepted.
+    """By how many seconds a call's last answer would come too late; 0 or less if the call may be
+    accepted.
 
-    Everything accepted counts, not only what is ahead of the call in the fair order: texts that overtake others delay
-    them, and those must be in time too.
+    Everything accepted counts, not only what is ahead of the call in the fair order: texts that
+    overtake others delay them, and those must be in time too.
     """
     if num_texts == 1 and not waiting_tokens:
         return 0.0  # there is nothing to wait for, and without any pass the speed would never be measured again

@@ -1,4 +1,6 @@
-"""The one model of a server process: not loaded yet, served, or refused with a reason; replaced while requests run."""
+"""The one model of a server process: not loaded yet, served, or refused with a reason; replaced
+while requests run.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class ServedModel:
         *,
         counts_loads: bool = True,
     ) -> None:
-        """``counts_loads``: not for one of several workers, whose supervisor counts what all of them load together."""
+        """``counts_loads``: not for one of several workers, whose supervisor counts what all of
+        them load together.
+        """
         self.path = settings.model_checkpoint
         self._load_model = load_model
         self._name = settings.model_name
@@ -111,7 +115,8 @@ class ServedModel:
 
     @property
     def dead(self) -> str | None:
-        """Why only a new process helps: an error that stays with this one, or RESTART_AFTER_S without an answer.
+        """Why only a new process helps: an error that stays with this one, or RESTART_AFTER_S
+        without an answer.
 
         A model that was never loaded is not dead: it may be put right and loaded by a signal.
         """
@@ -139,8 +144,8 @@ class ServedModel:
         return self._current
 
     async def load(self) -> Served:
-        """Load the model that `path` names now, and serve it in place of the current one, which still answers what it
-        has accepted.
+        """Load the model that `path` names now, and serve it in place of the current one, which
+        still answers what it has accepted.
 
         Raises:
             ModelLoadError: it cannot be loaded; the current one stays.
@@ -189,7 +194,9 @@ class ServedModel:
             self._metrics.reloads.labels(result).inc()
 
     async def load_or_log(self) -> None:
-        """Like `load`, but a refusal is kept in `error` and logged, because no caller waits for the outcome."""
+        """Like `load`, but a refusal is kept in `error` and logged, because no
+        caller waits for the outcome.
+        """
         with contextlib.suppress(ModelLoadError):
             await self.load()
 
@@ -207,7 +214,9 @@ class ServedModel:
 
 
 async def _in_background(load: Callable[[], ModelLoader]) -> ModelLoader:
-    """Like `asyncio.to_thread`, except that a process that is to end does not wait for the thread."""
+    """Like `asyncio.to_thread`, except that a process that is to end does not
+    wait for the thread.
+    """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[ModelLoader] = loop.create_future()
 
@@ -247,8 +256,8 @@ def refusal_of(path: Path, error: Exception) -> ModelLoadError:
 async def _drain(classifier: Classifier) -> None:
     await classifier.drain()
     classifier.close()
-    # A model's weights are in reference cycles with its threads. The collector does not see memory outside Python and
-    # may wait long, so without this every reload would add a model's size.
+    # A model's weights are in reference cycles with its threads. The collector does not see memory
+    # outside Python and may wait long, so without this every reload would add a model's size.
     del classifier
     gc.collect()
     if _GLIBC:
@@ -256,17 +265,18 @@ async def _drain(classifier: Classifier) -> None:
 
 
 def _limit_memory_pools() -> None:
-    # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new threads: their pools
-    # would add several times a model's size during a server's first reloads. This counts for pools that do not exist
-    # yet, so it comes before the first load.
+    # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new
+    # threads: their pools would add several times a model's size during a server's first reloads.
+    # This counts for pools that do not exist yet, so it comes before the first load.
     if _GLIBC:
         _GLIBC.mallopt(_M_ARENA_MAX, 2)
 
 
 def _freeze_what_stays() -> None:
-    # Modules imported by now live as long as the server, so the collector looks at them this once and never again.
-    # Otherwise it would go through hundreds of thousands of objects every few thousand requests and at each reload,
-    # while all requests wait. A classifier is created after this, so that the cycles between it and its threads are
-    # found when it is retired; the model in it, frozen here if it is the first, is then freed by its reference count.
+    # Modules imported by now live as long as the server, so the collector looks at them this once
+    # and never again. Otherwise it would go through hundreds of thousands of objects every few
+    # thousand requests and at each reload, while all requests wait. A classifier is created after
+    # this, so that the cycles between it and its threads are found when it is retired; the model in
+    # it, frozen here if it is the first, is then freed by its reference count.
     gc.collect()
     gc.freeze()

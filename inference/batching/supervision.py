@@ -1,4 +1,6 @@
-"""Threads that survive whatever their work raises, and that know how long the current piece of work has taken."""
+"""Threads that survive whatever their work raises, and that know how long the current piece of work
+has taken.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,21 @@ JOIN_SECONDS = 2.0
 class SupervisedThread:
     """A thread that repeats a step; if a step raises anything, only that step ends.
 
-    ``busy_since``: monotonic time at which the current piece of work began, None between pieces; set by the step.
+    ``busy_since``: monotonic time at which the current piece of work began, None between pieces;
+    set by the step.
     """
 
     def __init__(
         self, name: str, step: Callable[[], bool], on_failure: Callable[[BaseException], None]
     ) -> None:
-        """``step`` does one piece of work, and returns False to end the thread; ``on_failure`` gets what it raised."""
+        """``step`` does one piece of work, and returns False to end the thread; ``on_failure`` gets
+        what it raised.
+        """
         self.busy_since: float | None = None
         self._step = step
         self._on_failure = on_failure
-        # A daemon, because a forward pass that never returns must not keep the process from exiting.
+        # A daemon, because a forward pass that never returns must not keep the process from
+        # exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property

@@ -17,7 +17,8 @@ from inference.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
-# Characters per round, a few milliseconds of work, so that single texts get in between those of a large call.
+# Characters per round, a few milliseconds of work, so that single texts get in between those of a
+# large call.
 TEXTS_PER_ROUND = 32
 CHARS_PER_ROUND = 16_384
 
@@ -34,8 +35,8 @@ class TokenizerThread:
         lengths: TextLengths,
         on_encoded: Callable[[Sequence[EncodedText], float], None],
     ) -> None:
-        """``on_encoded`` receives the texts of a round with their results and the round's seconds, called from the
-        thread.
+        """``on_encoded`` receives the texts of a round with their results and the round's seconds,
+        called from the thread.
         """
         self._tokenizer = tokenizer
         self._metrics = metrics

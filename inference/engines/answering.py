@@ -1,4 +1,6 @@
-"""What a model's answers say: one label, several labels or a number. One class for each problem type."""
+"""What a model's answers say: one label, several labels or a number. One class
+for each problem type.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class OneLabel(TypedDict):
 
 
 class SeveralLabels(TypedDict):
-    """The labels whose probability reaches their threshold, the best first, and the probability of every label."""
+    """The labels whose probability reaches their threshold, the best first, and the probability of
+    every label.
+    """
 
     labels: list[str]
     probabilities: dict[str, float]
@@ -41,7 +45,9 @@ Prediction = OneLabel | SeveralLabels | Number
 
 
 class Answering:
-    """Reads the answers of one model; ``values`` are the answers to one text, in the order of the labels."""
+    """Reads the answers of one model; ``values`` are the answers to one text, in
+    the order of the labels.
+    """
 
     problem_type: ProblemType
 
@@ -54,7 +60,9 @@ class Answering:
         return _CLASSES[saved.problem_type.name](saved.labels, saved.thresholds)
 
     def given(self, values: Sequence[float]) -> list[tuple[str, float | None]]:
-        """The labels that a text gets, each with its probability, the best first; a number has no probability."""
+        """The labels that a text gets, each with its probability, the best first;
+        a number has no probability.
+        """
         raise NotImplementedError
 
     def fields(
@@ -63,14 +71,18 @@ class Answering:
         given: Sequence[tuple[str, float | None]],
         top_k: int | None = None,
     ) -> dict[str, Any]:
-        """A `Prediction`; ``given`` is what :meth:`given` returned, ``top_k`` how many probabilities to name."""
+        """A `Prediction`; ``given`` is what :meth:`given` returned, ``top_k`` how many
+        probabilities to name.
+        """
         raise NotImplementedError
 
     def predict(self, values: Sequence[float]) -> dict[str, Any]:
         return self.fields(values, self.given(values))
 
     def place_of(self, values: Sequence[float], label: str | None) -> int:
-        """The position of the answer that is explained: of this label, or if none is asked for of the most probable."""
+        """The position of the answer that is explained: of this label, or if none is asked for of
+        the most probable.
+        """
         return values.index(max(values)) if label is None else self.labels.index(label)
 
     def refuse_unknown(self, label: str) -> None:
@@ -166,7 +178,8 @@ class NumberAnswering(Answering):
         return {"value": values[0]}
 
     def without_words(self, value: float) -> float:
-        # A score of 0 may be far from every number that the model answers, so the only word weighs nothing.
+        # A score of 0 may be far from every number that the model answers, so the only word weighs
+        # nothing.
         return value
 
 
@@ -177,7 +190,8 @@ _CLASSES: dict[str, type[Answering]] = {
 
 
 def spread_of(answers: NDArray[np.float64], least_share: float = 1e-3) -> float:
-    """The standard deviation of a regression model's answers, in which their differences are judged.
+    """The standard deviation of a regression model's answers, in which their differences are
+    judged.
 
     Answers that are almost the same count as if they differed by ``least_share`` of their size.
     """

@@ -1,4 +1,6 @@
-"""The interface of every runtime, token ids in and logits out in numpy, and how many texts are run through one."""
+"""The interface of every runtime, token ids in and logits out in numpy, and how many texts are run
+through one.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from numpy.typing import NDArray
 
 from common.problem_types import ProblemType
 
-# Larger passes were no faster on the CPUs measured, and a single text would wait longer for the pass before its own.
+# Larger passes were no faster on the CPUs measured, and a single text would wait longer for the
+# pass before its own.
 CPU_BATCH_TOKENS = 512
-# Forward passes that run at the same time. On a machine with more processors each pass gets several of them, because
-# more passes would only wait for the interpreter's lock.
+# Forward passes that run at the same time. On a machine with more processors each pass gets several
+# of them, because more passes would only wait for the interpreter's lock.
 PASSES_AT_ONCE = 6
-# A thread with fewer tokens would read all weights for almost no work: a tile in encoder.h has up to six rows. Two
-# threads pay off even so.
+# A thread with fewer tokens would read all weights for almost no work: a tile in encoder.h has up
+# to six rows. Two threads pay off even so.
 TOKENS_PER_THREAD = 6
-# Padded batches: texts of similar length waste little, and eight short ones already keep the cores busy.
+# Padded batches: texts of similar length waste little, and eight short ones already keep the cores
+# busy.
 PADDED_TEXTS = 8
 # Batches without padding: more tokens gain nothing, and the buffers stay small.
 RAGGED_TOKENS = 1024
@@ -40,7 +44,9 @@ class TokenBatch:
         )
 
     def padded(self, pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return input ids and attention mask (1 for a token, 0 for padding), both (texts, longest)."""
+        """Return input ids and attention mask (1 for a token, 0 for padding),
+        both (texts, longest).
+        """
         inside = np.arange(self.lengths.max()) < self.lengths[:, None]
         input_ids = np.full(inside.shape, pad_id, dtype=np.int64)
         input_ids[inside] = self.ids
@@ -57,7 +63,8 @@ class Engine(Protocol):
     survives_fork: bool  # a forked child may use it like its parent, sharing the weights
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Return one score per label, (texts, labels), of at least one text with at least one token.
+        """Return one score per label, (texts, labels), of at least one text with at least one
+        token.
 
         The pass may take ``threads`` slots, 1 to ``num_slots``; an engine with one slot ignores it.
         """
@@ -69,7 +76,8 @@ def answers_of(
 ) -> NDArray[np.float64]:
     """Return the model's answers to every text, (texts, labels), in the order of the texts.
 
-    For files, exports and the library: nobody waits for a single text, so all are divided into passes at once.
+    For files, exports and the library: nobody waits for a single text, so all are divided into
+    passes at once.
     """
     found: NDArray[np.float64] | None = None
     for chosen in forward_passes([len(ids) for ids in token_ids], pads=engine.pads):
@@ -89,7 +97,8 @@ def forward_passes(
     ``tokens``: of a pass without padding, at most, unless a single text has more.
     """
     if pads:
-        # Texts of similar length go together. Without padding, texts stay in order and fill a budget of tokens.
+        # Texts of similar length go together. Without padding, texts stay in order and fill a
+        # budget of tokens.
         by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
         return [
             by_length[start : start + PADDED_TEXTS]

@@ -32,9 +32,9 @@ class ModelLoader:
         tokenizer: Cleans and tokenises texts for this model.
         engine: What runs the model.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
-        info: ``name`` (of the folder or file that training wrote), ``engine`` (its name), ``reason`` (why it was
-            picked), ``precision``, ``revision`` (12 hex digits of the SHA-256 of the weights that training wrote) and
-            ``path``.
+        info: ``name`` (of the folder or file that training wrote), ``engine`` (its name),
+            ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
+            SHA-256 of the weights that training wrote) and ``path``.
     """
 
     tokens_per_second: float | None = None
@@ -44,13 +44,16 @@ class ModelLoader:
     ) -> None:
         """Load a model folder, a .pt file or an artefact folder.
 
-        ``engine`` is one of `inference.engines.selection.ENGINES`; ``auto`` measures what exists and takes the fastest.
+        ``engine`` is one of `inference.engines.selection.ENGINES`; ``auto`` measures what exists
+        and takes the fastest.
 
         Raises:
-            ModelLoadError: The model is missing, incomplete, damaged or answers with NaN, or the engine cannot be used.
+            ModelLoadError: The model is missing, incomplete, damaged or answers with NaN, or the
+                engine cannot be used.
         """
         path = Path(path)
-        # A symbolic link may change while files are read one after another; all have to come from the same model.
+        # A symbolic link may change while files are read one after another; all have to come from
+        # the same model.
         loaded = load_model(
             path.resolve() if path.resolve() != path.absolute() else path, engine, hardware
         )
@@ -82,8 +85,8 @@ class ModelLoader:
 
         Raises:
             ForwardError: The model answers one of them with NaN.
-            ValueError: A text is blank, or is a pair and the model reads single texts, or the other way round; the
-                message gives its position.
+            ValueError: A text is blank, or is a pair and the model reads single texts, or the other
+                way round; the message gives its position.
         """
         names = [f"texts[{position}]" for position in range(len(texts))]
         for name, text in zip(names, texts, strict=True):

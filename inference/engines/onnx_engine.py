@@ -16,7 +16,9 @@ FILE_NAME = "model.onnx"
 
 
 class OnnxEngine:
-    """Runs the graph that `inference.exporting.onnx_writer` wrote; see `inference.engines.base.Engine`."""
+    """Runs the graph that `inference.exporting.onnx_writer` wrote; see
+    `inference.engines.base.Engine`.
+    """
 
     batch_tokens = CPU_BATCH_TOKENS
     pads = True
@@ -25,7 +27,8 @@ class OnnxEngine:
     def __init__(
         self, folder: Path, config: Mapping[str, Any], threads: int, precision: str = "int8"
     ) -> None:
-        """Read `FILE_NAME` from a folder, to run it on so many threads; ``precision`` is for the engine's name.
+        """Read `FILE_NAME` from a folder, to run it on so many threads; ``precision`` is for the
+        engine's name.
 
         Raises:
             Exception: The runtime's own errors, if the file is damaged or needs a newer runtime.
@@ -35,13 +38,16 @@ class OnnxEngine:
             threads  # the default counts the host's cores, whatever the container's quota
         )
         options.inter_op_num_threads = 1
-        # Waiting threads that spin would compete with the event loop for cores, also in the middle of a pass.
+        # Waiting threads that spin would compete with the event loop for cores, also in the middle
+        # of a pass.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # A memory pattern is kept for every shape ever seen, and hardly any two batches have the same shape.
+        # A memory pattern is kept for every shape ever seen, and hardly any two batches have the
+        # same shape.
         options.enable_mem_pattern = False
         onnxruntime.set_default_logger_severity(4)  # errors are raised, and need not be printed too
         self.name = f"onnx {precision}"
-        # They share the threads; while one is between two steps, or its result is read, another keeps them busy.
+        # They share the threads; while one is between two steps, or its result is read, another
+        # keeps them busy.
         self.num_slots = min(threads, PASSES_AT_ONCE)
         self._pad_id: int = config.get("pad_token_id") or 0
         self._session = onnxruntime.InferenceSession(

@@ -1,4 +1,6 @@
-"""OpenVINO as the runtime: static int8 on x86, fast on processors that our own kernels do not support."""
+"""OpenVINO as the runtime: static int8 on x86, fast on processors that our own
+kernels do not support.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from numpy.typing import NDArray
 from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
 
 FILE_NAME = "model.xml"
-# The plugin keeps memory for every shape it has seen. With arbitrary lengths, DistilBERT-base grows from 190 to 780 MB
-# within minutes; with lengths rounded up to 16 tokens it stays at 330 MB.
+# The plugin keeps memory for every shape it has seen. With arbitrary lengths, DistilBERT-base grows
+# from 190 to 780 MB within minutes; with lengths rounded up to 16 tokens it stays at 330 MB.
 LENGTH_STEP = 16
 
 
 class OpenVinoEngine:
-    """Runs the graph that `inference.exporting.openvino_writer` wrote; see `inference.engines.base.Engine`."""
+    """Runs the graph that `inference.exporting.openvino_writer` wrote; see
+    `inference.engines.base.Engine`.
+    """
 
     name = "openvino int8"
     batch_tokens = CPU_BATCH_TOKENS
@@ -40,11 +44,13 @@ class OpenVinoEngine:
             "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 if the processor has it
         }
         core = openvino.Core()
-        # By default weights are mapped: overwriting the file would change answers, and truncating it kill the process.
+        # By default weights are mapped: overwriting the file would change answers, and truncating
+        # it kill the process.
         core.set_property({"ENABLE_MMAP": False})
         self._model = core.compile_model(folder / FILE_NAME, "CPU", options)
         self._free_requests: list[openvino.InferRequest] = []
-        # They share the threads; while one is between two steps, or its result is read, another keeps them busy.
+        # They share the threads; while one is between two steps, or its result is read, another
+        # keeps them busy.
         self.num_slots = min(threads, PASSES_AT_ONCE)
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:

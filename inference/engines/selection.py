@@ -89,7 +89,8 @@ def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVIC
 def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) -> bool:
     """Whether `load_model` tries the native engine first, whatever else is there.
 
-    It is the only one that still works in a process that is forked after loading, with the weights in memory once.
+    It is the only one that still works in a process that is forked after loading, with the weights
+    in memory once.
     """
     if (
         wanted not in ("auto", "native")
@@ -181,8 +182,9 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
 def _engines_of(path: Path, hardware: Hardware) -> list[str]:
     """The engines that may be the fastest for a model with artefacts; none for one without."""
     engines = [name for name in ARTEFACT_ENGINES if is_artefact(artefact_folder(path, name))]
-    # PyTorch may be faster than int8 artefacts, but never than our kernels, nor on a processor that multiplies int8
-    # fast. To import it there would cost every start seconds and hundreds of megabytes.
+    # PyTorch may be faster than int8 artefacts, but never than our kernels, nor on a processor that
+    # multiplies int8 fast. To import it there would cost every start seconds and hundreds of
+    # megabytes.
     has_torch = weights_file(path).is_file() and importlib.util.find_spec("torch") is not None
     int8_is_fast = has_fast_int8() or ("native" in engines and native.is_supported()[0])
     if engines and has_torch and (not int8_is_fast or _has_cuda(hardware)):
@@ -191,8 +193,8 @@ def _engines_of(path: Path, hardware: Hardware) -> list[str]:
 
 
 def _is_known_fastest(engines: Sequence[str], hardware: Hardware) -> bool:
-    # On x86-64 our kernels have won every comparison by far. A short measurement, on a machine that others use too,
-    # could only choose wrongly, and would make the start slower.
+    # On x86-64 our kernels have won every comparison by far. A short measurement, on a machine that
+    # others use too, could only choose wrongly, and would make the start slower.
     is_known = native.is_known_fastest() and hardware.instruction_set == "auto"
     return is_known and engines[:1] == ["native"] and "torch" not in engines
 

@@ -1,4 +1,6 @@
-"""What an engine goes through when a model is loaded: does it answer texts of every length, and how fast is it here?"""
+"""What an engine goes through when a model is loaded: does it answer texts of every length, and how
+fast is it here?
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ from inference.engines.base import Engine, TokenBatch
 from inference.engines.native.library import library_path
 
 _NEWS = "The report says that oil prices rose again and that markets in Europe fell"
-# Three texts of up to the first length are also tried in one pass, which padding then makes as long as the longest; the
-# longest text is tried alone. Passes beyond the second length would take minutes.
+# Three texts of up to the first length are also tried in one pass, which padding then makes as long
+# as the longest; the longest text is tried alone. Passes beyond the second length would take
+# minutes.
 _LONGEST_TOGETHER, _LONGEST = 512, 8192
 # In float32, sums in another order differ by far less; half precision keeps two to three digits.
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
-# How much a regression model's answers differ from text to text, for one without rows that it was measured on. Half
-# precision rounds by a share of the number itself, so the spread is taken as a tenth of it at least.
+# How much a regression model's answers differ from text to text, for one without rows that it was
+# measured on. Half precision rounds by a share of the number itself, so the spread is taken as a
+# tenth of it at least.
 _SPREAD_TEXTS = (
     "Goal!",
     "Terrible: it broke after two days, and nobody answered when I wrote.",
@@ -59,15 +63,15 @@ def check_engine(
     """Answer texts of one, some and ``max_length`` tokens, each alone and several together.
 
     Args:
-        tolerance: how much a probability may change when other texts are in the same forward pass; how much a number,
-            in units of ``spread``.
+        tolerance: how much a probability may change when other texts are in the same forward pass;
+            how much a number, in units of ``spread``.
         spread: of a regression model's answers; by default that of a few texts.
 
     Returns the answers to each text alone, (texts, labels).
 
     Raises:
-        ModelLoadError: The engine fails on one of them, returns another number of classes or NaN, or a text's
-            answer depends on its neighbours because the model does not mask padding.
+        ModelLoadError: The engine fails on one of them, returns another number of classes or NaN,
+            or a text's answer depends on its neighbours because the model does not mask padding.
     """
     longest = min(tokenizer.max_length, _LONGEST)
     num_words = dict.fromkeys(
@@ -121,8 +125,8 @@ def _answers(
 def measure_speed(
     engine: Engine, tokenizer: TextTokenizer, max_length: int, seconds: float = 0.15
 ) -> float:
-    """Return tokens per second in the fastest of a few passes, the first not counted: many runtimes prepare themselves
-    in it.
+    """Return tokens per second in the fastest of a few passes, the first not counted: many runtimes
+    prepare themselves in it.
 
     No pass begins after ``seconds``, but one is always measured.
     """
@@ -139,7 +143,9 @@ def measure_speed(
 
 
 def speeds_key(path: Path, engines: list[str], hardware: Hardware) -> str:
-    """Return a key for what measured speeds depend on: processor, threads, runtimes and artefacts."""
+    """Return a key for what measured speeds depend on: processor, threads,
+    runtimes and artefacts.
+    """
 
     def runtime(engine: str) -> str | None:
         if engine == "native":
@@ -176,7 +182,9 @@ def recall_speeds(key: str) -> dict[str, float]:
 
 
 def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
-    """Write what `recall_speeds` reads. If the folder is not writable, the next start measures again."""
+    """Write what `recall_speeds` reads. If the folder is not writable, the next
+    start measures again.
+    """
     with contextlib.suppress(OSError, RuntimeError):
         path = _speeds_file(key)
         path.parents[1].mkdir(0o700, parents=True, exist_ok=True)  # training may keep texts there

@@ -50,12 +50,14 @@ class TorchEngine:
         Args:
             config: The contents of a transformers ``config.json``.
             weights: A safetensors file, or the state dict itself, with transformers' names.
-            precision: A key of `_DTYPES`; by default half precision on a GPU and float32 on the CPU.
+            precision: A key of `_DTYPES`; by default half precision on a GPU and float32 on the
+                CPU.
             compiled: Whether to use torch.compile; the first passes then take a minute.
             device: ``cpu``, ``cuda``, or ``auto`` for CUDA if PyTorch can use it.
 
         Raises:
-            ValueError: transformers has no classifier for this configuration, or the weights do not fit it.
+            ValueError: transformers has no classifier for this configuration, or the weights do not
+                fit it.
         """
         state_dict = read_weights(weights) if isinstance(weights, Path) else dict(weights)
         config, state_dict = widened_config(config), widened_weights(config, state_dict)
@@ -74,7 +76,8 @@ class TorchEngine:
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         pad_id = self._pad_id
         if pad_id is None:
-            # A decoder reads the last token that is not padding, so padding must be an id that no text has.
+            # A decoder reads the last token that is not padding, so padding must be an id that no
+            # text has.
             unused = np.setdiff1d(np.arange(len(batch.ids) + 1), batch.ids)[0]
             pad_id = self._config.pad_token_id = min(int(unused), self._config.vocab_size - 1)
         input_ids, attention_mask = (
@@ -97,7 +100,9 @@ def _fast_precision(device: torch.device) -> str:
 
 
 def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Build the transformers classifier of a ``config.json`` with these weights; raises as `TorchEngine`."""
+    """Build the transformers classifier of a ``config.json`` with these weights;
+    raises as `TorchEngine`.
+    """
     model_config = AutoConfig.for_model(**config)
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model_config)]
     model, report = model_class.from_pretrained(

@@ -1,6 +1,8 @@
-"""Reads long texts in windows with any engine, which then computes one more output: the attention of each window.
+"""Reads long texts in windows with any engine, which then computes one more output: the attention
+of each window.
 
-A text arrives as its joined windows (see ``common/windows.py``), so queues, caches and files handle it like any other.
+A text arrives as its joined windows (see ``common/windows.py``), so queues, caches and files handle
+it like any other.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class WindowedEngine:
     def read(
         self, batch: TokenBatch, threads: int = 1
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The scores of each text, (texts, labels), and which of its windows decided each of them, (texts, labels)."""
+        """The scores of each text, (texts, labels), and which of its windows decided each of them,
+        (texts, labels).
+        """
         counts = count_windows(batch.lengths, self._windows.length)
         scores, shares = pool(outputs := self._outputs(batch, threads), counts)
         evidence = np.repeat(shares[:, None], scores.shape[1], axis=1)
@@ -72,7 +76,9 @@ def with_windows(engine: Engine, config: Mapping[str, Any]) -> Engine:
 
 
 def widened_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json by which an engine is built: with one more output if the model reads windows."""
+    """The config.json by which an engine is built: with one more output if the
+    model reads windows.
+    """
     if Windows.of(config) is None:
         return dict(config)
     names = config["id2label"]

@@ -1,4 +1,6 @@
-"""A model's files for a browser, where inference/web/local_model.js runs it: the native artefact in fewer bytes."""
+"""A model's files for a browser, where inference/web/local_model.js runs it: the native artefact in
+fewer bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ _OTHER_TOKENIZER = (
 
 
 def browser_files(model: Path) -> dict[str, bytes]:
-    """What a browser needs of a model, by file name: ``model.json``, and the weights under a name with their hash.
+    """What a browser needs of a model, by file name: ``model.json``, and the weights under a name
+    with their hash.
 
-    Word embeddings are rounded to int8 with a scale for each word, which halves their size. All else is the native
-    artefact, bit for bit.
+    Word embeddings are rounded to int8 with a scale for each word, which halves their size. All
+    else is the native artefact, bit for bit.
 
     Raises:
         ModelLoadError: The model or its artefact is damaged, or cannot be run here.

@@ -1,4 +1,6 @@
-"""The export: write an artefact into a temporary folder, compare it with the reference, then keep it or refuse it."""
+"""The export: write an artefact into a temporary folder, compare it with the reference, then keep
+it or refuse it.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ from inference.exporting.comparison import compare
 
 SHOWN_CHANGES = 10
 _CALIBRATION_TEXTS = 300
-# The manifest keeps the reference's answers to these, and the artefact has to repeat them whenever it is loaded.
+# The manifest keeps the reference's answers to these, and the artefact has to repeat them whenever
+# it is loaded.
 _PROBES = (
     "Oil prices rise again as stocks fall on Wall Street.",
     "The home side won the cup final after extra time and penalties.",
@@ -70,10 +73,11 @@ _PROBES = (
 )
 # Allowed on top of how much the probes differ on this processor: another one may round differently.
 _PROBE_MARGIN = 0.1
-# Numbers are compared in standard deviations, of which a quarter is a smaller difference than a quarter in probability.
+# Numbers are compared in standard deviations, of which a quarter is a smaller difference than a
+# quarter in probability.
 _NUMBER_FACTOR = 4
-# An artefact whose answers differ more from the reference is another model, whatever its accuracy: probabilities as
-# they are, numbers in standard deviations.
+# An artefact whose answers differ more from the reference is another model, whatever its accuracy:
+# probabilities as they are, numbers in standard deviations.
 MAX_TOLERANCE = 0.25
 _PACKAGES = {
     "native": ("torch", "transformers", "numpy"),
@@ -97,11 +101,13 @@ def export(
     max_drop: float,
     console: Console,
 ) -> Exported:
-    """Write a model's artefact for an engine into a folder next to the weights, measured on ``rows``.
+    """Write a model's artefact for an engine into a folder next to the weights, measured on
+    ``rows``.
 
     Raises:
-        ExportRefusedError: It loses more than ``max_drop`` in the metric of the task (`inference.exporting.comparison`
-            says what that means), or an answer differs too much from the reference's. An older artefact stays.
+        ExportRefusedError: It loses more than ``max_drop`` in the metric of the task
+            (`inference.exporting.comparison` says what that means), or an answer differs too much
+            from the reference's. An older artefact stays.
         ImportError: A package that the engine needs is not installed.
         ModelLoadError: The model or the artefact fails the tests of every model that is loaded.
         UserError: Something else is where the artefact belongs.
@@ -114,7 +120,8 @@ def export(
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
     before = _files_now(saved)
-    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
+    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older
+    # artefact untouched.
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = (
@@ -231,7 +238,8 @@ _unfinished: set[Path] = set()
 
 @contextmanager
 def replaced_whole(target: Path) -> Iterator[Path]:
-    """Give an empty folder that replaces the target if the block succeeds, and is removed if it does not.
+    """Give an empty folder that replaces the target if the block succeeds, and is removed if it
+    does not.
 
     Raises:
         UserError: The target exists, and no export wrote it.
@@ -252,7 +260,8 @@ def replaced_whole(target: Path) -> Iterator[Path]:
 def end_unfinished(*_: object) -> None:
     """End the process at a signal, without the artefacts that it has begun.
 
-    An exception would do only where no library has called back into Python: it would arrive as an error of theirs.
+    An exception would do only where no library has called back into Python: it would arrive as an
+    error of theirs.
     """
     for folder in _unfinished:
         shutil.rmtree(folder, ignore_errors=True)
@@ -280,7 +289,8 @@ def _write_engine_files(
 ) -> dict[str, Any]:
     """Write a model for an engine, and return how it was done, for the manifest.
 
-    ``calibration`` has the token ids of texts that an engine may use to see how large activations become.
+    ``calibration`` has the token ids of texts that an engine may use to see how large activations
+    become.
     """
     if engine == "native":
         write_native(config, {name: tensor.numpy() for name, tensor in weights.items()}, folder)
@@ -337,7 +347,9 @@ def _write_description(saved: SavedModel, folder: Path) -> None:
 
 
 def _write_tokenizer(saved: SavedModel, folder: Path) -> None:
-    """Write all that the tokenizer's files say into its tokenizer.json, for servers that have no transformers."""
+    """Write all that the tokenizer's files say into its tokenizer.json, for
+    servers that have no transformers.
+    """
     (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": saved.max_length}
     write_json(folder / SETTINGS_FILE, settings)

@@ -1,8 +1,8 @@
-"""Runs the reference and an artefact on the same rows, in turns: how much worse the artefact is in the metric of the
-task, which answers changed, and how fast each was.
+"""Runs the reference and an artefact on the same rows, in turns: how much worse the artefact is in
+the metric of the task, which answers changed, and how fast each was.
 
-What `--max_drop` limits is the drop in accuracy or micro-F1, in percentage points, or the increase of the RMSE of a
-regression model, in percent.
+What `--max_drop` limits is the drop in accuracy or micro-F1, in percentage points, or the increase
+of the RMSE of a regression model, in percent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from common.text import Text, in_one_line
 from inference.engines.answering import spread_of
 from inference.engines.base import Engine, answers_of
 
-# Long enough that a turn is more than warming up, short enough that both engines see the same machine load.
+# Long enough that a turn is more than warming up, short enough that both engines see the same
+# machine load.
 TURN_TEXTS = 64
 _SHOWN_CHARS = 70
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison(ABC):
-    """What the reference (before) and the artefact (after) decided on the same rows, and the time they took."""
+    """What the reference (before) and the artefact (after) decided on the same rows, and the time
+    they took.
+    """
 
     rows: LabelledRows
     labels: list[str]
@@ -43,7 +46,9 @@ class Comparison(ABC):
     @property
     @abstractmethod
     def loss(self) -> float:
-        """How much worse the artefact is, in the unit of ``--max_drop``; negative if it is better."""
+        """How much worse the artefact is, in the unit of ``--max_drop``; negative
+        if it is better.
+        """
 
     @property
     @abstractmethod
@@ -69,7 +74,8 @@ class Comparison(ABC):
 
     def accuracy(self) -> dict[str, Any]:
         """What the manifest notes about these rows."""
-        # Of a path only the end: the folder above it says nothing to others, and a published model shows this.
+        # Of a path only the end: the folder above it says nothing to others, and a published model
+        # shows this.
         return {
             "dataset": "/".join(Path(self.rows.name).parts[-2:]),
             "rows": len(self.rows.texts),
@@ -269,7 +275,9 @@ def compare(
     rows: LabelledRows,
     advance: Callable[[int], None],
 ) -> Comparison:
-    """Answer all rows with both engines; ``advance`` is called with the number of rows done since its last call."""
+    """Answer all rows with both engines; ``advance`` is called with the number of rows done since
+    its last call.
+    """
     kind = saved.problem_type
     engines = {"before": reference, "after": artefact}
     decided: dict[str, list[NDArray[Any]]] = {"before": [], "after": []}

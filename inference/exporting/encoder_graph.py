@@ -1,4 +1,6 @@
-"""BERT and DistilBERT classifiers as a plain torch module that computes only what the answer needs."""
+"""BERT and DistilBERT classifiers as a plain torch module that computes only what
+the answer needs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from common.text import segments_of, type_separator
 from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
 from inference.engines.torch_engine import build_model, token_types
 
-# Softmax makes it exactly 0 in float32. Unlike infinity, it gives no NaN for a text that is all padding.
+# Softmax makes it exactly 0 in float32. Unlike infinity, it gives no NaN for a text that is all
+# padding.
 _MASKED = -1e9
 _ACTIVATIONS = {ACTIVATIONS["gelu"]: nn.GELU, ACTIVATIONS["relu"]: nn.ReLU}
 _INT8_MAX = 127
@@ -23,7 +26,9 @@ Weights = Mapping[str, Tensor]
 
 
 def build_module(config: Config, weights: Weights, *, int8: bool) -> tuple[nn.Module, str]:
-    """Return the module to export and the kind of graph: ``lean`` if `EncoderGraph` can compute it, else ``whole``."""
+    """Return the module to export and the kind of graph: ``lean`` if `EncoderGraph` can compute it,
+    else ``whole``.
+    """
     try:
         shape = EncoderShape.of(config)
     except ValueError:
@@ -49,11 +54,12 @@ class _WholeModel(nn.Module):
 class EncoderGraph(nn.Module):
     """The classifier, with a last block that computes the first token only.
 
-    The head reads nothing but the first token. So the last block computes keys and values for all tokens, but the
-    query, the output projection and the feed-forward layers for that one. The logits stay the same, and an encoder of
-    six blocks saves a seventh of its work.
+    The head reads nothing but the first token. So the last block computes keys and values for all
+    tokens, but the query, the output projection and the feed-forward layers for that one. The
+    logits stay the same, and an encoder of six blocks saves a seventh of its work.
 
-    With ``small_embeddings``, word embeddings are int8 with one scale per word, a quarter of their size.
+    With ``small_embeddings``, word embeddings are int8 with one scale per word, a quarter of their
+    size.
     """
 
     def __init__(self, shape: EncoderShape, weights: Weights, *, small_embeddings: bool) -> None:
@@ -66,7 +72,8 @@ class EncoderGraph(nn.Module):
         positions = weights[f"{family.position_embeddings}.weight"].float()
         self.separator = shape.separator
         if family.token_type_embeddings:
-            # Type 0 is added to the positions; only the tokens of a pair's second text differ from it.
+            # Type 0 is added to the positions; only the tokens of a pair's second text differ from
+            # it.
             types = weights[f"{family.token_type_embeddings}.weight"].float()
             positions = positions + types[0]
             if self.separator is not None:
@@ -106,8 +113,8 @@ class _Block(nn.Module):
             shape.num_heads,
             shape.head_size,
         )
-        # Layers with the same input become one matrix product. In the last block the query reads another input than
-        # keys and values: the first token.
+        # Layers with the same input become one matrix product. In the last block the query reads
+        # another input than keys and values: the first token.
         self.query = _linear(weights, prefix + family.query) if first_token_only else None
         joined = (
             [family.key, family.value]
@@ -136,8 +143,8 @@ class _Block(nn.Module):
         return self.output_norm(hidden + self.output(self.activation(self.intermediate(hidden))))
 
     def _by_head(self, part: Tensor) -> Tensor:
-        # (texts, tokens, hidden) -> (texts, heads, tokens, head size). ONNX Runtime recognises this form, in which only
-        # the last size is split, and fuses the operators around it.
+        # (texts, tokens, hidden) -> (texts, heads, tokens, head size). ONNX Runtime recognises this
+        # form, in which only the last size is split, and fuses the operators around it.
         return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_size).transpose(
             1, 2
         )

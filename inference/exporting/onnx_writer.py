@@ -20,8 +20,8 @@ _EXAMPLE_SHAPE = (2, 5)  # any shape will do: both sizes are symbols in the grap
 def write_onnx(config: Config, weights: Weights, folder: Path, precision: str) -> dict[str, Any]:
     """Write `FILE_NAME` into a folder, and return how it was done, for the manifest.
 
-    With precision ``int8`` weights are quantised per channel, and activations when they are computed; ``fp32`` changes
-    nothing.
+    With precision ``int8`` weights are quantised per channel, and activations when they are
+    computed; ``fp32`` changes nothing.
     """
     module, graph = build_module(config, weights, int8=precision == "int8")
     path = folder / FILE_NAME
@@ -41,7 +41,8 @@ def _export(module: nn.Module, path: Path) -> None:
     example = torch.ones(_EXAMPLE_SHAPE, dtype=torch.int64)
     sizes = {0: "texts", 1: "tokens"}
     with warnings.catch_warnings():
-        # It warns that this exporter is old, and that traced shapes are constants, which dynamic_axes makes them not.
+        # It warns that this exporter is old, and that traced shapes are constants, which
+        # dynamic_axes makes them not.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             module,
@@ -64,7 +65,8 @@ def _quantise(path: Path) -> None:
         path,
         op_types_to_quantize=["MatMul", "Gemm"],
         per_channel=True,
-        # 7 bits: without VNNI, processors sum products in 16 bits, which 8-bit weights could overflow.
+        # 7 bits: without VNNI, processors sum products in 16 bits, which 8-bit weights could
+        # overflow.
         reduce_range=True,
         weight_type=QuantType.QInt8,
         extra_options={"MatMulConstBOnly": True},

@@ -23,12 +23,13 @@ _OPEN_SHAPE = [-1, -1]
 def write_openvino(
     config: Config, weights: Weights, calibration: Sequence[Sequence[int]], folder: Path
 ) -> dict[str, Any]:
-    """Write `FILE_NAME` and its weights into a folder, and return how it was done, for the manifest.
+    """Write `FILE_NAME` and its weights into a folder, and return how it was done, for the
+    manifest.
 
     ``calibration`` has the token ids of texts that show how large activations become.
     """
-    # The module makes embeddings int8, because the plugin would unpack those that NNCF quantises (90 MB for
-    # DistilBERT-base).
+    # The module makes embeddings int8, because the plugin would unpack those that NNCF quantises
+    # (90 MB for DistilBERT-base).
     module, graph = build_module(config, weights, int8=True)
     example = torch.ones(_EXAMPLE_SHAPE, dtype=torch.int64)
     inputs = [(name, _OPEN_SHAPE, np.int64) for name in ("input_ids", "attention_mask")]
@@ -43,7 +44,8 @@ def write_openvino(
             nncf.Dataset(calibration, _as_inputs),
             subset_size=len(calibration),
             model_type=nncf.ModelType.TRANSFORMER,
-            # 7 bits: without VNNI, processors sum products in 16 bits, which 8-bit weights could overflow.
+            # 7 bits: without VNNI, processors sum products in 16 bits, which 8-bit weights could
+            # overflow.
             advanced_parameters=nncf.AdvancedQuantizationParameters(
                 overflow_fix=nncf.OverflowFix.ENABLE
             ),

@@ -24,8 +24,9 @@ _CHECK_INTERVAL_S = 1.0
 class Key:
     """A key that admits requests.
 
-    ``name``: what its requests are counted under, a hash, so that the key itself is not in memory dumps or logs.
-    ``per_second``: its own rate limit in texts per second; None for RATE_LIMIT_PER_S.
+    ``name``: what its requests are counted under, a hash, so that the key itself is not in memory
+    dumps or logs. ``per_second``: its own rate limit in texts per second; None for
+    RATE_LIMIT_PER_S.
     """
 
     name: str
@@ -33,15 +34,17 @@ class Key:
 
 
 class ApiKeys:
-    """The keys of which a request must carry one; if none is configured, every request is admitted."""
+    """The keys of which a request must carry one; if none is configured, every
+    request is admitted.
+    """
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:
         """Read the keys.
 
         Args:
             key: API_KEY.
-            file: API_KEYS_FILE, read again when it changes. If it is later missing, damaged or empty, none of its keys
-                is valid until it is fixed.
+            file: API_KEYS_FILE, read again when it changes. If it is later missing, damaged or
+                empty, none of its keys is valid until it is fixed.
 
         Raises:
             SettingsError: the file cannot be read, or holds no key.
@@ -58,7 +61,9 @@ class ApiKeys:
         return bool(self._fixed) or self._file is not None
 
     def find(self, given: Iterable[bytes]) -> Key | None:
-        """The last valid one of the keys given. Hashes are looked up, so the time it takes says nothing about a key."""
+        """The last valid one of the keys given. Hashes are looked up, so the time it takes says
+        nothing about a key.
+        """
         self._refresh()
         found = None
         for key in given:
@@ -106,7 +111,8 @@ def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 def read_keys(file: Path) -> list[Key]:
-    """Read a key file: one key per line, optionally followed by its own rate limit; lines with # are comments.
+    """Read a key file: one key per line, optionally followed by its own rate limit; lines with #
+    are comments.
 
     Raises:
         SettingsError: it cannot be read, a line is invalid, or it holds no key.

@@ -1,8 +1,10 @@
-"""Ends connections that only cost memory and files: too slow, too many, or with an answer that nobody reads.
+"""Ends connections that only cost memory and files: too slow, too many, or with an answer that
+nobody reads.
 
-uvicorn bounds none of these. A client may open connections and send nothing, send its headers byte by byte, or never
-read its answer. This works with both of uvicorn's HTTP protocols, also under `uvicorn inference.app:app`, because each
-connection is made by a subclass of the protocol class that uvicorn has chosen.
+uvicorn bounds none of these. A client may open connections and send nothing, send its headers byte
+by byte, or never read its answer. This works with both of uvicorn's HTTP protocols, also under
+`uvicorn inference.app:app`, because each connection is made by a subclass of the protocol class
+that uvicorn has chosen.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.5
-# A connection that has been idle for less than this is not ended for another: its next request, or its first, may be
-# on the way.
+# A connection that has been idle for less than this is not ended for another: its next request, or
+# its first, may be on the way.
 _GRACE_S = 1.0
-# A refused client has this long to read its answer. Closing at once would send a reset, which may overtake the answer.
+# A refused client has this long to read its answer. Closing at once would send a reset, which may
+# overtake the answer.
 _REFUSAL_S = 1.0
-# Files that the process opens for other things: loading a model, the log, DNS; half of them for refused clients.
+# Files that the process opens for other things: loading a model, the log, DNS; half of them for
+# refused clients.
 _SPARE_FILES = 64
 _CLOSE = (b"connection", b"close")
 _FULL = (
@@ -45,9 +49,10 @@ class ConnectionKeeper:
         """Create the keeper; `watching` starts it.
 
         Args:
-            max_connections: a new connection beyond this ends the one that has been idle longest; if none has been idle
-                for a second, the new one gets 503.
-            timeout_s: seconds within which headers must be complete, and within which part of an answer must be read.
+            max_connections: a new connection beyond this ends the one that has been idle longest;
+                if none has been idle for a second, the new one gets 503.
+            timeout_s: seconds within which headers must be complete, and within which part of an
+                answer must be read.
             max_age_s: seconds after which a connection ends with its next answer; 0 for never.
         """
         self._max_connections = max_connections
@@ -89,7 +94,8 @@ class ConnectionKeeper:
                 ):  # to a socket for both kinds of addresses, proxies come with mapped ones
                     self.client = (as_ipv4(self.client[0]), self.client[1])
                 self.idle_since = self.headers_since = time.monotonic()
-                # A tenth more or less, or the clients of a server that was full would all come back at once.
+                # A tenth more or less, or the clients of a server that was full would all come back
+                # at once.
                 self.given_back_at = self.idle_since + keeper._max_age_s * random.uniform(0.9, 1.1)
                 self.header_bytes = 0
                 self.unread_bytes = 0
@@ -108,7 +114,8 @@ class ConnectionKeeper:
                     if _is_at_work(self):  # often over before the next check
                         self.idle_since = time.monotonic()
                         if self.idle_since > self.given_back_at:
-                            # As if the client had asked for it: uvicorn answers with the same header, then closes.
+                            # As if the client had asked for it: uvicorn answers with the same
+                            # header, then closes.
                             self.given_back_at = float("inf")
                             self.cycle.keep_alive = False  # read by its httptools protocol
                             self.cycle.scope["headers"].append(_CLOSE)  # by its h11 protocol
@@ -126,7 +133,9 @@ class ConnectionKeeper:
         return WatchedProtocol
 
     def _has_room(self) -> bool:
-        """Whether one more connection may be open; the one that has been idle longest is ended for it."""
+        """Whether one more connection may be open; the one that has been idle
+        longest is ended for it.
+        """
         if len(self._open) < self._max_connections:
             return True
         now = time.monotonic()
@@ -135,7 +144,8 @@ class ConnectionKeeper:
         idle = [one for one in self._open if not _is_at_work(one)]
         oldest = min(idle, key=lambda one: one.idle_since, default=None)
         if oldest is None or now - oldest.idle_since < _GRACE_S:
-            # Under a flood of connections one look at all of them each time would be most of the work.
+            # Under a flood of connections one look at all of them each time would be most of the
+            # work.
             self._full_until = (
                 now + _CHECK_INTERVAL_S if oldest is None else oldest.idle_since + _GRACE_S
             )
@@ -145,7 +155,8 @@ class ConnectionKeeper:
         return True
 
     def _refuse(self, transport: asyncio.Transport) -> None:
-        # The server's own protocol, which has not been told of the connection, is not to be told of its end either.
+        # The server's own protocol, which has not been told of the connection, is not to be told of
+        # its end either.
         transport.set_protocol(_Refused(transport, self._refused))
         transport.write(_FULL)
         if len(self._refused) >= _SPARE_FILES // 2:
@@ -168,10 +179,12 @@ class ConnectionKeeper:
     def _is_stuck(self, connection: Any, now: float) -> bool:
         if _awaits_headers(connection) and now - connection.headers_since > self._timeout_s:
             return True
-        # uvicorn ends idle connections itself, but stops its timer at the first byte, whatever that is.
+        # uvicorn ends idle connections itself, but stops its timer at the first byte, whatever that
+        # is.
         if now - connection.idle_since > connection.timeout_keep_alive + self._timeout_s:
             return True
-        # An answer that nobody reads: the write buffer is not empty and has not shrunk since the last check.
+        # An answer that nobody reads: the write buffer is not empty and has not shrunk since the
+        # last check.
         unread, before = connection.transport.get_write_buffer_size(), connection.unread_bytes
         connection.unread_bytes = unread
         if not unread or not before or unread < before:
@@ -182,7 +195,8 @@ class ConnectionKeeper:
 class _OneWrite:
     """A transport that sends together what is written in one turn of the event loop.
 
-    uvicorn writes an answer's headers and its body one after the other: two system calls and two packets.
+    uvicorn writes an answer's headers and its body one after the other: two system calls and two
+    packets.
     """
 
     __slots__ = ("_held", "_loop", "_transport")
@@ -224,9 +238,12 @@ class _Refused(asyncio.Protocol):
 
 
 def _awaits_headers(connection: Any) -> bool:
-    """Whether the headers of the first request, or of a later one that has begun to arrive, are incomplete."""
-    # httptools' protocol creates the scope with the first byte of a request and the cycle with the last of its headers.
-    # h11's creates both at once; it bounds headers itself, and their time is bounded as idle time.
+    """Whether the headers of the first request, or of a later one that has begun
+    to arrive, are incomplete.
+    """
+    # httptools' protocol creates the scope with the first byte of a request and the cycle with the
+    # last of its headers. h11's creates both at once; it bounds headers itself, and their time is
+    # bounded as idle time.
     return connection.cycle is None or connection.scope is not connection.cycle.scope
 
 
@@ -235,7 +252,9 @@ def _is_at_work(connection: Any) -> bool:
 
 
 def _within_file_limit(max_connections: int) -> int:
-    """Raise the process's limit of open files for its connections, or lower the number of connections to fit."""
+    """Raise the process's limit of open files for its connections, or lower the number of
+    connections to fit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _SPARE_FILES
     wanted = max_connections + others

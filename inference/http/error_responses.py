@@ -92,7 +92,9 @@ def error_response(
     message: str,
     retry_after_s: float | None = None,
 ) -> Response:
-    """Build the response to a refused request: HTTP status, a code for programs, one line for people, when to retry."""
+    """Build the response to a refused request: HTTP status, a code for programs, one line for
+    people, when to retry.
+    """
     context = RequestContext.of(scope)
     context.error_code = code
     headers = (
@@ -148,7 +150,9 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
 
 
 def describe_invalid(error: ValidationError | RequestValidationError) -> str:
-    """Say in one line what does not match the schema, without quoting the input, which may be huge or private."""
+    """Say in one line what does not match the schema, without quoting the input, which may be huge
+    or private.
+    """
     if isinstance(error, ValidationError):
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     else:
@@ -183,7 +187,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     path, line, headers = route_path(request.scope), str(error.detail), dict(error.headers or {})
     if error.status_code == 404 and path.endswith("/") and line == "Not Found":
-        # Relative, so that it stays below any prefix and keeps https, neither of which a proxy has to tell.
+        # Relative, so that it stays below any prefix and keeps https, neither of which a proxy has
+        # to tell.
         query = request.url.query and f"?{request.url.query}"
         return Response(
             status_code=307, headers={"Location": f"../{quote(path.split('/')[-2])}{query}"}

@@ -1,8 +1,9 @@
-"""Corrects how uvicorn reads and answers HTTP/1: offers of other protocols, huge headers, clients of HTTP/1.0.
+"""Corrects how uvicorn reads and answers HTTP/1: offers of other protocols, huge headers, clients
+of HTTP/1.0.
 
-All JDK clients and `curl --http2` offer to continue in HTTP/2 (`Upgrade: h2c`). A server that does not accept an offer
-has to ignore it (RFC 9110, 7.8). But httptools ends such a request at its headers, so uvicorn would answer it without
-its body and then run the body as the next request.
+All JDK clients and `curl --http2` offer to continue in HTTP/2 (`Upgrade: h2c`). A server that does
+not accept an offer has to ignore it (RFC 9110, 7.8). But httptools ends such a request at its
+headers, so uvicorn would answer it without its body and then run the body as the next request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ MAX_HEADER_BYTES = 64 * 1024
 
 
 def corrected(protocol: type[Any]) -> type[Any]:
-    """Subclass one of uvicorn's two HTTP protocols; h11's only needs to be told to accept no offer."""
+    """Subclass one of uvicorn's two HTTP protocols; h11's only needs to be told
+    to accept no offer.
+    """
 
     class Http1Protocol(protocol):
         def __init__(self, *args: Any, **settings: Any) -> None:
@@ -57,7 +60,9 @@ def corrected(protocol: type[Any]) -> type[Any]:
 
 
 class _OfferIgnoringParser(httptools.HttpRequestParser):
-    """Where the parser stops because of an offer, it continues with the same headers without the offer."""
+    """Where the parser stops because of an offer, it continues with the same
+    headers without the offer.
+    """
 
     def __init__(self, protocol: Any) -> None:
         super().__init__(protocol)
@@ -83,7 +88,8 @@ class _OfferIgnoringParser(httptools.HttpRequestParser):
 
 
 class _WithoutChunks:
-    """A transport to a client of HTTP/1.0, which knows no chunks: the end of the connection ends its answer.
+    """A transport to a client of HTTP/1.0, which knows no chunks: the end of the connection ends
+    its answer.
 
     uvicorn writes the headers, and then each chunk, with one call.
     """

@@ -1,7 +1,8 @@
-"""From SIGTERM to the exit: not ready but still answering, then the port closes and requests in progress finish.
+"""From SIGTERM to the exit: not ready but still answering, then the port closes and requests in
+progress finish.
 
-A worker among several may also leave while others stay, when they take over with a new model: it closes its port at
-once and stays ready, as probes that reach it are about the server, which is.
+A worker among several may also leave while others stay, when they take over with a new model: it
+closes its port at once and stays ready, as probes that reach it are about the server, which is.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _LAST_SECONDS = 5.0
 
 
 def server_of_process() -> Any:
-    """The uvicorn.Server that runs in this process, whose SIGTERM handler is used; None if there is none.
+    """The uvicorn.Server that runs in this process, whose SIGTERM handler is used; None if there is
+    none.
 
-    uvicorn tells an application nothing about the server around it, whether uvicorn's command started it or ours.
+    uvicorn tells an application nothing about the server around it, whether uvicorn's command
+    started it or ours.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -41,8 +44,8 @@ def server_of_process() -> Any:
 class Lifecycle:
     """Whether this process is shutting down.
 
-    ``is_draining``: set immediately by SIGTERM; probes then say not ready, and answers ask clients to close the
-    connection. ``is_leaving``: the latter alone.
+    ``is_draining``: set immediately by SIGTERM; probes then say not ready, and answers ask clients
+    to close the connection. ``is_leaving``: the latter alone.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -55,8 +58,8 @@ class Lifecycle:
     def take_signals(self, reload: Callable[[], Any]) -> None:
         """Drain on SIGTERM before the server's own handler runs, and call `reload` on SIGHUP.
 
-        Must be called from the event loop in the main thread; elsewhere it does nothing, because signals do not arrive
-        there.
+        Must be called from the event loop in the main thread; elsewhere it does nothing, because
+        signals do not arrive there.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -75,7 +78,8 @@ class Lifecycle:
         signal.signal(signal.SIGTERM, drain_first)
 
     def leave(self, server: Any) -> None:
-        """Let other processes have what comes from now on, and end once all requests in progress are answered.
+        """Let other processes have what comes from now on, and end once all requests in progress
+        are answered.
 
         There is no deadline, since a stream may take hours; SIGTERM sets one.
         """
@@ -98,7 +102,9 @@ class Lifecycle:
             self._exit(server)
 
     def die(self, server: Any, reason: str) -> None:
-        """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` is the last step of that."""
+        """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` is the last step
+        of that.
+        """
         logger.critical(
             "the process ends with exit code %d, so that a new one starts: %s",
             DEAD_EXIT_CODE,
@@ -128,8 +134,8 @@ class Lifecycle:
         if not hasattr(server, "should_exit"):
             stop(number, None)
             return
-        # uvicorn's own handler would end the process by the signal in the end, but a completed drain should exit with
-        # 0.
+        # uvicorn's own handler would end the process by the signal in the end, but a completed
+        # drain should exit with 0.
         self._exit(server)
 
     def _exit(self, server: Any) -> None:

@@ -1,7 +1,8 @@
-"""The one layer around every route: decides who may pass, how much and for how long, and logs and counts every request.
+"""The one layer around every route: decides who may pass, how much and for how long, and logs and
+counts every request.
 
-It is one layer instead of eight because each layer costs every request, and pure ASGI because Starlette's base class
-hides that a client has disconnected.
+It is one layer instead of eight because each layer costs every request, and pure ASGI because
+Starlette's base class hides that a client has disconnected.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RequestGate:
             return None
         headers = scope["headers"]
         given = dict(headers)
-        # A page of another site needs nobody's leave to send text/plain, also to a server on the visitor's own machine.
+        # A page of another site needs nobody's leave to send text/plain, also to a server on the
+        # visitor's own machine.
         if given.get(b"sec-fetch-site") == b"cross-site" and not self._is_allowed(
             given.get(b"origin", b"")
         ):
@@ -78,7 +80,8 @@ class RequestGate:
             )
         announced = given.get(b"content-length", b"0")
         num_bytes = int(announced) if announced.isdigit() else 0
-        # Content-Length is only an announcement, so `receive` counts again; but an honest client hears at once.
+        # Content-Length is only an announcement, so `receive` counts again; but an honest client
+        # hears at once.
         if num_bytes > self.max_body_bytes and not is_stream(headers):
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
@@ -90,8 +93,8 @@ class RequestGate:
         )
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
-        """Refuse before the body is read if the queue is full: under overload, reading is most of the cost of a
-        refusal.
+        """Refuse before the body is read if the queue is full: under overload, reading is most of
+        the cost of a refusal.
         """
         served = self.served_model.current
         error = served.classifier.full_error() if served else None
@@ -158,7 +161,8 @@ class _GatedRequest:
         gate, context, scope = self.gate, self.context, self.scope
         gate.metrics.in_progress.inc()
         try:
-            # 1. Admit the request by its headers alone, or refuse it before any of its body is read.
+            # 1. Admit the request by its headers alone, or refuse it before any of its body is
+            # read.
             if (refusal := gate.refusal(scope)) is None:
                 # 2. The route reads the body through `receive` and answers through `send`, below.
                 await gate.app(scope, self.receive, self.send)
@@ -216,7 +220,9 @@ class _GatedRequest:
         return [*headers, *SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:
-        """Receive a piece of the body, counted and timed; after the last piece, wait for a disconnect."""
+        """Receive a piece of the body, counted and timed; after the last piece,
+        wait for a disconnect.
+        """
         if self.has_body:
             await asyncio.wait((self.watch_client(),))
             return {"type": "http.disconnect"}
@@ -278,12 +284,14 @@ class _GatedRequest:
             self.cancel()
 
     def cancel(self) -> None:
-        # Cancelling the request cancels the futures that it waits for, and that removes its texts from the queue.
+        # Cancelling the request cancels the futures that it waits for, and that removes its texts
+        # from the queue.
         self.is_gone = True
         self.task.cancel()
 
     def route(self) -> str:
-        # From a bounded set: a route's template, never a path that a client made up, or the metrics would grow forever.
+        # From a bounded set: a route's template, never a path that a client made up, or the metrics
+        # would grow forever.
         if (route := self.scope.get("route")) is not None:
             return route.path
         path = route_path(self.scope)

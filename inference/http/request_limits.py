@@ -1,4 +1,6 @@
-"""Who may send requests, and how many: judged by a request's headers first, then by the number of texts in it."""
+"""Who may send requests, and how many: judged by a request's headers first, then by the number of
+texts in it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ ReportTaken = Callable[[str, str, float | None, float], None]
 class Allowance:
     """What is left to the client of one request; the request itself has used up one text.
 
-    ``limiter``: keeps the client's bucket, None without a limit; ``client``: the bucket's name; ``per_second``: the
-    client's own rate.
+    ``limiter``: keeps the client's bucket, None without a limit; ``client``: the bucket's name;
+    ``per_second``: the client's own rate.
     """
 
     limiter: RateLimiter | None = None
@@ -53,15 +55,13 @@ class RequestLimits:
     """Judges requests before anything of their bodies is read; only used on the event loop."""
 
     def __init__(self, keys: ApiKeys, per_second: float, report: ReportTaken | None = None) -> None:
-        """Args:
-        keys: those that admit requests.
-        per_second: RATE_LIMIT_PER_S; 0 is off.
-        report: hears what clients take: from which limiter, who, at which rate of their own, and how much.
+        """Args: keys: those that admit requests. per_second: RATE_LIMIT_PER_S; 0 is off. report:
+        hears what clients take: from which limiter, who, at which rate of their own, and how much.
         """
         self._keys = keys
         self._is_limited = bool(per_second)
-        # Keys and addresses separately, so that a client with many addresses cannot push the debts of keys out of
-        # memory.
+        # Keys and addresses separately, so that a client with many addresses cannot push the debts
+        # of keys out of memory.
         self._limiters: dict[str, RateLimiter] = {}
 
         def limiter(name: str, rate: float) -> RateLimiter:
@@ -84,7 +84,9 @@ class RequestLimits:
         self._limiters[limiter].take(client, amount, per_second, is_ours=False)
 
     def judge(self, scope: Scope) -> Allowance | Refusal:
-        """What the client has left, or why the request may not pass: status, code, message, seconds to wait."""
+        """What the client has left, or why the request may not pass: status, code, message, seconds
+        to wait.
+        """
         if route_path(scope) in _PROBES:
             return Allowance()
         address = client_name(scope)
@@ -92,13 +94,15 @@ class RequestLimits:
             return self._admit(self._pages if self._is_limited else None, address)
         if not self._keys.is_set:
             return self._admit(self._by_address if self._is_limited else None, address)
-        # Checked before the key, so that a client that guessed too often learns nothing from its next guess.
+        # Checked before the key, so that a client that guessed too often learns nothing from its
+        # next guess.
         if wait_s := self._guesses.wait_s(address, 1):
             return 429, "rate_limited", _USED_UP, wait_s
         given = list(given_keys(scope["headers"]))
         key = self._keys.find(given) if len(given) <= MOST_KEYS else None
         if key is None:
-            # Each key is a guess. Without a rate limit, a request without any is cheap to refuse, and none.
+            # Each key is a guess. Without a rate limit, a request without any is cheap to refuse,
+            # and none.
             if num_guesses := len(given) or int(self._is_limited):
                 self._guesses.take(address, num_guesses)
             return (

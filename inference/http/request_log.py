@@ -17,7 +17,9 @@ _errors = logging.getLogger("inference.errors")
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger, message, and the record's `fields`."""
+    """Formats a record as one line of JSON: time, level, logger, message, and the
+    record's `fields`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         seconds, fraction = divmod(record.created, 1)
@@ -34,8 +36,8 @@ class JsonLines(logging.Formatter):
 
 
 def _without_message(error: BaseException) -> dict[str, Any]:
-    # A library's message may quote what it failed on, which may be a client's text, so only type and location are
-    # logged.
+    # A library's message may quote what it failed on, which may be a client's text, so only type
+    # and location are logged.
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "type": type(error).__name__,
@@ -44,10 +46,13 @@ def _without_message(error: BaseException) -> dict[str, Any]:
 
 
 def configure_logging(level: str, logger: logging.Logger) -> None:
-    """Send a logger's records to standard output as JSON lines, unless it has been configured already."""
+    """Send a logger's records to standard output as JSON lines, unless it has
+    been configured already.
+    """
     if logger.hasHandlers():
         return
-    # What no line shows need not be found out for each: the process, the thread, the task and the code that logs.
+    # What no line shows need not be found out for each: the process, the thread, the task and the
+    # code that logs.
     logging.logProcesses = logging.logThreads = logging.logMultiprocessing = (
         logging.logAsyncioTasks
     ) = False

@@ -1,4 +1,6 @@
-"""Requests and responses of the HTTP interface; those of the compatible interfaces are in their own files."""
+"""Requests and responses of the HTTP interface; those of the compatible
+interfaces are in their own files.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _EXAMPLE_VALUE = {"value": 3.21, "truncated": False, "num_tokens": 7}
 Text = Annotated[
     str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")
 ]
-# Validation stops at the first invalid entry: an error per entry would take far more memory than the entries.
+# Validation stops at the first invalid entry: an error per entry would take far more memory than
+# the entries.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Pair = Annotated[
     str | None,
@@ -178,13 +181,17 @@ class ExplainResponse(Explained, PredictionResponse):
 
 
 class ExplainLabelsResponse(Explained, LabelsResponse):
-    """The answer of a multi-label model to one text, and what each of its words does for one label."""
+    """The answer of a multi-label model to one text, and what each of its words
+    does for one label.
+    """
 
     explained: str = Field(description="The label whose probability it is.")
 
 
 class ExplainValueResponse(Explained, ValueResponse):
-    """The answer of a regression model to one text, and what each of its words adds to the number."""
+    """The answer of a regression model to one text, and what each of its words
+    adds to the number.
+    """
 
 
 Explanation = ExplainResponse | ExplainLabelsResponse | ExplainValueResponse

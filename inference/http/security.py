@@ -26,8 +26,8 @@ MAX_CLIENTS = 10_000
 class RateLimiter:
     """A token bucket per client, refilled at a steady rate, twice the rate deep.
 
-    A client that has anything in its bucket may take more than that, and then waits until the debt is paid off.
-    Otherwise a batch of more texts than a bucket holds could never be sent.
+    A client that has anything in its bucket may take more than that, and then waits until the debt
+    is paid off. Otherwise a batch of more texts than a bucket holds could never be sent.
     """
 
     def __init__(
@@ -35,12 +35,13 @@ class RateLimiter:
     ) -> None:
         self._per_second = per_second
         self._report = report
-        # Client: (what is left, since when). The client unseen for longest is forgotten; its bucket is full by then.
+        # Client: (what is left, since when). The client unseen for longest is forgotten; its bucket
+        # is full by then.
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, client: str, at_least: int, per_second: float | None = None) -> float:
-        """Seconds until the client's bucket has this much, 0 if it does; ``per_second`` is the client's own rate, if
-        any.
+        """Seconds until the client's bucket has this much, 0 if it does; ``per_second`` is the
+        client's own rate, if any.
 
         ``at_least``: 1 for a new request, 0 for one that has already taken its first text.
         """
@@ -50,7 +51,9 @@ class RateLimiter:
     def take(
         self, client: str, amount: float, per_second: float | None = None, *, is_ours: bool = True
     ) -> None:
-        """Take this much from the client's bucket, even if that leaves a debt; arguments as for `wait_s`."""
+        """Take this much from the client's bucket, even if that leaves a debt;
+        arguments as for `wait_s`.
+        """
         if is_ours and self._report is not None:
             self._report(client, per_second, amount)
         left = self._left(client, per_second or self._per_second)
@@ -81,7 +84,9 @@ def client_name(scope: Scope) -> str:
 
 
 def as_ipv4(host: str) -> str:
-    """The IPv4 address that an IPv6 address stands for: mapped (::ffff:1.2.3.4), or translated (64:ff9b::1.2.3.4)."""
+    """The IPv4 address that an IPv6 address stands for: mapped (::ffff:1.2.3.4),
+    or translated (64:ff9b::1.2.3.4).
+    """
     if ":" in host:
         with suppress(ValueError):
             address = ipaddress.IPv6Address(host.partition("%")[0])

@@ -1,4 +1,6 @@
-"""The parts that a server consists of, for the gate and the routes, and the memory budget for request bodies."""
+"""The parts that a server consists of, for the gate and the routes, and the memory budget for
+request bodies.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _BYTES_PER_TEXT = 1024
 
 
 class BodyBudget:
-    """Bounds the memory that the bodies of all current requests take together; only used on the event loop.
+    """Bounds the memory that the bodies of all current requests take together; only used on the
+    event loop.
 
     ``within``: the budget that this one is a part of.
     """
@@ -106,7 +109,8 @@ class Parts:
                 api_keys, settings.rate_limit_per_s, line.report_taken if line else None
             ),
             body_budget=body_budget,
-            # Streams read ahead as much as they may, for as long as they last; single requests always have room.
+            # Streams read ahead as much as they may, for as long as they last; single requests
+            # always have room.
             stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
             served_model=ServedModel(settings, metrics, load_model, counts_loads=line is None),
             line=line,

@@ -94,7 +94,8 @@ class TraceMiddleware:
             )
             inside = tracing.inside(span)
             for name, seconds in zip(_STAGES, context.stages or (), strict=False):
-                # One after the other, as they happen for a single text; for several texts, the longest of each.
+                # One after the other, as they happen for a single text; for several texts, the
+                # longest of each.
                 stage = tracing.tracer.start_span(name, inside, start_time=started)
                 started += int(seconds * 1e9)
                 stage.end(started)

@@ -1,12 +1,15 @@
-"""Several server processes behind one port, for machines whose cores one Python process cannot keep busy.
+"""Several server processes behind one port, for machines whose cores one Python process cannot keep
+busy.
 
-The supervisor opens the port, loads the model and forks the workers, which share its memory: the weights are there
-once. Each worker is the whole application with its share of the processors. Between the two runs a line of JSON
-messages, over which a worker tells what it counts and hears what concerns all of them.
+The supervisor opens the port, loads the model and forks the workers, which share its memory: the
+weights are there once. Each worker is the whole application with its share of the processors.
+Between the two runs a line of JSON messages, over which a worker tells what it counts and hears
+what concerns all of them.
 
-The kernel spreads connections over one listening socket for each worker. The supervisor keeps all of them open, so that
-connections to a worker that has died wait for the one that takes its place. A reload forks workers with the new model;
-only when all of them are ready do they take over, and the old ones finish what they have.
+The kernel spreads connections over one listening socket for each worker. The supervisor keeps all
+of them open, so that connections to a worker that has died wait for the one that takes its place. A
+reload forks workers with the new model; only when all of them are ready do they take over, and the
+old ones finish what they have.
 """
 
 from __future__ import annotations
@@ -38,15 +41,16 @@ from inference.settings import MOST_WORKERS, Settings
 
 logger = logging.getLogger(__name__)
 
-# With about as many processors, the kernels answer as many texts of a small model as one Python process can read and
-# write.
+# With about as many processors, the kernels answer as many texts of a small model as one Python
+# process can read and write.
 CPUS_PER_WORKER = 8
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 2048
 _LONGEST_MESSAGE = 2**24
 # Seconds after which the counts of a worker that does not tell them are taken as they were.
 _SNAPSHOT_S = 1.0
-# Seconds within which the supervisor answers, and within which new workers must have loaded a model.
+# Seconds within which the supervisor answers, and within which new workers must have loaded a
+# model.
 _ANSWER_S, _RELOAD_S = 5.0, 120.0
 # Seconds between two reports of what clients have taken of their rate limits.
 _REPORT_INTERVAL_S = 0.1
@@ -57,7 +61,9 @@ _END_S = 5.0
 
 
 def num_workers(settings: Settings) -> int:
-    """How many processes serve. ``auto`` is one, unless there are many processors and all can share the weights."""
+    """How many processes serve. ``auto`` is one, unless there are many processors and all can share
+    the weights.
+    """
     if settings.workers != "auto":
         return settings.workers
     wanted = min(round(settings.hardware.num_threads / CPUS_PER_WORKER), MOST_WORKERS)
@@ -93,7 +99,8 @@ class SupervisorLine:
     def __init__(self, connection: socket.socket, *, has_model: bool) -> None:
         """``has_model``: whether loading takes no time, as a model is in memory already."""
         self.has_model = has_model
-        # Until then this worker is not ready either: a client that it answers may reach one without a model next.
+        # Until then this worker is not ready either: a client that it answers may reach one without
+        # a model next.
         self.all_are_ready = has_model
         self._connection = connection
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -152,7 +159,8 @@ class SupervisorLine:
     async def reload(self) -> dict[str, Any]:
         """Let all workers serve what MODEL_CHECKPOINT names now, or none.
 
-        Returns ``model``, its description; or ``refused``, the reason; or ``running``, if another reload is.
+        Returns ``model``, its description; or ``refused``, the reason; or ``running``, if another
+        reload is.
         """
         return await self._ask(_RELOAD_S + _ANSWER_S, "reload")
 
@@ -214,8 +222,8 @@ class Supervisor:
         self._num_workers = workers
         self._load_model = load_model
         self._run_server = run_server
-        # What is loaded before the fork, or why it could not be; None if each worker has to load for itself, because
-        # the threads of other engines would not survive the fork.
+        # What is loaded before the fork, or why it could not be; None if each worker has to load
+        # for itself, because the threads of other engines would not survive the fork.
         self._model: ModelLoader | Exception | None = None
         self._has_served = False
         self._model_before = self._model  # during a reload
@@ -325,7 +333,9 @@ class Supervisor:
         return model if model.engine.survives_fork else None
 
     def _reload(self) -> None:
-        """Start workers with the model that is there now; `_take_over` follows when all of them have loaded it."""
+        """Start workers with the model that is there now; `_take_over` follows when all of them
+        have loaded it.
+        """
         if self._next or self._is_ending:
             return
         model = self._load()
@@ -379,7 +389,9 @@ class Supervisor:
     # ---- workers
 
     def _fork(self, place: int, is_serving: bool) -> _Worker:
-        """Start a worker, which serves at once, or loads the model first and waits until it is told to serve."""
+        """Start a worker, which serves at once, or loads the model first and waits until it is told
+        to serve.
+        """
         ours, theirs = socket.socketpair()
         gc.freeze()  # else the collector in each worker would write to, and so copy, all of these pages
         sys.stdout.flush()
@@ -561,7 +573,9 @@ class Supervisor:
         self._later(_SNAPSHOT_S, functools.partial(self._answer_metrics, self._num_metrics))
 
     def _answer_metrics(self, late: int | None = None) -> None:
-        """Answer once all have told their counts, or when it is too late for this answer, counted from 0."""
+        """Answer once all have told their counts, or when it is too late for this answer, counted
+        from 0.
+        """
         if self._asked_metrics and (
             late == self._num_metrics or all(worker.has_told for worker in self._workers)
         ):
@@ -577,7 +591,9 @@ class Supervisor:
 def _loaded_and_told_to_serve(
     connection: socket.socket, load_model: LoadModel, settings: Settings
 ) -> LoadModel:
-    """Load the model, tell the supervisor, and wait for its word; ends the process if there is nothing to serve."""
+    """Load the model, tell the supervisor, and wait for its word; ends the process if there is
+    nothing to serve.
+    """
     try:
         model = load_model(settings.model_checkpoint, settings.engine)
     except Exception as error:

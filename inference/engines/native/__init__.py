@@ -5,12 +5,14 @@ from __future__ import annotations
 from inference.engines.native.library import instruction_sets, library_path
 
 _PLAIN = "plain"
-# Instruction sets with which the kernels were compared with the other engines (benchmarks/serving.md).
+# Instruction sets with which the kernels were compared with the other engines
+# (benchmarks/serving.md).
 _COMPARED = ("avx512_vnni", "avx512", "avx_vnni", "avx2")
 
 
 def is_supported() -> tuple[bool, str]:
-    """Whether the kernels are compiled and have instructions of this processor, and what that means for speed.
+    """Whether the kernels are compiled and have instructions of this processor, and what that means
+    for speed.
 
     Plain C, which runs everywhere, does not count: ONNX Runtime is faster.
     """

@@ -26,14 +26,16 @@ LANES = 16  # floats that one step of the kernels takes, see model.h
 MAX_INPUTS = (2**31 - 1) // (182 * 45) // 2
 ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in model.h
 _HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": 2}
-# Bounds of a config.json that may be wrong: a size within them costs no memory to speak of before the tensors are there
-# to compare it with.
+# Bounds of a config.json that may be wrong: a size within them costs no memory to speak of before
+# the tensors are there to compare it with.
 _MOST_LAYERS, _MOST = 1_000, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """The sizes of a classifier that the kernels compute, and how transformers names its weights."""
+    """The sizes of a classifier that the kernels compute, and how transformers
+    names its weights.
+    """
 
     family: EncoderFamily
     num_layers: int
@@ -105,7 +107,8 @@ class EncoderShape:
             config[key] if isinstance(key, str) else key
             for key in (family.norm_epsilon, family.padding_id)
         )
-        # The kernels would read past the end of an array for a size of 0, so this comes before all arithmetic.
+        # The kernels would read past the end of an array for a size of 0, so this comes before all
+        # arithmetic.
         for name, size, most in (
             (family.num_layers_key, num_layers, _MOST_LAYERS),
             (family.hidden_size_key, config[family.hidden_size_key], _MOST),
@@ -194,7 +197,9 @@ def _activation(key: str, name: str, known: Mapping[str, int]) -> int:
 def _modernbert_attention(
     config: Mapping[str, Any],
 ) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
-    """Return the window and the base of the rotary frequencies of every layer, from old and new forms of the file."""
+    """Return the window and the base of the rotary frequencies of every layer, from old and new
+    forms of the file.
+    """
     every, window = config.get("global_attn_every_n_layers", 3), config.get("local_attention", 128)
     _check_whole("global_attn_every_n_layers", every, 1, _MOST)
     _check_whole("local_attention", window, 2, _MOST)

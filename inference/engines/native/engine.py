@@ -31,7 +31,9 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I8": np.int8}
 
 
 class Image(NamedTuple):
-    """A model as it lies in another machine's memory: the structures of model.h, the model's first, and all arrays."""
+    """A model as it lies in another machine's memory: the structures of model.h, the model's first,
+    and all arrays.
+    """
 
     memory: bytes
     pointers: list[int]  # where there is an address, given as an offset into `memory`
@@ -40,7 +42,9 @@ class Image(NamedTuple):
 
 
 class NativeEngine:
-    """Runs an encoder's classifier in int8 on any processor; see `inference.engines.base.Engine`."""
+    """Runs an encoder's classifier in int8 on any processor; see
+    `inference.engines.base.Engine`.
+    """
 
     name = "native int8"
     batch_tokens = CPU_BATCH_TOKENS
@@ -50,14 +54,17 @@ class NativeEngine:
     def __init__(
         self, folder: Path, config: Mapping[str, Any], threads: int, instructions: str = "auto"
     ) -> None:
-        """Read the packed weights that `quantize.write_native` wrote, to run them on so many threads.
+        """Read the packed weights that `quantize.write_native` wrote, to run them on so many
+        threads.
 
         ``instructions`` is one of `instruction_sets()`, or ``auto`` for the fastest.
 
         Raises:
-            OSError: The compiled kernels or the weights cannot be read, or this processor lacks the instructions.
+            OSError: The compiled kernels or the weights cannot be read, or this processor lacks the
+                instructions.
             MemoryError: There is not enough memory for the buffers.
-            ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
+            ValueError: The weights do not fit the configuration, or the kernels do not compute this
+                model.
         """
         self.num_slots = threads
         self._shape = EncoderShape.of(config)
@@ -79,8 +86,8 @@ class NativeEngine:
         here = self._threads
         if here.process != os.getpid():  # after a fork, which copies memory but not threads
             here = self._threads = self._start_threads()
-        # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes releases the
-        # interpreter's lock during the call, so passes really run in parallel.
+        # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes
+        # releases the interpreter's lock during the call, so passes really run in parallel.
         session = here.sessions.get()
         try:
             failed = self._library.forward(
@@ -158,7 +165,8 @@ class NativeEngine:
         )
 
     def _check(self, batch: TokenBatch) -> None:
-        # The kernels trust their input, so whatever would read outside of a table has to be refused here.
+        # The kernels trust their input, so whatever would read outside of a table has to be refused
+        # here.
         if (
             len(batch.ids) != int(batch.lengths.sum())
             or len(batch.lengths) == 0
@@ -329,10 +337,11 @@ class _Threads:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors file, in one piece of memory, each on a boundary of cache lines, which kernels load.
+    """The arrays of a safetensors file, in one piece of memory, each on a boundary of cache lines,
+    which kernels load.
 
-    The library would copy each array out of the file's memory, and a file promises no alignment, so each would be
-    copied once more; most of the start would go into that.
+    The library would copy each array out of the file's memory, and a file promises no alignment, so
+    each would be copied once more; most of the start would go into that.
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

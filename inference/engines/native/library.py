@@ -90,7 +90,8 @@ def load_library() -> ctypes.CDLL:
     """Load the compiled kernels.
 
     Raises:
-        OSError: They are missing, do not load, or were compiled from another version of their source.
+        OSError: They are missing, do not load, or were compiled from another version of their
+            source.
     """
     path = library_path()
     if path is None:

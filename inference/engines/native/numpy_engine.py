@@ -1,7 +1,8 @@
 """The same int8 model without the kernels: encoder.h in NumPy, for a machine without a C compiler.
 
-Activations are quantised as there, and sums of int8 products are exact up to 2,048 inputs. Only floats are added in
-another order, which now and then moves a value to the next level of int8: probabilities differ in the third digit.
+Activations are quantised as there, and sums of int8 products are exact up to 2,048 inputs. Only
+floats are added in another order, which now and then moves a value to the next level of int8:
+probabilities differ in the third digit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _GELU += (3.9788323641e-1,)
 
 
 class NumpyEngine(NativeEngine):
-    """Takes the artefact of `NativeEngine`; NumPy chooses its threads, so there is one pass at a time."""
+    """Takes the artefact of `NativeEngine`; NumPy chooses its threads, so there
+    is one pass at a time.
+    """
 
     name = "native int8 in numpy"
     survives_fork = False  # not every library for matrix products does
@@ -150,7 +153,9 @@ class NumpyEngine(NativeEngine):
     def _attended(
         self, index: int, query: Floats, key: Floats, value: Floats, asking: NDArray[np.int64]
     ) -> Floats:
-        """The context of one text's tokens at the places ``asking``, whose ``query`` carries 1 / sqrt(head width)."""
+        """The context of one text's tokens at the places ``asking``, whose ``query`` carries 1 /
+        sqrt(head width).
+        """
         heads, window = self._shape.num_heads, self._shape.windows[index]
         query, key, value = (
             x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (query, key, value)

@@ -15,10 +15,11 @@ from inference.engines.native.architecture import LANES, EncoderShape
 
 FILE_NAME = "model_int8.safetensors"
 WEIGHT_MAX = 45  # why: model.h
-# Shares of an output's largest weight that are tried as its range, from the largest. A smaller one cuts the few weights
-# beyond, and gives all others finer levels.
+# Shares of an output's largest weight that are tried as its range, from the largest. A smaller one
+# cuts the few weights beyond, and gives all others finer levels.
 _RANGES = np.linspace(1.0, 0.7, 16, dtype=np.float32)
-# MPNet's attention knows 32 kinds of distances: 0 to 7 to either side, and eight ranges of larger ones up to 128.
+# MPNet's attention knows 32 kinds of distances: 0 to 7 to either side, and eight ranges of larger
+# ones up to 128.
 _BUCKETS, _LARGEST_DISTANCE = 32, 128
 
 Weights = Mapping[str, NDArray[Any]]
@@ -27,12 +28,12 @@ Weights = Mapping[str, NDArray[Any]]
 def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
     """Quantise a classifier and write it as `FILE_NAME`.
 
-    Weights become int8 of `WEIGHT_MAX` at most, with one symmetric scale per output channel; word embeddings become
-    float16; everything else stays float32.
+    Weights become int8 of `WEIGHT_MAX` at most, with one symmetric scale per output channel; word
+    embeddings become float16; everything else stays float32.
 
     Raises:
-        ValueError: The kernels do not compute this architecture, or a weight is missing, is not finite or, in an
-            embedding, is too large for float16.
+        ValueError: The kernels do not compute this architecture, or a weight is missing, is not
+            finite or, in an embedding, is too large for float16.
     """
     shape = EncoderShape.of(config)
     family = shape.family
@@ -52,7 +53,8 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
         # Rows before the padding id's are never used.
         positions = reader.tensor(f"{family.position_embeddings}.weight")[shape.padding_id or 0 :]
         if family.token_type_embeddings:
-            # A single text has type 0 throughout. For pairs there is a second table, of the second text.
+            # A single text has type 0 throughout. For pairs there is a second table, of the second
+            # text.
             types = reader.tensor(f"{family.token_type_embeddings}.weight")
             used = types[:1] if shape.separator is None else types[:2]
             positions = np.concatenate([positions + one for one in used])
@@ -81,8 +83,9 @@ def _block(index: int, shape: EncoderShape, reader: _Reader) -> dict[str, NDArra
     if family.final_norm is None:
         after_attention, after_block = source + family.attention_norm, source + family.output_norm
     else:
-        # This family normalises what enters attention and feed-forward. The kernels do that one step earlier, where the
-        # sum is at hand: behind attention for this block's feed-forward, behind the feed-forward for the next block.
+        # This family normalises what enters attention and feed-forward. The kernels do that one
+        # step earlier, where the sum is at hand: behind attention for this block's feed-forward,
+        # behind the feed-forward for the next block.
         is_last = index == shape.num_layers - 1
         after_attention = source + family.output_norm
         after_block = (
@@ -137,7 +140,9 @@ class _Reader:
     def part(
         self, prefix: str, part: str, order: tuple[str, ...]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """One linear layer of a block; some families join several, as rows of one weight in this order."""
+        """One linear layer of a block; some families join several, as rows of one
+        weight in this order.
+        """
         module = getattr(self._family, part)
         joined = [name for name in order if getattr(self._family, name) == module]
         weight, bias = self.linear(prefix + module)
@@ -169,8 +174,8 @@ def _linear(
     return {
         f"{name}.weight": _packed(quantised),
         f"{name}.scale": scale[:, 0].astype(np.float32),
-        # The kernels quantise activations as scale x q + offset. The offset adds offset x (sum of its weights) to each
-        # output.
+        # The kernels quantise activations as scale x q + offset. The offset adds offset x (sum of
+        # its weights) to each output.
         f"{name}.weight_sum": quantised.sum(axis=1, dtype=np.int32),
         f"{name}.bias": bias,
     }
@@ -181,8 +186,8 @@ def _rounded(weight: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray
 
 
 def _packed(weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    # (outputs, inputs) -> (outputs / 16, inputs / 4, 16, 4): the kernels add a dot product of four neighbouring inputs
-    # to each of 16 sums, so these have to be contiguous.
+    # (outputs, inputs) -> (outputs / 16, inputs / 4, 16, 4): the kernels add a dot product of four
+    # neighbouring inputs to each of 16 sums, so these have to be contiguous.
     outputs, inputs = weight.shape
     return np.ascontiguousarray(
         weight.reshape(outputs // LANES, LANES, inputs // 4, 4).transpose(0, 2, 1, 3)
@@ -190,7 +195,8 @@ def _packed(weight: NDArray[np.int8]) -> NDArray[np.int8]:
 
 
 def _distances(table: NDArray[np.float32], num_positions: int) -> NDArray[np.float32]:
-    """(buckets, heads) -> (heads, 2 positions + 16): the bias for a key at query + i - (positions - 1).
+    """(buckets, heads) -> (heads, 2 positions + 16): the bias for a key at query + i - (positions -
+    1).
 
     As `MPNetEncoder.relative_position_bucket` of transformers computes it.
     """

@@ -23,10 +23,12 @@ from inference.settings import Settings
 async def classify(
     request: Request, parts: Parts, served: Served, texts: Sequence[Text], name: str = "texts[{}]"
 ) -> list[Answer]:
-    """Classify texts in order, all or none; ``name`` is what the client calls them, with ``{}`` for their position.
+    """Classify texts in order, all or none; ``name`` is what the client calls them, with ``{}`` for
+    their position.
 
     Raises:
-        RefusedTextError: a text is blank, or is no pair though the model reads pairs, or the other way round.
+        RefusedTextError: a text is blank, or is no pair though the model reads pairs, or the other
+            way round.
         RateLimitedError: the client has sent more texts than it may.
         HTTPException: 503, the texts do not fit into the memory budget.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: from the queue.
@@ -72,7 +74,8 @@ async def classify_some(
 
 
 def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
-    # The body can be freed once its texts are read, so the request is charged for the larger of the two.
+    # The body can be freed once its texts are read, so the request is charged for the larger of the
+    # two.
     more = num_bytes - context.held_bytes
     if more <= 0:
         return
@@ -83,7 +86,9 @@ def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
 
 
 def cancel_unfinished(futures: Sequence[Future[Answer]]) -> None:
-    """Cancel what is not answered yet, and retrieve what failed, so that asyncio does not warn about it."""
+    """Cancel what is not answered yet, and retrieve what failed, so that asyncio does not warn
+    about it.
+    """
     for future in futures:
         if not future.done():
             future.cancel()
@@ -108,7 +113,9 @@ def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, floa
 def render(
     parts: Parts, served: Served, answer: Answer, top_k: int | None = None
 ) -> dict[str, Any]:
-    """Turn an answer into the fields of the response for this kind of model (see `schemas`), and count it."""
+    """Turn an answer into the fields of the response for this kind of model (see `schemas`), and
+    count it.
+    """
     answering, given = served.model.answering, decide(parts, served, answer)
     fields = answering.fields(answer.values, given, top_k)
     fields["truncated"] = answer.truncated
@@ -120,7 +127,9 @@ def render(
 
 
 def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:
-    """Refuse single texts for a model that reads pairs, and pairs for one that reads single texts."""
+    """Refuse single texts for a model that reads pairs, and pairs for one that
+    reads single texts.
+    """
     reads_pairs = served.model.reads_pairs
     wrong = next(
         (place for place, text in enumerate(texts) if isinstance(text, str) is reads_pairs), None
@@ -172,7 +181,9 @@ def refuse_long(name: str, text: str, settings: Settings) -> None:
 
 
 def refuse_many(name: str, texts: Sequence[Text], settings: Settings) -> None:
-    """Refuse too many texts, and any that is too long; ``name`` is what the client calls them, as in `classify`."""
+    """Refuse too many texts, and any that is too long; ``name`` is what the client calls them, as
+    in `classify`.
+    """
     if len(texts) > settings.max_batch_texts:
         what = name.removesuffix("[{}]")
         raise RefusedTextError(

@@ -1,4 +1,6 @@
-"""Which words decide: leave out each one in turn, and compare the label's probability, or the number."""
+"""Which words decide: leave out each one in turn, and compare the label's
+probability, or the number.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ Span = tuple[int, int]
 
 @router.post("/explain", response_model=Explanation)
 async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
-    """Classify a text, and tell how far the label's probability falls without each word; of a regression model, how far
-    the number falls.
+    """Classify a text, and tell how far the label's probability falls without each word; of a
+    regression model, how far the number falls.
 
-    A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which share their weight,
-    and so is one that the server could not read once for each word in three quarters of MAX_WAIT_SECONDS. Words beyond
-    what the model reads weigh 0.
+    A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which
+    share their weight, and so is one that the server could not read once for each word in three
+    quarters of MAX_WAIT_SECONDS. Words beyond what the model reads weigh 0.
     """
     parts = parts_of(request)
     text = text_of(body, parts.settings)
@@ -44,7 +46,8 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     most_passes = max(2, min(parts.settings.explain_max_passes, served.classifier.most_texts(text)))
     shortened = _without_each(text, spans, served.model.tokenizer.most_ids, most_passes - 1)
     texts = [text, *(remaining for _, _, remaining in shortened)]
-    # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
+    # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take
+    # milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
     whole = cast("Answer", answers[0])
     place = answering.place_of(whole.values, body.label)
@@ -78,7 +81,8 @@ def _without_each(
     # A word has at least one token, so words beyond the model's token limit are never read.
     nums_read = [min(len(words), max_length) for words in spans]
     parts, shortened = texts_in(text), []
-    # A group never spans two texts, so a pair may take one more pass than the groups of all its words together.
+    # A group never spans two texts, so a pair may take one more pass than the groups of all its
+    # words together.
     size = max(1, math.ceil(sum(nums_read) / max(1, max_passes - len(parts) + 1)))
     for place, (part, words, num_read) in enumerate(zip(parts, spans, nums_read, strict=True)):
         for first in range(0, num_read, size):

@@ -1,4 +1,6 @@
-"""The Hugging Face interface: `InferenceClient(base_url=".../hub").text_classification(...)` works unchanged."""
+"""The Hugging Face interface:
+`InferenceClient(base_url=".../hub").text_classification(...)` works unchanged.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _OTHER_TASKS = {
 
 
 class HubParameters(BaseModel):
-    """What the hub's clients may set; their other fields are ignored, except those of other tasks."""
+    """What the hub's clients may set; their other fields are ignored, except
+    those of other tasks.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -102,9 +106,11 @@ class HubScore(BaseModel):
 
 @router.post("/hub", response_model=list[list[HubScore]])
 async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
-    """Classify as Hugging Face's text-classification task does: for each text its labels, the best first.
+    """Classify as Hugging Face's text-classification task does: for each text its labels, the best
+    first.
 
-    All labels of a multi-label model are given, also below their threshold; a number has the name of its column.
+    All labels of a multi-label model are given, also below their threshold; a number has the name
+    of its column.
     """
     parts = parts_of(request)
     served = parts.served_model.require()

@@ -1,4 +1,6 @@
-"""Limits what a JSON body may hold while it still arrives: as objects, JSON can take a hundred times its bytes."""
+"""Limits what a JSON body may hold while it still arrives: as objects, JSON can take a hundred
+times its bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ _BYTES_PER_VALUE = 64
 
 
 class JsonBounds:
-    """Counts the values of one body and measures its strings without creating any; takes the body piece by piece.
+    """Counts the values of one body and measures its strings without creating any; takes the body
+    piece by piece.
 
-    It finds strings as a parser does: they begin and end at quotes that are not escaped. Text that is not JSON may be
-    misread, but only after the first error, where a parser stops.
+    It finds strings as a parser does: they begin and end at quotes that are not escaped. Text that
+    is not JSON may be misread, but only after the first error, where a parser stops.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -29,18 +32,20 @@ class JsonBounds:
         """Look at the next piece.
 
         Raises:
-            RefusedTextError: there are more values than any request needs, or a string is longer than any text.
+            RefusedTextError: there are more values than any request needs, or a string is longer
+                than any text.
         """
         most = 2 * self._settings.max_body_values
-        # Remove escapes first, pair by pair from the left; then every quote that is left begins or ends a string.
+        # Remove escapes first, pair by pair from the left; then every quote that is left begins or
+        # ends a string.
         piece = (self._half_escape + piece).replace(b"\\\\", b"__")
         self._half_escape = b"\\" if piece.endswith(b"\\") else b""
         piece = piece.removesuffix(b"\\").replace(b'\\"', b"__")
         parts = piece.split(b'"', most)
         strings = parts[0 if self._is_in_string else 1 :: 2]
         between = b"".join(parts[1 if self._is_in_string else 0 :: 2])
-        # A value is the first one inside a bracket, or follows a comma or a colon. Long numbers and white space cost
-        # time too.
+        # A value is the first one inside a bracket, or follows a comma or a colon. Long numbers and
+        # white space cost time too.
         self._num_values += (
             len(between) - len(between.translate(None, b",:[{")) + len(between) / _BYTES_PER_VALUE
         )

@@ -1,4 +1,6 @@
-"""Routes whose JSON bodies are read, validated and answered by hand; through FastAPI they would cost a third more."""
+"""Routes whose JSON bodies are read, validated and answered by hand; through FastAPI they would
+cost a third more.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ Endpoint = Callable[..., Awaitable[Mapping[str, Any] | Response]]
 
 
 class JsonRoute(APIRoute):
-    """A route `async def endpoint(request: Request, body: SomeModel, ...)`, with path parameters as text.
+    """A route `async def endpoint(request: Request, body: SomeModel, ...)`, with path parameters as
+    text.
 
-    The endpoint returns what becomes JSON, in the shape that its response model documents, or a response.
+    The endpoint returns what becomes JSON, in the shape that its response model documents, or a
+    response.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -99,7 +103,8 @@ def refuse_encoded(request: Request) -> None:
 
 
 async def read_body(request: Request, num_json_bytes: int | None = None) -> bytes:
-    """Read the whole body, of which ``num_json_bytes`` (None: all) are JSON; the gate counts it and limits its time.
+    """Read the whole body, of which ``num_json_bytes`` (None: all) are JSON; the gate counts it and
+    limits its time.
 
     Raises:
         RefusedTextError: the JSON exceeds `JsonBounds`; the rest is not read.
@@ -123,7 +128,9 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
 
 
 async def json_list(items: Iterable[Any]) -> Response:
-    """Answer with a list, rendered and sent item by item: all at once, many labels would block the event loop."""
+    """Answer with a list, rendered and sent item by item: all at once, many labels would block the
+    event loop.
+    """
     written: list[bytes] = []
     paused = time.monotonic()
     for item in items:
@@ -135,8 +142,8 @@ async def json_list(items: Iterable[Any]) -> Response:
 
 
 class ShortCut:
-    """Takes requests directly to the JSON routes with fixed paths: FastAPI's work around a route costs as much as the
-    route.
+    """Takes requests directly to the JSON routes with fixed paths: FastAPI's work around a route
+    costs as much as the route.
 
     It uses the same routes and error handlers, so only the path through the code differs.
     """
@@ -189,7 +196,8 @@ def parse_json(model: type[Model], body: bytes) -> Model:
         raise HTTPException(400, "the body is nested too deep to be read")
     if reason.startswith("invalid unicode") or not _begins_as_utf8(body):
         raise HTTPException(400, "the body is not UTF-8")
-    # The fast parser refuses lone surrogates ("\ud83d"), which Python's reads; texts with them are cleaned like others.
+    # The fast parser refuses lone surrogates ("\ud83d"), which Python's reads; texts with them are
+    # cleaned like others.
     is_surrogate = "surrogate" in reason or "hex escape" in reason
     if not is_surrogate or len(body) > _LARGEST_SECOND_PARSE_BYTES:
         raise refusal

@@ -16,8 +16,8 @@ _TAKEN_BYTES = 64 * 1024
 
 
 class LineBuffer:
-    """Holds the bytes of lines and cuts off those that are taken; as a list, tiny lines would take thirty times the
-    memory.
+    """Holds the bytes of lines and cuts off those that are taken; as a list, tiny lines would take
+    thirty times the memory.
 
     Blank lines are left out. A line beyond the limit is dropped and reported as None.
     """
@@ -69,8 +69,8 @@ class LineBuffer:
 class LineReader:
     """Reads a request's body while answers are being sent.
 
-    It keeps reading, within limits, even while answers wait to be read. Otherwise a client that reads nothing until it
-    has sent everything would wait for the server, and the server for it.
+    It keeps reading, within limits, even while answers wait to be read. Otherwise a client that
+    reads nothing until it has sent everything would wait for the server, and the server for it.
     """
 
     def __init__(

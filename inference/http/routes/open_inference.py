@@ -1,4 +1,6 @@
-"""The Open Inference Protocol, version 2, over HTTP: KServe's and Triton's clients work unchanged."""
+"""The Open Inference Protocol, version 2, over HTTP: KServe's and Triton's
+clients work unchanged.
+"""
 
 from __future__ import annotations
 
@@ -187,12 +189,14 @@ def _num_json_bytes(request: Request) -> int | None:
 
 
 async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any] | Response:
-    """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out.
+    """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities`
+    out.
 
-    With `binary_data_output`, or `binary_data` of an output, tensors follow the JSON as Triton's clients read them.
+    With `binary_data_output`, or `binary_data` of an output, tensors follow the JSON as Triton's
+    clients read them.
 
-    A model that reads pairs takes two tensors, `text` and `text_pair`.
-    A multi-label model answers with `labels` (of each text, joined by "|") and `probabilities`, a regression model with
+    A model that reads pairs takes two tensors, `text` and `text_pair`. A multi-label model answers
+    with `labels` (of each text, joined by "|") and `probabilities`, a regression model with
     `value`. The model's metadata list its tensors.
     """
     parts = parts_of(request)

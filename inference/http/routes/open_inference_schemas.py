@@ -80,7 +80,9 @@ class InputTensor(BaseModel):
 
 
 class OutputParameters(BaseModel):
-    """How a tensor is answered; unknown fields are ignored, except those of extensions that are not served."""
+    """How a tensor is answered; unknown fields are ignored, except those of
+    extensions that are not served.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -151,7 +153,9 @@ class InferRequest(BaseModel):
 
 
 class OutputTensor(TensorMetadata):
-    """A tensor of answers, in row-major order, in `data` or (binary_data_size: how many bytes) behind the JSON."""
+    """A tensor of answers, in row-major order, in `data` or (binary_data_size: how many bytes)
+    behind the JSON.
+    """
 
     data: list[str] | list[float] | None = None
     parameters: dict[str, Any] | None = None
@@ -181,7 +185,8 @@ def binary_tensor(datatype: str, data: Sequence[str] | Sequence[float]) -> bytes
 
 
 def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[str]:
-    """Read the elements of a BYTES tensor, each its length in 4 little-endian bytes followed by UTF-8.
+    """Read the elements of a BYTES tensor, each its length in 4 little-endian bytes followed by
+    UTF-8.
 
     Raises:
         UnicodeDecodeError: an element is not UTF-8.

@@ -1,4 +1,6 @@
-"""Routes for operators: whether this process can answer, what it serves, its metrics, and how to reload the model."""
+"""Routes for operators: whether this process can answer, what it serves, its metrics, and how to
+reload the model.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
     },
 )
 async def get_liveness(parts: PartsDep, response: Response) -> ProbeResponse:
-    """Say that the process answers, and that no error holds it which only a restart ends; if this fails, restart it."""
+    """Say that the process answers, and that no error holds it which only a restart ends; if this
+    fails, restart it.
+    """
     return _probe(response, "alive", "dead", parts.dead)
 
 
@@ -65,7 +69,9 @@ async def get_liveness(parts: PartsDep, response: Response) -> ProbeResponse:
     },
 )
 async def get_readiness(parts: PartsDep, response: Response) -> ProbeResponse:
-    """Say whether requests should come here: a model is loaded, its workers run, and the process is not leaving."""
+    """Say whether requests should come here: a model is loaded, its workers run, and the process is
+    not leaving.
+    """
     probe = _probe(response, "ready", "not_ready", parts.unready)
     if probe.reason is not None:  # unlike a dead process, this one may be ready again soon
         response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
@@ -83,7 +89,9 @@ def _probe(response: Response, good: str, bad: str, reason: str | None) -> Probe
     "/model", tags=["model"], responses={503: REFUSALS[503]}, response_model_exclude_none=True
 )
 async def get_model(parts: PartsDep) -> ModelResponse:
-    """Describe the model: where it comes from, what it can say, how good it is, and what runs it."""
+    """Describe the model: where it comes from, what it can say, how good it is,
+    and what runs it.
+    """
     return ModelResponse.of(parts.served_model.require().model)
 
 
@@ -94,7 +102,9 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     responses={200: {"content": {"text/plain": {}}}},
 )
 async def get_metrics(request: Request, parts: PartsDep) -> Response:
-    """Give all metrics in Prometheus' text format, or in OpenMetrics where the Accept header asks for it."""
+    """Give all metrics in Prometheus' text format, or in OpenMetrics where the Accept header asks
+    for it.
+    """
     accept = request.headers.get("accept", "")
     if parts.line is None:
         body, content_type = parts.metrics.render(accept)
@@ -125,8 +135,8 @@ async def get_metrics(request: Request, parts: PartsDep) -> Response:
 async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Response:
     """Load what MODEL_CHECKPOINT names now, check it, and serve it; no request fails meanwhile.
 
-    Needs a key. Without one, a call could come from a proxy on this machine, or from a web page that a browser on this
-    machine shows; SIGHUP cannot.
+    Needs a key. Without one, a call could come from a proxy on this machine, or from a web page
+    that a browser on this machine shows; SIGHUP cannot.
     """
     if not parts.api_keys.is_set:
         line = "a reload needs a key: set API_KEY and send it, or send the process SIGHUP (kill -HUP PID)"

@@ -1,4 +1,6 @@
-"""The pages for a browser: the front page, the demo and the documentation, which contact no server but this one."""
+"""The pages for a browser: the front page, the demo and the documentation, which contact no server
+but this one.
+"""
 
 from __future__ import annotations
 

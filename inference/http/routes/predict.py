@@ -20,7 +20,9 @@ router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, rout
 
 @router.post("", response_model=Prediction)
 async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
-    """Classify one text: with one label, several labels or a number, depending on the model that is served."""
+    """Classify one text: with one label, several labels or a number, depending on
+    the model that is served.
+    """
     parts = parts_of(request)
     text = text_of(body, parts.settings)
     served = parts.served_model.require()
@@ -55,8 +57,8 @@ async def predict_batch(request: Request, body: BatchRequest) -> Response:
     """Classify texts; the answers come in the order of the texts.
 
     With `Content-Type: application/x-ndjson` the body is any number of lines, each as for /predict.
-    Each is answered by a line in the same order, with its `index`, while the rest still arrives; a line that cannot be
-    answered has an `error` instead of an answer, and the others go on.
+    Each is answered by a line in the same order, with its `index`, while the rest still arrives; a
+    line that cannot be answered has an `error` instead of an answer, and the others go on.
     """
     parts = parts_of(request)
     refuse_many("texts[{}]", body.texts, parts.settings)

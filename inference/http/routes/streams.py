@@ -1,4 +1,6 @@
-"""Streams of texts: JSON lines in, JSON lines out, with answers flowing in order while the body still arrives."""
+"""Streams of texts: JSON lines in, JSON lines out, with answers flowing in order while the body
+still arrives.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ from inference.http.schemas import PredictRequest
 from inference.http.server_parts import Parts, parts_of, weight_of
 
 MEDIA_TYPE = "application/x-ndjson"
-# One group is classified while the next waits: enough to fill forward passes, too little to crowd out others.
+# One group is classified while the next waits: enough to fill forward passes, too little to crowd
+# out others.
 _GROUP_LINES = 32
 _GROUPS_AT_ONCE = 2
 _LONGEST_PAUSE_S = 1.0
@@ -52,7 +55,9 @@ _MOST_REFUSED_LINES = 1024
 
 @dataclass(slots=True)
 class _Group:
-    """Lines submitted together: requests, with a future for each, and the errors that others are answered with."""
+    """Lines submitted together: requests, with a future for each, and the errors that others are
+    answered with.
+    """
 
     served: Served
     lines: list[PredictRequest | Exception]
@@ -61,7 +66,9 @@ class _Group:
 
 
 class StreamResponse(Response):
-    """Reads lines, each a request to /predict, and writes one line for each, in order, with its `index`."""
+    """Reads lines, each a request to /predict, and writes one line for each, in
+    order, with its `index`.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__(media_type=MEDIA_TYPE)
@@ -121,7 +128,8 @@ class StreamResponse(Response):
             try:
                 groups.append(self._submit(self._unsubmitted[: self._group_lines]))
             except (QueueFullError, RateLimitedError, WorkerDownError) as error:
-                # A stream is not in a hurry: it waits for room, whereas a single request is better refused at once.
+                # A stream is not in a hurry: it waits for room, whereas a single request is better
+                # refused at once.
                 if groups:
                     break
                 self._group_lines = max(1, self._group_lines // 2)
