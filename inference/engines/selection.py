@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,12 +42,50 @@ from inference.engines.self_test import (
 )
 from inference.engines.windowed import widened_config, with_windows
 
-# In the order in which they are tried if nothing was measured.
-ARTEFACT_ENGINES = ("native", "openvino", "onnx")
+if TYPE_CHECKING:
+    from inference.engines.torch_engine import TorchEngine
+
 _TORCH_ENGINES = ("torch", "torch_compiled")
-ENGINES = ("auto", *ARTEFACT_ENGINES, *_TORCH_ENGINES)
 _DEVICES = Path("/dev")
 _ANY_DEVICE = Hardware()
+
+
+# Each builder imports its runtime only when it is called: a runtime may be missing, and each takes
+# up to seconds to import, which no server should spend on engines that it does not use.
+
+
+def _native(folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware) -> Engine:
+    if not native.is_supported()[0] and hardware.instruction_set == "auto":
+        from inference.engines.native.numpy_engine import NumpyEngine
+
+        return NumpyEngine(folder, config)
+    from inference.engines.native.engine import NativeEngine
+
+    return NativeEngine(folder, config, hardware.num_threads, hardware.instruction_set)
+
+
+def _openvino(
+    folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware
+) -> Engine:
+    from inference.engines.openvino_engine import OpenVinoEngine
+
+    return OpenVinoEngine(folder, config, hardware.num_threads)
+
+
+def _onnx(folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware) -> Engine:
+    from inference.engines.onnx_engine import OnnxEngine
+
+    return OnnxEngine(folder, config, hardware.num_threads, precision)
+
+
+# The engines that run artefacts, in the order in which they are tried if nothing was measured.
+_BUILDERS: dict[str, Callable[[Path, Mapping[str, Any], str, Hardware], Engine]] = {
+    "native": _native,
+    "openvino": _openvino,
+    "onnx": _onnx,
+}
+ARTEFACT_ENGINES = tuple(_BUILDERS)
+ENGINES = ("auto", *ARTEFACT_ENGINES, *_TORCH_ENGINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +98,8 @@ class LoadedModel:
     precision: str  # of the arithmetic: int8, fp32, bf16 or fp16
     revision: str  # the first 12 hex digits of the SHA-256 of the weights that training wrote
     reason: str  # why this engine was picked, in one line
-    tokens_per_second: float | None = (
-        None  # None for a compiled model, whose first passes are not typical
-    )
+    # None for a compiled model, whose first passes are not typical.
+    tokens_per_second: float | None = None
 
 
 def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
@@ -72,14 +109,17 @@ def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVIC
         ModelLoadError: The model is missing or damaged, or the wanted engine cannot be used.
     """
     if wanted not in ENGINES:
-        raise ModelLoadError(
-            path, f"no engine is called {wanted!r}", f"give one of {', '.join(ENGINES)}"
-        )
+        what, remedy = f"no engine is called {wanted!r}", f"give one of {', '.join(ENGINES)}"
+        raise ModelLoadError(path, what, remedy)
     if hardware.device == "cuda" and (wanted in ARTEFACT_ENGINES or is_artefact(path)):
-        raise ModelLoadError(
-            path, "artefacts run on processors, and DEVICE is cuda", "set DEVICE to auto or cpu"
-        )
-    loaded = _load(path, wanted, hardware)
+        what = "artefacts run on processors, and DEVICE is cuda"
+        raise ModelLoadError(path, what, "set DEVICE to auto or cpu")
+    if is_artefact(path):
+        loaded = _load_given_artefact(path, wanted, hardware)
+    elif wanted == "auto":
+        loaded = _load_fastest(path, hardware)
+    else:
+        loaded = _load(path, wanted, "it was asked for", hardware)
     if loaded.tokens_per_second is None and wanted != "torch_compiled":
         speed = measure_speed(loaded.engine, loaded.tokenizer, loaded.saved.max_length, seconds=0.0)
         loaded = replace(loaded, tokens_per_second=speed)
@@ -92,11 +132,9 @@ def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) ->
     It is the only one that still works in a process that is forked after loading, with the weights
     in memory once.
     """
-    if (
-        wanted not in ("auto", "native")
-        or hardware.device == "cuda"
-        or not native.is_supported()[0]
-    ):
+    if wanted not in ("auto", "native") or hardware.device == "cuda":
+        return False
+    if not native.is_supported()[0]:
         return False
     with contextlib.suppress(ModelLoadError):
         if is_artefact(path):
@@ -105,48 +143,63 @@ def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) ->
     return False
 
 
-def _load(path: Path, wanted: str, hardware: Hardware) -> LoadedModel:
-    if is_artefact(path):
-        return _load_given_artefact(path, wanted, hardware)
-    if wanted == "auto":
-        return _load_fastest(path, hardware)
-    if wanted in _TORCH_ENGINES or not path.exists():
-        return _load_torch(path, "it was asked for", hardware, compiled=wanted == "torch_compiled")
-    folder = artefact_folder(path, wanted)
-    if not is_artefact(folder):
-        what = f"no {wanted} artefact of this model"
-        raise ModelLoadError(
-            folder, what, f"write it with python -m inference.export {path} --engine {wanted}"
-        )
-    return _load_artefact(folder, path, "it was asked for", hardware)
-
-
 def _load_given_artefact(folder: Path, wanted: str, hardware: Hardware) -> LoadedModel:
     engine = read_manifest(folder).engine
     if wanted not in ("auto", engine):
         what = f"this artefact is for the {engine} engine, not {wanted}"
-        raise ModelLoadError(
-            folder, what, f"give engine {engine} or auto, or the model folder itself"
-        )
+        remedy = f"give engine {engine} or auto, or the model folder itself"
+        raise ModelLoadError(folder, what, remedy)
     return _load_artefact(folder, None, "the artefact itself was given", hardware)
+
+
+def _load(path: Path, name: str, reason: str, hardware: Hardware) -> LoadedModel:
+    """Load the model of a folder (or a .pt file) into the engine of this name."""
+    # A missing model is reported by the reader of its weights, whichever engine was asked for.
+    if name in _TORCH_ENGINES or not path.exists():
+        return _load_weights(path, reason, hardware, compiled=name == "torch_compiled")
+    folder = artefact_folder(path, name)
+    if not is_artefact(folder):
+        what = f"no {name} artefact of this model"
+        remedy = f"write it with python -m inference.export {path} --engine {name}"
+        raise ModelLoadError(folder, what, remedy)
+    return _load_artefact(folder, path, reason, hardware)
 
 
 def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
     if hardware.device == "cuda":
-        return _load_torch(path, "DEVICE is cuda", hardware)
+        return _load_weights(path, "DEVICE is cuda", hardware)
     engines = _engines_of(path, hardware)
-    skipped: list[str] = []
     if not engines:
         reason = "the model has no artefact; python -m inference.export writes a faster one"
-        return _load_torch(path, reason, hardware)
-    if _is_known_fastest(engines, hardware):
+        return _load_weights(path, reason, hardware)
+    # An engine that does not load costs speed, not the service: the next one is tried, and the
+    # reason names those that were skipped.
+    skipped: list[str] = []
+    for name, reason, speed in _fastest_first(path, engines, hardware, skipped):
         try:
-            return _load_candidate(
-                path, "native", "native is the fastest on this kind of processor", hardware
-            )
+            loaded = _load(path, name, "; ".join([reason, *skipped]), hardware)
         except ModelLoadError as error:
-            skipped.append(f"skipped native ({error})")
-            engines.remove("native")
+            skipped.append(f"skipped {name} ({error})")
+        else:
+            return replace(loaded, tokens_per_second=speed)
+    # Without a working artefact, PyTorch runs the model itself, if its weights are here.
+    if not weights_file(path).is_file():
+        what = f"none of its artefacts works here: {'; '.join(skipped)}"
+        raise ModelLoadError(path, what, "export the model for another engine")
+    return _load_weights(path, "; ".join(skipped), hardware)
+
+
+def _fastest_first(
+    path: Path, engines: list[str], hardware: Hardware, skipped: list[str]
+) -> Iterator[tuple[str, str, float | None]]:
+    """Give the engines, the fastest first: name, why it is fastest, and its tokens per second.
+
+    To ask for another one means that those before it do not load. So nothing is measured while the
+    engine that needs no measurement works. ``skipped`` gets those that fail while they are measured.
+    """
+    if _is_known_fastest(engines, hardware):
+        yield "native", "native is the fastest on this kind of processor", None
+        engines = [name for name in engines if name != "native"]
     # Measuring loads every candidate once, so the speeds are remembered for the next start.
     speeds: dict[str, float] = {}
     when = "at an earlier start"
@@ -158,25 +211,12 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
             engines = list(speeds)
             if len(speeds) > 1:
                 remember_speeds(key, speeds)
-    # The fastest that loads; those that do not are named in the reason.
     for name in sorted(engines, key=lambda name: -speeds.get(name, 0.0)):
-        reason = (
-            _comparison(name, speeds, when)
-            if len(speeds) > 1
-            else f"{name} is the only artefact that works here"
-        )
-        try:
-            loaded = _load_candidate(path, name, "; ".join([reason, *skipped]), hardware)
-        except ModelLoadError as error:
-            skipped.append(f"skipped {name} ({error})")
-            speeds.pop(name, None)
-        else:
-            return replace(loaded, tokens_per_second=speeds.get(name))
-    # Without a working artefact, PyTorch runs the model itself, if its weights are here.
-    if not weights_file(path).is_file():
-        what = f"none of its artefacts works here: {'; '.join(skipped)}"
-        raise ModelLoadError(path, what, "export the model for another engine")
-    return _load_torch(path, "; ".join(skipped), hardware)
+        reason = f"{name} is the only artefact that works here"
+        if len(speeds) > 1:
+            reason = _comparison(name, speeds, when)
+        yield name, reason, speeds.get(name)
+        speeds.pop(name, None)  # it does not load, so the next one is not compared with it
 
 
 def _engines_of(path: Path, hardware: Hardware) -> list[str]:
@@ -205,7 +245,7 @@ def _measure_all(
     speeds = {}
     for name in engines:
         try:
-            loaded = _load_candidate(path, name, "it is measured", hardware)
+            loaded = _load(path, name, "it is measured", hardware)
             speeds[name] = measure_speed(loaded.engine, loaded.tokenizer, loaded.saved.max_length)
         except ModelLoadError as error:
             skipped.append(f"skipped {name} ({error})")
@@ -220,12 +260,6 @@ def _comparison(name: str, speeds: Mapping[str, float], when: str) -> str:
     return f"{name} makes {speeds[name]:,.0f} tokens per second here, {others} (measured {when})"
 
 
-def _load_candidate(path: Path, name: str, reason: str, hardware: Hardware) -> LoadedModel:
-    if name == "torch":
-        return _load_torch(path, reason, hardware)
-    return _load_artefact(artefact_folder(path, name), path, reason, hardware)
-
-
 def _load_artefact(
     folder: Path, model: Path | None, reason: str, hardware: Hardware
 ) -> LoadedModel:
@@ -235,17 +269,16 @@ def _load_artefact(
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
     spread = _spread(folder, manifest) if saved.problem_type is REGRESSION else 1.0
-    check_engine(folder, engine, tokenizer, saved.labels, tolerance, saved.problem_type, spread)
+    check_engine(folder, engine, tokenizer, saved, tolerance, spread)
     check_probes(folder, manifest, saved, tokenizer, engine)
     if manifest.engine == "native":
-        why_slow = f"; NumPy computes it, slowly: {native.is_supported()[1]}"
-        reason += (
-            why_slow
-            if engine.instructions == "numpy"
-            else f"; its kernels use {engine.instructions}"
-        )
+        if engine.instructions == "numpy":
+            reason += f"; NumPy computes it, slowly: {native.is_supported()[1]}"
+        else:
+            reason += f"; its kernels use {engine.instructions}"
     elif manifest.precision == "int8" and not has_fast_int8():
-        reason += "; this processor has no fast int8 instructions (VNNI), so int8 gains less than measured"
+        reason += "; this processor has no fast int8 instructions (VNNI), "
+        reason += "so int8 gains less than measured"
     revision = str(manifest.source.get("weights_sha256"))[:12]
     return LoadedModel(saved, tokenizer, engine, manifest.precision, revision, reason)
 
@@ -256,14 +289,12 @@ def _artefact_engine(
     try:
         return build_engine(manifest.engine, folder, config, manifest.precision, hardware)
     except ImportError as error:
+        what = f"the {manifest.engine} engine needs {error.name}"
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
-        raise ModelLoadError(
-            folder, f"the {manifest.engine} engine needs {error.name}", remedy
-        ) from error
+        raise ModelLoadError(folder, what, remedy) from error
     except Exception as error:  # every runtime has its own errors for files it cannot read
-        raise ModelLoadError(
-            folder, f"does not load ({first_line(error)})", EXPORT_AGAIN
-        ) from error
+        what = f"does not load ({first_line(error)})"
+        raise ModelLoadError(folder, what, EXPORT_AGAIN) from error
 
 
 def build_engine(
@@ -274,41 +305,18 @@ def build_engine(
     hardware: Hardware = _ANY_DEVICE,
 ) -> Engine:
     """Build the engine of an artefact folder."""
-    return with_windows(
-        _build_engine(name, folder, widened_config(config), precision, hardware), config
-    )
-
-
-def _build_engine(
-    name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware
-) -> Engine:
-    threads = hardware.num_threads
-    if name == "native":
-        from inference.engines.native.engine import NativeEngine
-
-        if not native.is_supported()[0] and hardware.instruction_set == "auto":
-            from inference.engines.native.numpy_engine import NumpyEngine
-
-            return NumpyEngine(folder, config)
-        return NativeEngine(folder, config, threads, hardware.instruction_set)
-    if name == "openvino":
-        from inference.engines.openvino_engine import OpenVinoEngine
-
-        return OpenVinoEngine(folder, config, threads)
-    if name == "onnx":
-        from inference.engines.onnx_engine import OnnxEngine
-
-        return OnnxEngine(folder, config, threads, precision)
-    raise ValueError(f"no engine is called {name!r}")
+    if name not in _BUILDERS:
+        raise ValueError(f"no engine is called {name!r}")
+    engine = _BUILDERS[name](folder, widened_config(config), precision, hardware)
+    return with_windows(engine, config)
 
 
 def _spread(folder: Path, manifest: Manifest) -> float:
     """The spread of a regression model's answers, as its export measured it."""
     spread = manifest.accuracy.get("spread")
     if not isinstance(spread, int | float) or not 0 < spread < np.inf:
-        what = (
-            f"accuracy.spread {spread!r}: must be a number greater than 0, for a regression model"
-        )
+        what = f"accuracy.spread {spread!r}: must be a number greater than 0, "
+        what += "for a regression model"
         raise ModelLoadError(folder / MANIFEST_FILE, what, EXPORT_AGAIN)
     return spread
 
@@ -316,17 +324,21 @@ def _spread(folder: Path, manifest: Manifest) -> float:
 def check_probes(
     folder: Path, manifest: Manifest, saved: SavedModel, tokenizer: TextTokenizer, engine: Engine
 ) -> None:
+    """Refuse an artefact that does not repeat the answers that its export got from the reference.
+
+    Its files are intact (their hashes were compared), but another processor may compute otherwise.
+    """
     is_number = saved.problem_type is REGRESSION
-    texts = [
-        text if isinstance(text := probe["text"], str) else tuple(text) for probe in manifest.probes
-    ]
-    expected = np.array(
-        [[probe["value"]] if is_number else probe["probabilities"] for probe in manifest.probes]
-    )
-    found = answers_of(
-        engine, saved.problem_type, [encoded.ids for encoded in tokenizer.encode(texts)]
-    )
-    difference = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
+    texts, expected = [], []
+    for probe in manifest.probes:
+        text = probe["text"]
+        texts.append(text if isinstance(text, str) else tuple(text))
+        expected.append([probe["value"]] if is_number else probe["probabilities"])
+    token_ids = [encoded.ids for encoded in tokenizer.encode(texts)]
+    found = answers_of(engine, saved.problem_type, token_ids)  # (probes, labels)
+    difference = np.inf
+    if found.shape == np.shape(expected):
+        difference = np.abs(found - expected).max()
     unit = ""
     if is_number:
         difference, unit = difference / _spread(folder, manifest), " standard deviations"
@@ -336,51 +348,53 @@ def check_probes(
         raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", EXPORT_AGAIN)
 
 
-def _load_torch(
+def _load_weights(
     path: Path, reason: str, hardware: Hardware, *, compiled: bool = False
 ) -> LoadedModel:
+    """Load the weights that training wrote into PyTorch."""
     weights = weights_file(path)
     before = _version_of(weights)  # to notice if the file is replaced while it is read
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
-    place = saved.weights if isinstance(saved.weights, Path) else saved.path
+    try:
+        engine = _torch_engine(saved, hardware, compiled)
+    except ImportError as error:
+        what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, "
+        what += f"which is not installed ({reason})"
+        remedy = "install it, or export the model on a machine that has it"
+        raise ModelLoadError(path, what, remedy) from error
+    tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
+    answering = with_windows(engine, saved.config)
+    check_engine(saved.path, answering, tokenizer, saved, tolerance)
+    revision = sha256_of(weights)[:12]
+    # The revision names what was loaded, so the file may not have been replaced in between.
+    if _version_of(weights) != before:
+        what, remedy = "changed while it was read", "load it again when the copy is complete"
+        raise ModelLoadError(weights, what, remedy)
+    if hardware.device == "auto" and engine.device.type == "cpu":
+        reason += f"; it runs on the processor, since {_why_no_cuda()}"
+    return LoadedModel(saved, tokenizer, answering, engine.precision, revision, reason)
+
+
+def _torch_engine(saved: SavedModel, hardware: Hardware, compiled: bool) -> TorchEngine:
     try:
         import torch  # takes seconds: not before it is needed
 
         from inference.engines.torch_engine import TorchEngine
 
         if hardware.device == "cuda" and not torch.cuda.is_available():
-            raise ModelLoadError(
-                path,
-                f"DEVICE is cuda, and {_why_no_cuda()}",
-                "set DEVICE to auto or cpu, or fix that",
-            )
+            what = f"DEVICE is cuda, and {_why_no_cuda()}"
+            raise ModelLoadError(saved.path, what, "set DEVICE to auto or cpu, or fix that")
         torch.set_num_threads(hardware.num_threads)
-        engine = TorchEngine(saved.config, saved.weights, compiled=compiled, device=hardware.device)
-    except ImportError as error:
-        what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, which is not installed"
-        remedy = "install it, or export the model on a machine that has it"
-        raise ModelLoadError(path, f"{what} ({reason})", remedy) from error
-    except ModelLoadError:
+        return TorchEngine(saved.config, saved.weights, compiled=compiled, device=hardware.device)
+    except (ImportError, ModelLoadError):
         raise
     except Exception as error:  # every library has its own errors for damaged files
-        what = f"the weights do not load into the model that config.json describes ({first_line(error)})"
-        raise ModelLoadError(
-            place, what, "copy the files again, or write them again with what wrote them"
-        ) from error
-    tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
-    answering = with_windows(engine, saved.config)
-    check_engine(saved.path, answering, tokenizer, saved.labels, tolerance, saved.problem_type)
-    revision = sha256_of(weights)[:12]
-    if (
-        _version_of(weights) != before
-    ):  # then the bytes that were hashed may not be the ones that were loaded
-        raise ModelLoadError(
-            weights, "changed while it was read", "load it again when the copy is complete"
-        )
-    if hardware.device == "auto" and engine.device.type == "cpu":
-        reason += f"; it runs on the processor, since {_why_no_cuda()}"
-    return LoadedModel(saved, tokenizer, answering, engine.precision, revision, reason)
+        place = saved.weights if isinstance(saved.weights, Path) else saved.path
+        what = "the weights do not load into the model that config.json describes "
+        what += f"({first_line(error)})"
+        remedy = "copy the files again, or write them again with what wrote them"
+        raise ModelLoadError(place, what, remedy) from error
 
 
 def _version_of(file: Path) -> tuple[int, int, int] | None:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from common.errors import ModelLoadError, first_line
 from common.files import sha256_of, write_whole
 from common.hardware import Hardware, cpu_flags, cpu_name
-from common.model_folder import MANIFEST_FILE, artefact_folder, weights_file
-from common.problem_types import REGRESSION, SINGLE_LABEL, ProblemType
+from common.model_folder import MANIFEST_FILE, SavedModel, artefact_folder, weights_file
+from common.problem_types import REGRESSION, ProblemType
 from common.text import TextTokenizer
 from inference.engines.answering import spread_of
 from inference.engines.base import Engine, TokenBatch
@@ -55,9 +55,8 @@ def check_engine(
     place: Path,
     engine: Engine,
     tokenizer: TextTokenizer,
-    labels: Sequence[str],
+    saved: SavedModel,
     tolerance: float,
-    problem_type: ProblemType = SINGLE_LABEL,
     spread: float | None = None,
 ) -> NDArray[np.float64]:
     """Answer texts of one, some and ``max_length`` tokens, each alone and several together.
@@ -73,17 +72,16 @@ def check_engine(
         ModelLoadError: The engine fails on one of them, returns another number of classes or NaN,
             or a text's answer depends on its neighbours because the model does not mask padding.
     """
+    problem_type = saved.problem_type
     longest = min(tokenizer.max_length, _LONGEST)
-    num_words = dict.fromkeys(
-        (1, 15, min(longest, _LONGEST_TOGETHER), longest)
-    )  # a word has at least one token
+    # A word has at least one token, so as many words as tokens make a text of at least that length.
+    num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))
     texts = [" ".join(islice(cycle(_NEWS.split()), count)) for count in num_words]
     token_ids = [encoded.ids for encoded in tokenizer.encode(tokenizer.examples(texts))]
     alone = np.concatenate([_answers(place, engine, problem_type, [ids]) for ids in token_ids])
-    if alone.shape[1] != len(labels):
-        raise ModelLoadError(
-            place, f"{alone.shape[1]} classes in the weights, {len(labels)} labels"
-        )
+    if alone.shape[1] != len(saved.labels):
+        what = f"{alone.shape[1]} classes in the weights, {len(saved.labels)} labels"
+        raise ModelLoadError(place, what)
     if not np.isfinite(alone).all():
         what = "the model answers with NaN because its training diverged"
         raise ModelLoadError(place, what, "train with a lower learning rate")
@@ -91,17 +89,16 @@ def check_engine(
     difference, unit = np.abs(together - alone[:3]).max(), ""
     if problem_type is REGRESSION:
         if spread is None:
-            others = [
-                encoded.ids for encoded in tokenizer.encode(tokenizer.examples(_SPREAD_TEXTS))
-            ]
-            found = [_answers(place, engine, problem_type, [ids]) for ids in others]
+            examples = tokenizer.encode(tokenizer.examples(_SPREAD_TEXTS))
+            found = [_answers(place, engine, problem_type, [one.ids]) for one in examples]
             spread = spread_of(np.concatenate([alone, *found]), _LEAST_SPREAD)
         difference, unit = difference / spread, " standard deviations"
-    if not difference <= tolerance:
+    if not difference <= tolerance:  # written so that NaN fails too
         raise ModelLoadError(
             place,
             f"the {engine.name} engine answers a text differently in a batch with longer texts, by "
-            f"{difference:.3f}{unit}, more than the {tolerance:.3f} allowed: the model does not mask padding",
+            f"{difference:.3f}{unit}, more than the {tolerance:.3f} allowed: "
+            "the model does not mask padding",
             "serve a model that does, such as BERT or RoBERTa",
         )
     return alone
@@ -113,9 +110,9 @@ def _answers(
     try:
         with np.errstate(invalid="ignore"):  # the caller looks for NaN
             return problem_type.answers(engine.logits(TokenBatch.of(token_ids), engine.num_slots))
-    except (
-        Exception
-    ) as error:  # a graph traced for one shape, too few positions, no memory, no compiler
+    # A graph traced for one shape, too few positions, no memory, no compiler: every runtime fails in
+    # its own way, and what counts is only which texts it fails on.
+    except Exception as error:
         *others, last = (str(len(ids)) for ids in token_ids)
         lengths = f"texts of {', '.join(others)} and {last}" if others else f"a text of {last}"
         what = f"the {engine.name} engine fails on {lengths} tokens ({first_line(error)})"
@@ -170,13 +167,10 @@ def speeds_key(path: Path, engines: list[str], hardware: Hardware) -> str:
 
 def recall_speeds(key: str) -> dict[str, float]:
     """Return tokens per second by engine as an earlier start measured them; empty if none did."""
-    with contextlib.suppress(
-        OSError, ValueError, RuntimeError
-    ):  # RuntimeError: there is no home directory
+    # RuntimeError: there is no home directory. ValueError: the file is damaged.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         content = json.loads(_speeds_file(key).read_text(encoding="utf-8"))
-        if isinstance(content, dict) and all(
-            isinstance(speed, float) for speed in content.values()
-        ):
+        if isinstance(content, dict) and all(isinstance(one, float) for one in content.values()):
             return content
     return {}
 
@@ -194,9 +188,5 @@ def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
 
 def _speeds_file(key: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (
-        (Path(cache) if cache else Path.home() / ".cache")
-        / "distrinews"
-        / "engine_speeds"
-        / f"{key}.json"
-    )
+    folder = Path(cache) if cache else Path.home() / ".cache"
+    return folder / "distrinews" / "engine_speeds" / f"{key}.json"

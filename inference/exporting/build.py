@@ -51,14 +51,14 @@ from common.rows import LabelledRows, evenly_spread
 from common.text import Text, TextTokenizer, counted
 from common.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 from common.weights import read_weights
-from inference.engines.base import answers_of
+from inference.engines.base import Engine, answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine
 from inference.engines.windowed import widened_config, widened_weights, with_windows
 from inference.errors import ExportRefusedError
-from inference.exporting.comparison import compare
+from inference.exporting.comparison import Comparison, compare
 
 SHOWN_CHANGES = 10
 _CALIBRATION_TEXTS = 300
@@ -68,7 +68,8 @@ _PROBES = (
     "Oil prices rise again as stocks fall on Wall Street.",
     "The home side won the cup final after extra time and penalties.",
     "A new chip doubles the speed of phones, its makers say, and halves the power that they draw.",
-    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both sides within the week.",
+    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both sides "
+    "within the week.",
     "Goal!",
 )
 # Allowed on top of how much the probes differ on this processor: another one may round differently.
@@ -115,8 +116,6 @@ def export(
     """
     torch.set_num_threads(threads_per_process())
     tokenizer, kind = saved.tokenizer(), saved.problem_type
-    factor = _NUMBER_FACTOR if kind is REGRESSION else 1
-    most, margin = factor * MAX_TOLERANCE, factor * _PROBE_MARGIN
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
     before = _files_now(saved)
@@ -124,87 +123,106 @@ def export(
     # artefact untouched.
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
-            weights = (
-                read_weights(saved.weights)
-                if isinstance(saved.weights, Path)
-                else dict(saved.weights or {})
-            )
-            weights = {
-                name: t.float() if t.is_floating_point() else t for name, t in weights.items()
-            }
+            weights = _float_weights(saved)
             reference = with_windows(TorchEngine(saved.config, weights, "fp32"), saved.config)
-            expected = check_engine(
-                saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE, kind
-            )
+            expected = check_engine(saved.path, reference, tokenizer, saved, FLOAT_TOLERANCE)
 
         with stages.stage(f"Write the {engine} {precision} files"):
-            chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
-            calibration = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
-            calibration = [
-                ids[: saved.max_length] for ids in calibration
-            ]  # of a long text the first window
+            calibration = _calibration(saved, tokenizer, rows)
             config, weights = widened_config(saved.config), widened_weights(saved.config, weights)
             options = _write_engine_files(engine, precision, config, weights, calibration, folder)
+            # Before the description is copied beside them: only what replaces the weights counts.
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
-            found = check_engine(target, artefact, tokenizer, saved.labels, most, kind)
+            found = check_engine(target, artefact, tokenizer, saved, _max_distance(kind))
 
         token_ids = _encode(tokenizer, rows.texts)
         with stages.stage(f"Compare both on {counted(len(token_ids), 'row')}"):
             comparison = compare(saved, reference, artefact, token_ids, rows, stages.advance)
-        _refuse_distance(found, expected, comparison.spread, most, kind)
+        _refuse_distance(found, expected, comparison.spread, kind)
         if not comparison.loss <= max_drop:  # written so that NaN is refused too
             raise ExportRefusedError(
-                f"{comparison.loss_line} on {len(rows.texts)} rows), more than --max_drop {max_drop:g}; nothing was "
-                "written",
+                f"{comparison.loss_line} on {len(rows.texts)} rows), "
+                f"more than --max_drop {max_drop:g}; nothing was written",
                 comparison.changed_lines(SHOWN_CHANGES),
             )
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
-            probes = tokenizer.examples(_PROBES)
-            probe_ids = _encode(tokenizer, probes)
-            answers = answers_of(reference, kind, probe_ids)
-            difference = _refuse_distance(
-                answers_of(artefact, kind, probe_ids), answers, comparison.spread, most, kind
-            )
-            before_speed, after_speed = comparison.texts_per_second
+            probes, tolerance = _probes(reference, artefact, tokenizer, kind, comparison.spread)
+            described = DESCRIPTION_FILES if saved.path.is_dir() else ()
             weights_path = weights_file(saved.path)
             manifest = Manifest(
                 engine=engine,
                 precision=precision,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                source=describe_source(
-                    saved.path.name, weights_path, DESCRIPTION_FILES if saved.path.is_dir() else ()
-                ),
+                source=describe_source(saved.path.name, weights_path, described),
                 files=describe_files(folder),
                 versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
                 accuracy=comparison.accuracy(),
                 size={"before_bytes": weights_path.stat().st_size, "after_bytes": after_bytes},
-                speed={
-                    "before_texts_per_second": round(before_speed, 1),
-                    "after_texts_per_second": round(after_speed, 1),
-                    "processor": cpu_name(),
-                    "threads": threads_per_process(),
-                },
-                probes=[
-                    {"text": text, "value": float(row[0])}
-                    if kind is REGRESSION
-                    else {"text": text, "probabilities": row.round(6).tolist()}
-                    for text, row in zip(probes, answers, strict=True)
-                ],
-                probe_tolerance=round(min(difference + margin, most), 3),
+                speed=_speed(comparison),
+                probes=probes,
+                probe_tolerance=tolerance,
             )
             write_manifest(folder, manifest)
-            if (
-                _files_now(saved) != before
-            ):  # the manifest would name weights that gave none of these answers
-                raise ModelLoadError(
-                    saved.path, "changed while it was exported", "export the model again"
-                )
+            # Else the manifest would name weights that gave none of these answers.
+            if _files_now(saved) != before:
+                what, remedy = "changed while it was exported", "export the model again"
+                raise ModelLoadError(saved.path, what, remedy)
             load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest, comparison.table())
+
+
+def _float_weights(saved: SavedModel) -> dict[str, Tensor]:
+    """The weights in float32, in which the reference computes whatever they were saved in."""
+    is_file = isinstance(saved.weights, Path)
+    weights = read_weights(saved.weights) if is_file else saved.weights or {}
+    return {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
+
+
+def _calibration(
+    saved: SavedModel, tokenizer: TextTokenizer, rows: LabelledRows
+) -> list[list[int]]:
+    """Token ids of a few texts, of a long one the first window, by which an engine may see how
+    large activations become.
+    """
+    chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
+    token_ids = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
+    return [ids[: saved.max_length] for ids in token_ids]
+
+
+def _probes(
+    reference: Engine,
+    artefact: Engine,
+    tokenizer: TextTokenizer,
+    kind: ProblemType,
+    spread: float,
+) -> tuple[list[dict[str, Any]], float]:
+    """The reference's answers to the probes for the manifest, and how far later ones may be off."""
+    texts = tokenizer.examples(_PROBES)
+    token_ids = _encode(tokenizer, texts)
+    answers = answers_of(reference, kind, token_ids)  # (probes, labels)
+    difference = _refuse_distance(answers_of(artefact, kind, token_ids), answers, spread, kind)
+    probes = [
+        {"text": text, "value": float(row[0])}
+        if kind is REGRESSION
+        else {"text": text, "probabilities": row.round(6).tolist()}
+        for text, row in zip(texts, answers, strict=True)
+    ]
+    margin = _PROBE_MARGIN * _factor(kind)
+    return probes, round(min(difference + margin, _max_distance(kind)), 3)
+
+
+def _speed(comparison: Comparison) -> dict[str, Any]:
+    before, after = comparison.texts_per_second
+    return {
+        "before_texts_per_second": round(before, 1),
+        "after_texts_per_second": round(after, 1),
+        "processor": cpu_name(),
+        "threads": threads_per_process(),
+    }
 
 
 class _Stages:
@@ -245,10 +263,8 @@ def replaced_whole(target: Path) -> Iterator[Path]:
         UserError: The target exists, and no export wrote it.
     """
     if target.exists() and not is_artefact(target):
-        raise UserError(
-            f"{target}: is in the way and is not an artefact; move it elsewhere",
-            code="export-failed",
-        )
+        what = f"{target}: is in the way and is not an artefact; move it elsewhere"
+        raise UserError(what, code="export-failed")
     with writing_folder(target) as aside:
         _unfinished.add(aside)
         try:
@@ -287,11 +303,7 @@ def _write_engine_files(
     calibration: Sequence[Sequence[int]],
     folder: Path,
 ) -> dict[str, Any]:
-    """Write a model for an engine, and return how it was done, for the manifest.
-
-    ``calibration`` has the token ids of texts that an engine may use to see how large activations
-    become.
-    """
+    """Write a model for an engine, and return how it was done, for the manifest."""
     if engine == "native":
         write_native(config, {name: tensor.numpy() for name, tensor in weights.items()}, folder)
         return {
@@ -309,21 +321,26 @@ def _write_engine_files(
     return write_openvino(config, weights, calibration, folder)
 
 
+def _factor(kind: ProblemType) -> int:
+    return _NUMBER_FACTOR if kind is REGRESSION else 1
+
+
+def _max_distance(kind: ProblemType) -> float:
+    return _factor(kind) * MAX_TOLERANCE
+
+
 def _refuse_distance(
-    found: NDArray[np.float64],
-    expected: NDArray[np.float64],
-    spread: float,
-    most: float,
-    kind: ProblemType,
+    found: NDArray[np.float64], expected: NDArray[np.float64], spread: float, kind: ProblemType
 ) -> float:
+    """The largest difference between the answers, (texts, labels), which may not be too large."""
     difference = float(np.abs(found - expected).max()) / spread
-    if not difference <= most:  # written so that NaN is refused too
-        what, unit = (
-            ("an answer", " standard deviations") if kind is REGRESSION else ("a probability", "")
-        )
+    if not difference <= _max_distance(kind):  # written so that NaN is refused too
+        what, unit = "a probability", ""
+        if kind is REGRESSION:
+            what, unit = "an answer", " standard deviations"
         raise ExportRefusedError(
-            f"{what} of the artefact differs by {difference:.2f}{unit} from the reference's, more than "
-            f"{most:.2f}; nothing was written, export for another engine"
+            f"{what} of the artefact differs by {difference:.2f}{unit} from the reference's, more "
+            f"than {_max_distance(kind):.2f}; nothing was written, export for another engine"
         )
     return difference
 

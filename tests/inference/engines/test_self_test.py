@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
 from common.errors import ModelLoadError
+from common.model_folder import read_saved_model
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.engines.self_test import check_engine
@@ -100,9 +101,9 @@ class _Graph:
 def test_an_engine_that_fails_on_a_shape_of_batch_is_refused_at_load(
     model_folder: Path, takes: Callable[[TokenBatch], bool], fails_on: str
 ) -> None:
-    model = ModelLoader(model_folder)
+    model, saved = ModelLoader(model_folder), read_saved_model(model_folder)
     with pytest.raises(ModelLoadError, match=f"the traced engine fails on {fails_on} .index out of range"):
-        check_engine(model_folder, _Graph(model.engine, takes), model.tokenizer, model.labels, tolerance=1e-3)
+        check_engine(model_folder, _Graph(model.engine, takes), model.tokenizer, saved, tolerance=1e-3)
 
 
 def test_a_model_without_any_length_limit_is_refused(make_folder: MakeFolder) -> None:
