@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import json
 import logging
 import os
 import selectors
@@ -28,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from starlette.exceptions import HTTPException
 
@@ -36,6 +35,28 @@ from inference.batching.served_model import LoadModel, refusal_of
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import is_native_without_comparison
 from inference.http.schemas import ModelResponse
+from inference.http.worker_messages import (
+    AllAreReady,
+    AllCounts,
+    Answer,
+    Ask,
+    CannotServe,
+    CanServe,
+    Counts,
+    FromSupervisor,
+    FromWorker,
+    IsReady,
+    Leave,
+    Reloaded,
+    ReloadOutcome,
+    ReloadRefused,
+    ReloadRunning,
+    Serve,
+    Taken,
+    TellCounts,
+    decode,
+    encode,
+)
 from inference.metrics import ServerMetrics, Snapshot, merged
 from inference.settings import MOST_WORKERS, Settings
 
@@ -67,9 +88,8 @@ def num_workers(settings: Settings) -> int:
     if settings.workers != "auto":
         return settings.workers
     wanted = min(round(settings.hardware.num_threads / CPUS_PER_WORKER), MOST_WORKERS)
-    if wanted <= 1 or not sys.platform.startswith(
-        "linux"
-    ):  # elsewhere the kernel does not spread connections
+    # Only Linux spreads connections over several sockets that listen on the same port.
+    if wanted <= 1 or not sys.platform.startswith("linux"):
         return 1
     can_share = is_native_without_comparison(
         settings.model_checkpoint, settings.engine, settings.hardware
@@ -103,7 +123,7 @@ class SupervisorLine:
         # a model next.
         self.all_are_ready = has_model
         self._connection = connection
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[AllCounts | ReloadOutcome]] = {}
         self._num_asked = 0
         self._taken: dict[tuple[str, str, float | None], float] = {}
 
@@ -121,27 +141,29 @@ class SupervisorLine:
         """Do what the supervisor says; if it dies, the worker ends like one that is told to."""
         try:
             while line := await self._reader.readline():
-                message = json.loads(line)
-                if "snapshot" in message:
-                    self.say_counts(snapshot())
-                elif "leave" in message:
-                    leave()
-                elif "all_ready" in message:
-                    self.all_are_ready = True
-                elif "taken" in message:
-                    for limiter, client, rate, amount in message["taken"]:
-                        take_elsewhere(limiter, client, rate, amount)
-                elif (answer := self._answers.get(message["answer"])) and not answer.done():
-                    answer.set_result(message)
+                match decode(line):
+                    case TellCounts():
+                        self.say_counts(snapshot())
+                    case Leave():
+                        leave()
+                    case AllAreReady():
+                        self.all_are_ready = True
+                    case Taken(amounts):
+                        for limiter, client, rate, amount in amounts:
+                            take_elsewhere(limiter, client, rate, amount)
+                    case Answer(number, content):
+                        # The request that asked may have given up, or its client may have gone.
+                        if (answer := self._answers.get(number)) and not answer.done():
+                            answer.set_result(content)
         except Exception:  # else it would keep its model when the others get a new one
             logger.exception("the worker cannot follow the supervisor, so it ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def say_loaded(self) -> None:
-        self._send(loaded=True)
+        self._send(IsReady())
 
     def say_counts(self, snapshot: Snapshot) -> None:
-        self._send(snapshot=snapshot)
+        self._send(Counts(snapshot))
 
     def report_taken(self, limiter: str, client: str, rate: float | None, amount: float) -> None:
         """Let the other workers know, soon, what a client has taken of its rate limit here."""
@@ -150,25 +172,21 @@ class SupervisorLine:
         self._taken[limiter, client, rate] = self._taken.get((limiter, client, rate), 0) + amount
 
     def _send_taken(self) -> None:
-        self._send(taken=[[*key, amount] for key, amount in self._taken.items()])
+        self._send(Taken([(*key, amount) for key, amount in self._taken.items()]))
         self._taken.clear()
 
     async def metrics_of_all(self) -> list[Snapshot]:
-        return (await self._ask(_ANSWER_S, "metrics"))["snapshots"]
+        return (await self._ask(_ANSWER_S, "metrics")).snapshots
 
-    async def reload(self) -> dict[str, Any]:
-        """Let all workers serve what MODEL_CHECKPOINT names now, or none.
-
-        Returns ``model``, its description; or ``refused``, the reason; or ``running``, if another
-        reload is.
-        """
+    async def reload(self) -> ReloadOutcome:
+        """Let all workers serve what MODEL_CHECKPOINT names now, or none."""
         return await self._ask(_RELOAD_S + _ANSWER_S, "reload")
 
-    async def _ask(self, seconds: float, what: str) -> dict[str, Any]:
+    async def _ask(self, seconds: float, what: Literal["metrics", "reload"]) -> Any:
         self._num_asked += 1
         number = self._num_asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._send(ask=what, number=number)
+        self._send(Ask(number, what))
         try:
             async with asyncio.timeout(seconds):
                 return await answer
@@ -179,13 +197,9 @@ class SupervisorLine:
         finally:
             del self._answers[number]
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, message: FromWorker) -> None:
         if not self._writer.is_closing():
-            self._writer.write(_encoded(message))
-
-
-def _encoded(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+            self._writer.write(encode(message))
 
 
 # ---------------------------------------------------------------- in the supervisor
@@ -244,6 +258,7 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT, and until what is in progress then is answered."""
         self._open_sockets(host, port)
         signals = self._take_signals()
+        # The ports are open by now, so clients that come early wait for the first worker.
         self._model = self._load()
         if isinstance(self._model, Exception):
             self._metrics.reloads.labels("refused").inc()
@@ -251,27 +266,27 @@ class Supervisor:
             self._count_served()
         for place in range(self._num_workers):
             self._start(place, is_serving=True)
-        threads = self._share.hardware.num_threads
+        what = "listening on %s:%d: %d workers with %d threads each"
         address, port = self._sockets[0].getsockname()[:2]
-        logger.info(
-            "listening on %s:%d: %d workers with %d threads each",
-            address,
-            port,
-            self._num_workers,
-            threads,
-        )
+        logger.info(what, address, port, self._num_workers, self._share.hardware.num_threads)
         while self._workers or not self._is_ending:
             now = time.monotonic()
             until = min((when for when, _ in self._due), default=now + 60)
             for key, _ in self._selector.select(max(0.0, until - now)):
                 key.data()
+            # Handlers only note signals, so that they are acted upon here, between two messages,
+            # and never in the middle of a fork.
             while signals:
                 self._react(signals.pop(0))
-            now = time.monotonic()
-            ready = [one for one in self._due if one[0] <= now]
-            self._due = [one for one in self._due if one[0] > now]
-            for _, act in ready:
-                act()
+            self._act_on_time()
+
+    def _act_on_time(self) -> None:
+        now = time.monotonic()
+        ready = [one for one in self._due if one[0] <= now]
+        # Before they act, since some of them come back with a new time.
+        self._due = [one for one in self._due if one[0] > now]
+        for _, act in ready:
+            act()
 
     def _open_sockets(self, host: str, port: int) -> None:
         for _ in range(self._num_workers):
@@ -347,7 +362,8 @@ class Supervisor:
         self._later(_RELOAD_S, lambda: self._give_up(started, f"not loaded within {_RELOAD_S:g} s"))
         try:
             for place in range(self._num_workers):
-                started.append(self._fork(place, is_serving=False))  # noqa: PERF401 - those before one that fails count
+                # Not a comprehension: if a fork fails, those before it have to be ended.
+                started.append(self._fork(place, is_serving=False))  # noqa: PERF401
         except OSError as error:
             self._give_up(started, f"the system starts no more processes ({error})")
 
@@ -357,17 +373,18 @@ class Supervisor:
         for worker in after:
             self._serve(worker)
         for worker in before:
-            if not worker.is_serving:  # it was to take a dead one's place, and has accepted nothing
+            # One that was to take a dead one's place has accepted nothing yet.
+            if not worker.is_serving:
                 self._kill(worker, signal.SIGKILL)
-            elif (
-                worker.is_leaving
-            ):  # since the last reload: its time is up, or models would pile up in memory
+            # One that has been leaving since the last reload has to end now, however long its
+            # streams still are, or the models of many reloads would pile up in memory.
+            elif worker.is_leaving:
                 self._kill(worker, signal.SIGTERM)
             else:
-                self._send(worker, leave=True)
+                self._send(worker, Leave())
             worker.is_leaving = True
         self._count_served()
-        self._answer(self._asked_reload, model=model)
+        self._answer(self._asked_reload, Reloaded(model))
 
     def _count_served(self) -> None:
         self._has_served = True
@@ -384,7 +401,7 @@ class Supervisor:
     def _refuse_reload(self, reason: str) -> None:
         logger.error("all workers keep the model that they have: %s", reason)
         self._metrics.reloads.labels("refused").inc()
-        self._answer(self._asked_reload, refused=reason)
+        self._answer(self._asked_reload, ReloadRefused(reason))
 
     # ---- workers
 
@@ -395,9 +412,8 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         gc.freeze()  # else the collector in each worker would write to, and so copy, all of these pages
         sys.stdout.flush()
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNALS
-        )  # one for the worker must not meet handlers of ours
+        # Until the worker has handlers of its own, a signal for it would run ours there, and be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             pid = os.fork()
             if pid == 0:
@@ -422,19 +438,13 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             os.setpgid(0, 0)  # Ctrl-C is for the supervisor, which lets workers finish
-            # Their copies here would keep the other workers from seeing the supervisor's end.
-            for other in [*self._workers, *self._next]:
-                other.connection.close()
-            listening = self._sockets[place]
-            for other_socket in self._sockets:
-                if other_socket is not listening:
-                    other_socket.close()
+            self._close_what_others_have(place)
             self._model_before = None  # frees its memory here as soon as the supervisor frees it
             load_model = self._load_model if self._model is None else self._loaded
             if not is_serving:
                 load_model = _loaded_and_told_to_serve(connection, load_model, self._settings)
             line = SupervisorLine(connection, has_model=not is_serving or self._model is not None)
-            self._run_server(self._share, load_model, line, listening)
+            self._run_server(self._share, load_model, line, self._sockets[place])
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -445,6 +455,17 @@ class Supervisor:
                 sys.stdout.flush()
             os._exit(code)  # what lies below on the stack is the supervisor's
 
+    def _close_what_others_have(self, place: int) -> None:
+        """In a worker: close the copies that the fork made of all file descriptors but its own."""
+        # With a copy here, another worker's connection would stay open when the supervisor ends.
+        for other in [*self._workers, *self._next]:
+            other.connection.close()
+        # And its port would accept connections until the last copy is closed, long after it has
+        # drained, with nobody here to answer them.
+        for number, listening in enumerate(self._sockets):
+            if number != place:
+                listening.close()
+
     def _loaded(self, *_: object) -> ModelLoader:
         if isinstance(self._model, Exception):
             raise self._model
@@ -452,14 +473,14 @@ class Supervisor:
 
     def _serve(self, worker: _Worker) -> None:
         worker.is_serving = True
-        self._send(worker, serve=True)
+        self._send(worker, Serve())
 
     def _say_if_all_are_ready(self) -> None:
         if all(worker.is_ready for worker in self._workers):
             if not self._has_served:
                 self._count_served()
             for worker in self._workers:
-                self._send(worker, all_ready=True)
+                self._send(worker, AllAreReady())
 
     def _hear(self, worker: _Worker) -> None:
         try:
@@ -470,44 +491,55 @@ class Supervisor:
             self._bury(worker)
             return
         worker.received += data
+        # A read ends anywhere, also within a line: the rest of it comes with the next one.
         *lines, rest = worker.received.split(b"\n")
         worker.received = rest
         for line in lines:
-            self._obey(worker, json.loads(line))
+            self._obey(worker, decode(line))
 
-    def _obey(self, worker: _Worker, message: dict[str, Any]) -> None:
-        if "snapshot" in message:
-            worker.snapshot, worker.has_told = message["snapshot"], True
-            self._answer_metrics()
-        elif "taken" in message:
-            for other in self._workers:
-                if other is not worker and other.is_serving:
-                    self._send(other, taken=message["taken"])
-        elif "refused" in message:
-            if worker in self._next:
-                self._give_up(self._next, message["refused"])
-            else:
-                logger.error("a new worker cannot replace a dead one: %s", message["refused"])
-        elif "loaded" in message:
-            worker.is_ready = True
-            self._say_if_all_are_ready()
-        elif "model" in message:
-            worker.is_ready = True
-            if worker not in self._next:  # it takes a dead worker's place
-                self._serve(worker)
+    def _obey(self, worker: _Worker, message: FromWorker) -> None:
+        match message:
+            case Counts(snapshot):
+                worker.snapshot, worker.has_told = snapshot, True
+                self._answer_metrics()
+            case Taken():
+                for other in self._workers:
+                    if other is not worker and other.is_serving:
+                        self._send(other, message)
+            case CannotServe(reason) if worker in self._next:
+                self._give_up(self._next, reason)
+            case CannotServe(reason):
+                logger.error("a new worker cannot replace a dead one: %s", reason)
+            case IsReady():
+                worker.is_ready = True
                 self._say_if_all_are_ready()
-            elif all(one.is_ready for one in self._next):
-                self._take_over(message["model"])
-        elif message["ask"] == "metrics":
-            self._asked_metrics.append((worker, message["number"]))
-            if len(self._asked_metrics) == 1:
-                self._ask_for_snapshots()
-        elif self._is_ending:
-            self._send(worker, answer=message["number"], refused="the server is shutting down")
+            case CanServe(model):
+                self._let_serve(worker, model)
+            case Ask(number, "metrics"):
+                self._asked_metrics.append((worker, number))
+                # Those who ask while the counts are collected get the same answer.
+                if len(self._asked_metrics) == 1:
+                    self._ask_for_snapshots()
+            case Ask(number):
+                self._begin_reload(worker, number)
+
+    def _let_serve(self, worker: _Worker, model: dict[str, Any]) -> None:
+        """Let a worker serve what it has loaded: at once, or with the others of its reload."""
+        worker.is_ready = True
+        if worker not in self._next:  # it takes a dead worker's place
+            self._serve(worker)
+            self._say_if_all_are_ready()
+        elif all(one.is_ready for one in self._next):
+            self._take_over(model)
+
+    def _begin_reload(self, worker: _Worker, number: int) -> None:
+        asked = [(worker, number)]
+        if self._is_ending:
+            self._answer(asked, ReloadRefused("the server is shutting down"))
         elif self._next:
-            self._send(worker, answer=message["number"], running=True)
+            self._answer(asked, ReloadRunning())
         else:
-            self._asked_reload.append((worker, message["number"]))
+            self._asked_reload += asked
             self._reload()
 
     def _bury(self, worker: _Worker) -> None:
@@ -515,11 +547,9 @@ class Supervisor:
         worker.connection.close()
         _, status = os.waitpid(worker.pid, 0)
         self._retired = merged([self._retired, worker.snapshot], only_counts=True)
-        how = (
-            f"signal {os.WTERMSIG(status)}"
-            if os.WIFSIGNALED(status)
-            else f"exit code {os.WEXITSTATUS(status)}"
-        )
+        how = f"exit code {os.WEXITSTATUS(status)}"
+        if os.WIFSIGNALED(status):
+            how = f"signal {os.WTERMSIG(status)}"
         if worker in self._next:
             self._give_up(self._next, f"a worker with the new model ended with {how}")
             return
@@ -529,9 +559,8 @@ class Supervisor:
         self._answer_metrics()
         if self._is_ending or worker.is_leaving:
             return
-        self._start_later(
-            worker.place, time.monotonic() - worker.started, f"worker {worker.pid} ended with {how}"
-        )
+        life_s = time.monotonic() - worker.started
+        self._start_later(worker.place, life_s, f"worker {worker.pid} ended with {how}")
 
     def _start_later(self, place: int, life_seconds: float, reason: str) -> None:
         is_short = life_seconds < _SHORT_LIFE_S
@@ -549,18 +578,18 @@ class Supervisor:
         except OSError as error:
             self._start_later(place, 0.0, f"a worker cannot be started ({error})")
 
-    def _send(self, worker: _Worker, **message: Any) -> None:
+    def _send(self, worker: _Worker, message: FromSupervisor) -> None:
         try:
-            worker.connection.sendall(_encoded(message))
+            worker.connection.sendall(encode(message))
         except TimeoutError:
             logger.error("worker %d no longer accepts messages and is killed", worker.pid)
             self._kill(worker, signal.SIGKILL)
         except OSError:
             pass  # it has just ended, which is heard next
 
-    def _answer(self, asked: list[tuple[_Worker, int]], **answer: Any) -> None:
+    def _answer(self, asked: list[tuple[_Worker, int]], content: AllCounts | ReloadOutcome) -> None:
         for worker, number in asked:
-            self._send(worker, answer=number, **answer)
+            self._send(worker, Answer(number, content))
         asked.clear()
 
     # ---- metrics
@@ -569,7 +598,7 @@ class Supervisor:
         for worker in self._workers:
             worker.has_told = not worker.is_serving
             if worker.is_serving:
-                self._send(worker, snapshot=True)
+                self._send(worker, TellCounts())
         self._later(_SNAPSHOT_S, functools.partial(self._answer_metrics, self._num_metrics))
 
     def _answer_metrics(self, late: int | None = None) -> None:
@@ -585,7 +614,7 @@ class Supervisor:
                 self._retired,
                 *(worker.snapshot for worker in self._workers),
             ]
-            self._answer(self._asked_metrics, snapshots=snapshots)
+            self._answer(self._asked_metrics, AllCounts(snapshots))
 
 
 def _loaded_and_told_to_serve(
@@ -597,10 +626,14 @@ def _loaded_and_told_to_serve(
     try:
         model = load_model(settings.model_checkpoint, settings.engine)
     except Exception as error:
-        connection.sendall(_encoded({"refused": str(refusal_of(settings.model_checkpoint, error))}))
+        reason = str(refusal_of(settings.model_checkpoint, error))
+        connection.sendall(encode(CannotServe(reason)))
         raise SystemExit(0) from None
-    connection.sendall(_encoded({"model": ModelResponse.of(model).model_dump(exclude_none=True)}))
-    word = _encoded({"serve": True})
+    description = ModelResponse.of(model).model_dump(exclude_none=True)
+    connection.sendall(encode(CanServe(description)))
+    # Exactly this many bytes: what the supervisor says next is for the event loop, which takes over
+    # the connection, and would never see bytes that were read into a buffer here.
+    word = encode(Serve())
     if connection.recv(len(word), socket.MSG_WAITALL) != word:
         raise SystemExit(0)
     return lambda *_: model

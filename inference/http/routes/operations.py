@@ -11,6 +11,7 @@ from common.problem_types import REGRESSION
 from inference.http.error_responses import REFUSALS, RETRY_AFTER_SECONDS, error_response
 from inference.http.schemas import ErrorResponse, HealthResponse, ModelResponse, ProbeResponse
 from inference.http.server_parts import PartsDep
+from inference.http.worker_messages import Reloaded, ReloadRefused, ReloadRunning
 from inference.metrics import render_merged
 
 router = APIRouter()
@@ -139,24 +140,23 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
     that a browser on this machine shows; SIGHUP cannot.
     """
     if not parts.api_keys.is_set:
-        line = "a reload needs a key: set API_KEY and send it, or send the process SIGHUP (kill -HUP PID)"
+        line = "a reload needs a key: set API_KEY and send it, "
+        line += "or send the process SIGHUP (kill -HUP PID)"
         return error_response(request.scope, 403, "forbidden", line)
     if parts.line is not None:
         outcome = await parts.line.reload()
     elif parts.served_model.is_loading:
-        outcome = {"running": True}
+        outcome = ReloadRunning()
     else:
         try:
-            outcome = {"model": ModelResponse.of((await parts.served_model.load()).model)}
+            return ModelResponse.of((await parts.served_model.load()).model)
         except ModelLoadError as error:
-            outcome = {"refused": str(error)}
-    if "running" in outcome:
-        return error_response(
-            request.scope,
-            409,
-            "reload_running",
-            "a model is being loaded already; ask /model later",
-        )
-    if "refused" in outcome:
-        return error_response(request.scope, 422, "model_refused", outcome["refused"])
-    return outcome["model"]
+            outcome = ReloadRefused(str(error))
+    match outcome:
+        case ReloadRunning():
+            line = "a model is being loaded already; ask /model later"
+            return error_response(request.scope, 409, "reload_running", line)
+        case ReloadRefused(reason):
+            return error_response(request.scope, 422, "model_refused", reason)
+        case Reloaded(model):
+            return model
