@@ -25,7 +25,6 @@ from inference.http.lifecycle import server_of_process
 from inference.http.request_gate import RequestGate
 from inference.http.request_log import configure_logging
 from inference.http.routes import explain, hub, open_inference, operations, pages, predict
-from inference.http.routes.documentation import document_api_key
 from inference.http.routes.json_route import JsonRoute, ShortCut
 from inference.http.server_parts import Parts
 from inference.http.telemetry import TraceMiddleware, Tracing
@@ -161,7 +160,7 @@ def create_app(
     for group in _GROUPS:
         app.include_router(group.router)
     if parts.api_keys.is_set:
-        document_api_key(app)
+        pages.document_api_key(app)
     return app
 
 

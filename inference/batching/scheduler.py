@@ -102,9 +102,9 @@ class FairQueue:
     """
 
     def __init__(self, max_batch_tokens: int, *, pads: bool, length_window: int) -> None:
-        """Args: max_batch_tokens: tokens that a pass may cost; if it pads, that is its longest text
-        times its number of
-            texts.
+        """Args:
+        max_batch_tokens: tokens that a pass may cost; if it pads, that is its longest text times
+            its number of texts.
         pads: whether passes pad.
         length_window: among how many of the oldest texts a padded pass looks for similar lengths.
         """

@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.http.admission import as_ipv4
 from inference.http.http1 import MAX_HEADER_BYTES, corrected
-from inference.http.security import as_ipv4
 
 if TYPE_CHECKING:
     from uvicorn import Server

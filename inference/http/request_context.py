@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from inference.http.request_limits import Allowance
+from inference.http.admission import Allowance
 
 _KEY = "distrinews.context"
 _PREFIX = secrets.token_hex(4)  # of this process

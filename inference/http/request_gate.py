@@ -15,12 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference.http.admission import Allowance, Refusal
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
 from inference.http.paths import remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
-from inference.http.request_limits import Allowance, Refusal
 from inference.http.request_log import log_failure, log_request
-from inference.http.security import SECURITY_HEADERS
 from inference.http.server_parts import Parts
 
 # What nginx logs if the client disconnected before the answer; never sent.
@@ -28,6 +27,16 @@ CLIENT_GONE = 499
 # Seconds after which a request that is not answered is watched for its client's leaving.
 _WATCHED_AFTER_S = 0.05
 _ADMIN_PREFIX = "/admin/"
+# Pages may be embedded in the Space's page only, and load nothing from elsewhere.
+_POLICY = (
+    "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'self' https://huggingface.co https://*.huggingface.co"
+)
+_SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", _POLICY.encode()),
+]
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 
 
@@ -217,7 +226,7 @@ class _GatedRequest:
             added.append((b"cache-control", b"no-store"))
         if self.gate.lifecycle.is_draining or self.gate.lifecycle.is_leaving:
             added.append((b"connection", b"close"))
-        return [*headers, *SECURITY_HEADERS, *added]
+        return [*headers, *_SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:
         """Receive a piece of the body, counted and timed; after the last piece,

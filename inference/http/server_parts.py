@@ -15,9 +15,8 @@ from fastapi import Depends, Request
 from common.text import Text, texts_in
 from inference.batching.served_model import LoadModel, ServedModel
 from inference.errors import SettingsError
-from inference.http.api_keys import ApiKeys
+from inference.http.admission import ApiKeys, RequestLimits
 from inference.http.lifecycle import Lifecycle
-from inference.http.request_limits import RequestLimits
 from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
 from inference.settings import Settings

@@ -9,9 +9,9 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, FastAPI, Header, Response
 from fastapi.responses import RedirectResponse
 from starlette.exceptions import HTTPException
 
@@ -26,6 +26,11 @@ _MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 _PAGE = "index.html"
+# How a key is sent, for the OpenAPI document.
+_KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +100,18 @@ def _answer(name: str, accept_encoding: str, if_none_match: str) -> Response:
     if _TAKES_GZIP.search(accept_encoding):
         return Response(asset.gzipped, headers=asset.headers | {"Content-Encoding": "gzip"})
     return Response(asset.body, headers=asset.headers)
+
+
+def document_api_key(app: FastAPI) -> None:
+    """State in the OpenAPI document that every POST needs the key, and how to send it."""
+    describe = app.openapi
+
+    def describe_with_key() -> dict[str, Any]:
+        document = describe()
+        document["components"]["securitySchemes"] = _KEY_SCHEMES
+        for path in document["paths"].values():
+            if "post" in path:
+                path["post"]["security"] = [{name: []} for name in _KEY_SCHEMES]
+        return document
+
+    app.openapi = describe_with_key

@@ -37,8 +37,7 @@ from inference.http.routes.answers import (
     render,
     text_of,
 )
-from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
-from inference.http.routes.json_route import parse_json
+from inference.http.routes.json_route import SMALL_BODY_BYTES, JsonBounds, parse_json
 from inference.http.routes.lines import LineReader
 from inference.http.schemas import PredictRequest
 from inference.http.server_parts import Parts, parts_of, weight_of

@@ -10,10 +10,8 @@ import pytest
 
 from inference.app import create_app
 from inference.errors import RateLimitedError, SettingsError
-from inference.http.api_keys import ApiKeys
-from inference.http.request_limits import Allowance, RequestLimits
+from inference.http.admission import MAX_CLIENTS, Allowance, ApiKeys, RateLimiter, RequestLimits
 from inference.http.request_log import JsonLines
-from inference.http.security import MAX_CLIENTS, RateLimiter
 from inference.settings import Settings
 from tests.inference.servers import ThreadedServer, metric, serving
 from tests.processes import wait_until
@@ -282,7 +280,7 @@ def test_a_file_without_sound_keys_starts_no_server(tmp_path: Path, content: str
 
 def test_the_rate_is_counted_by_address_and_by_household(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("inference.http.security.time.monotonic", lambda: now)
+    monkeypatch.setattr("inference.http.admission.time.monotonic", lambda: now)
     limits = RequestLimits(ApiKeys(), per_second=2)
 
     def waits(host: str) -> float:
