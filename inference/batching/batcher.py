@@ -48,20 +48,33 @@ class FinishedPass:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class BatchedModel:
+    """What a batcher has to know of a model.
+
+    Attributes:
+        good_ids: token ids of a text that the engine can answer, tried while it seems broken.
+        tokens_per_second: speed of the engine, until passes have been measured.
+        problem_type: what the engine's scores mean.
+    """
+
+    engine: Engine
+    good_ids: list[int]
+    tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND
+    problem_type: ProblemType = SINGLE_LABEL
+
+
 class Batcher:
     """Takes texts from a fair queue into forward passes on all slots of an engine."""
 
     def __init__(
         self,
-        engine: Engine,
+        model: BatchedModel,
         queue: FairQueue,
         metrics: ServerMetrics,
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
-        good_ids: list[int],
-        tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND,
         retry_interval_s: float = RETRY_INTERVAL_S,
-        problem_type: ProblemType = SINGLE_LABEL,
     ) -> None:
         """Start the worker threads, one per pass that may run at the same time.
 
@@ -70,30 +83,31 @@ class Batcher:
             on_finished: receives every text that a worker took, once; called from worker threads.
             on_expired: receives the texts whose deadline passed in the queue; called from worker
                 threads.
-            good_ids: token ids of a text that the engine can answer, tried every
-                ``retry_interval_s`` while it is broken.
-            tokens_per_second: speed of the engine, until passes have been measured.
-            problem_type: what the engine's scores mean.
+            retry_interval_s: seconds between tries of the good text on a broken engine.
         """
-        self.health = EngineHealth(engine, good_ids)
+        engine = model.engine
+        self.health = EngineHealth(engine, model.good_ids)
         self._retry_interval_s = retry_interval_s
         self._engine = engine
-        self._problem_type = problem_type
+        self._problem_type = model.problem_type
         self._queue = queue
         self._metrics = metrics
         self._on_finished = on_finished
         self._on_expired = on_expired
-        self._changed = threading.Condition()  # guards everything below, and the queue
+        # Guards everything below, and the queue. No pass runs and no report is made while it is
+        # held: callers on the event loop wait for it.
+        self._changed = threading.Condition()
         self._closed = False
+        # A slot is one thread's worth of the engine; a pass takes one or more of them. Slots that
+        # are free, and those of all workers, add up to the engine's.
         self._free_slots = engine.num_slots
         self._tokens_in_hand = 0
-        self._tokens_done = (
-            tokens_per_second * _FIRST_SPEED_S
-        )  # of the last passes, the older the less
-        self._busy_s = _FIRST_SPEED_S  # the same passes' time, as if each had taken all slots
-        self._workers = [
-            _Worker(self._make_thread) for _ in range(min(engine.num_slots, PASSES_AT_ONCE))
-        ]
+        # Of the last passes, the older the less: their tokens, and their time as if each had taken
+        # all slots. The quotient is the speed by which answers are promised.
+        self._tokens_done = model.tokens_per_second * _FIRST_SPEED_S
+        self._busy_s = _FIRST_SPEED_S
+        num_workers = min(engine.num_slots, PASSES_AT_ONCE)
+        self._workers = [_Worker(self._make_thread) for _ in range(num_workers)]
         self._free_passes = len(self._workers)
         for worker in self._workers:
             worker.thread.start()
@@ -124,12 +138,12 @@ class Batcher:
         with self._changed:
             for flow, text in texts:
                 self._queue.put(flow, text)
-            self._changed.notify()  # a worker that leaves texts and slots over calls the next one
+            # One worker, however many texts came: if it leaves texts and slots over, it calls the
+            # next one. To wake all of them would cost each a turn with the lock, for nothing.
+            self._changed.notify()
 
     def share(self, flow: Flow, text: QueuedText, deadline: float) -> bool:
-        """Let another call wait for a text that was queued before; False if it is
-        too late for that.
-        """
+        """Let another call wait for a text that is queued already; False if it is too late."""
         with self._changed:
             if text.is_expired:
                 return False
@@ -152,11 +166,8 @@ class Batcher:
             worker.thread.join(max(0.0, until - time.monotonic()))
 
     def _make_thread(self, worker: _Worker) -> SupervisedThread:
-        step, on_failure = (
-            functools.partial(self._serve_once, worker),
-            functools.partial(self._fail, worker),
-        )
-        return SupervisedThread("forward", step, on_failure)
+        step = functools.partial(self._serve_once, worker)
+        return SupervisedThread("forward", step, functools.partial(self._fail, worker))
 
     def _serve_once(self, worker: _Worker) -> bool:
         """Wait for texts, run a pass and report it; False once closed."""
@@ -177,10 +188,10 @@ class Batcher:
         seconds = time.monotonic() - started
         worker.thread.busy_since = None
         num_texts, num_tokens = len(worker.texts), worker.num_tokens
-        if not all(
-            isinstance(outcome, Exception) for outcome in outcomes
-        ):  # failing at once is no speed
+        # To fail at once is no speed: it would promise answers that nobody can give in time.
+        if not all(isinstance(outcome, Exception) for outcome in outcomes):
             self._measure(worker, seconds)
+        # Before the report, so that the next pass begins while this thread tells the callers.
         self._release(worker)
         self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
         worker.texts = []
@@ -188,11 +199,10 @@ class Batcher:
         return True
 
     def _wait(self, worker: _Worker) -> bool:
-        """Wait for texts, or if the engine is broken, until it is time to try it
-        again; False once closed.
-        """
+        """Wait for texts, or for the time to try a broken engine again; False once closed."""
         while not (self._closed or (len(self._queue) and self._free_slots)):
             is_broken = self.health.failure is not None
+            # Without a try from time to time a broken engine would stay so: it gets no requests.
             is_notified = self._changed.wait(self._retry_interval_s if is_broken else None)
             if is_broken and not is_notified and self._free_slots:
                 worker.is_trying = True
@@ -218,9 +228,8 @@ class Batcher:
         if not len(self._queue):
             return
         # Divide what waits over the passes that may run at once, and the free slots among them.
-        num_parts, slots = spread(
-            len(self._queue), self._free_slots, self._free_passes, len(self._workers)
-        )
+        num_waiting, num_workers = len(self._queue), len(self._workers)
+        num_parts, slots = spread(num_waiting, self._free_slots, self._free_passes, num_workers)
         worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
         worker.num_tokens = sum(text.num_tokens for text in worker.texts)
         # A short pass gains nothing from more slots; those it leaves go to the next worker, which
@@ -252,9 +261,9 @@ class Batcher:
                 self._changed.notify()  # another worker may begin while this one reports
 
     def _answer(self, worker: _Worker) -> Sequence[Outcome]:
-        """Run the pass that a worker has taken; if the engine itself fails, its
-        texts may be sent again.
-        """
+        """Run a worker's pass; if the engine itself fails, its texts may be sent again."""
+        # If every text of a pass fails, either the texts or the engine are bad. A known good text
+        # tells: then either each text hears of its own failure, or all may be sent again elsewhere.
         if self.health.failure is None:
             outcomes = self._outcomes(worker, worker.texts)
             if not all(isinstance(outcome, ForwardError) for outcome in outcomes):
@@ -273,11 +282,8 @@ class Batcher:
             self._metrics.worker_failed()
             logger.exception("A forward pass of %d texts failed", len(texts))
             if len(texts) == 1:
-                return [
-                    ForwardError(
-                        f"the model failed on this text ({type(error).__name__}); the log has more"
-                    )
-                ]
+                what = f"the model failed on this text ({type(error).__name__}); the log has more"
+                return [ForwardError(what)]
         # One bad text must not fail its neighbors, so each is tried alone.
         return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
 
@@ -288,19 +294,17 @@ class Batcher:
             logits, deciding = self._engine.read(batch, worker.slots)
         else:
             logits = self._engine.logits(batch, worker.slots)
+        # Else answers would go to the wrong texts, which nobody would ever notice.
         if len(logits) != len(texts):
-            raise ValueError(
-                f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts"
-            )
+            what = f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts"
+            raise ValueError(what)
         rows = values_of(self._problem_type, logits)
         if deciding is not None:
             for row, windows in zip(rows, deciding.tolist(), strict=True):
                 if row is not None:
                     row.decided_by = windows
-        return [
-            ForwardError("the model answers this text with NaN") if row is None else row
-            for row in rows
-        ]
+        what = "the model answers this text with NaN"
+        return [ForwardError(what) if row is None else row for row in rows]
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.
@@ -311,9 +315,8 @@ class Batcher:
         self._release(worker)
         self._metrics.worker_failed()
         if texts:
-            failure = ForwardError(
-                f"the worker of this text failed ({type(error).__name__}); the log has more"
-            )
+            what = f"the worker of this text failed ({type(error).__name__}); the log has more"
+            failure = ForwardError(what)
             self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))
 
 

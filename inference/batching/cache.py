@@ -56,9 +56,8 @@ class Probabilities(Values):
 
 def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Values | None]:
     """The answers to the texts of a forward pass; None for a text that is answered with NaN."""
-    with np.errstate(
-        invalid="ignore"
-    ):  # scores that are no finite number become NaN, which is looked for below
+    # Scores that are no finite number become NaN, which is looked for below.
+    with np.errstate(invalid="ignore"):
         answers = problem_type.answers(logits)
         rows: list[Values | None]
         if problem_type is SINGLE_LABEL:
@@ -78,9 +77,7 @@ def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Va
 
 
 class AnswerCache:
-    """The most recently used answers, by the bytes of their token ids; 0 entries
-    turn the cache off.
-    """
+    """The most recently used answers, by the bytes of their token ids; 0 entries turn it off."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries

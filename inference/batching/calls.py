@@ -1,6 +1,4 @@
-"""The callers' side of the queue: calls with texts, futures and deadlines, and how answers get back
-to them.
-"""
+"""The callers' side of the queue: calls, their deadlines, and how answers get back to them."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ Outcome = Answer | Exception
 
 
 class TextLengths:
-    """The usual number of tokens per text, learned from tokenized ones; one
-    thread adds, others may read.
-    """
+    """The usual number of tokens per text, learned from texts; one thread adds, others read."""
 
     # For English news and WordPiece, until other texts have been seen; a language without spaces
     # has about 1 token per character.
@@ -70,15 +66,16 @@ class TextLengths:
         self.tokens_per_text = min(self._TOKENS_PER_TEXT, max_length)
 
     def add(self, text: Text, num_tokens: int) -> None:
-        self.tokens_per_char += self._WEIGHT * (
-            num_tokens / max(1, num_chars(text)) - self.tokens_per_char
-        )
-        self.tokens_per_text += self._WEIGHT * (
-            min(num_tokens, self.max_length) - self.tokens_per_text
-        )
+        # Exponential averages: they follow a change of language within a few hundred texts, and one
+        # strange text moves them by a hundredth of its difference.
+        per_char = num_tokens / max(1, num_chars(text))
+        self.tokens_per_char += self._WEIGHT * (per_char - self.tokens_per_char)
+        per_text = min(num_tokens, self.max_length)
+        self.tokens_per_text += self._WEIGHT * (per_text - self.tokens_per_text)
 
     def expected(self, text: Text) -> int:
         """Roughly how many tokens the model will read of a text."""
+        # Two special tokens around every text, [CLS] and [SEP] or the like.
         return min(self.max_length, 2 + int(num_chars(text) * self.tokens_per_char))
 
 
@@ -102,6 +99,8 @@ class Call:
         self, texts: Sequence[Text], timeout_s: float, max_wait_s: float, lengths: TextLengths
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        # Two limits. At the deadline the caller gets an error, and no pass takes the text any more.
+        # The promise is earlier: when the call was accepted, its last answer was expected by then.
         self.started = time.monotonic()
         self.timeout_s = timeout_s
         self.deadline = self.started + timeout_s
@@ -163,9 +162,8 @@ class Caller:
             truncated=self.truncated,
             cached=done is None,
             tokenize_s=self.tokenize_s,
-            queue_s=max(
-                0.0, until - self.call.started - self.tokenize_s
-            ),  # an equal text may have started before
+            # An equal text of another call may have started before this call came.
+            queue_s=max(0.0, until - self.call.started - self.tokenize_s),
             forward_s=done.seconds if done else 0.0,
             passages=self.passages,
         )
@@ -173,6 +171,8 @@ class Caller:
 
 def deliver(outcomes: Iterable[tuple[Caller, Outcome]]) -> None:
     """Resolve futures from any thread, with a single hop to the event loop for all of them."""
+    # To wake an event loop costs a system call, so a pass with 64 texts does it once. There is one
+    # loop in a server; tests and scripts may have several.
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Caller, Outcome]]] = {}
     for caller, outcome in outcomes:
         by_loop.setdefault(caller.call.loop, []).append((caller, outcome))
@@ -183,6 +183,7 @@ def deliver(outcomes: Iterable[tuple[Caller, Outcome]]) -> None:
 
 def _resolve(outcomes: Sequence[tuple[Caller, Outcome]]) -> None:
     for caller, outcome in outcomes:
+        # Cancelled or timed out, while the outcome was on its way from the thread.
         if caller.future.done():
             continue
         if isinstance(outcome, Answer):

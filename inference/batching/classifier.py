@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.text import Text
-from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass
+from inference.batching.batcher import (
+    ASSUMED_TOKENS_PER_SECOND,
+    BatchedModel,
+    Batcher,
+    FinishedPass,
+)
 from inference.batching.cache import AnswerCache, Values
 from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
 from inference.batching.engine_health import EngineHealth
@@ -50,9 +55,7 @@ class QueueLimits:
 
 
 def length_window(max_batch_tokens: int) -> int:
-    """Among how many of the oldest texts an engine that pads looks for similar lengths: enough to
-    fill a pass.
-    """
+    """Among how many of the oldest texts to look for similar lengths: enough for a pass."""
     return max(64, max_batch_tokens // 8)
 
 
@@ -73,34 +76,29 @@ class Classifier:
         self._max_wait_s = limits.max_wait_seconds
         self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
         self._metrics = metrics
-        self._calls: set[Call] = (
-            set()
-        )  # accepted and not fully answered; touched on the event loop only
+        # Accepted and not fully answered; touched on the event loop only.
+        self._calls: set[Call] = set()
         self._all_answered = asyncio.Event()
-        self._lock = threading.Lock()  # guards the next two, and the callers of every queued text
-        self._on_their_way: dict[
-            bytes, QueuedText
-        ] = {}  # by token ids; the payload is the list of callers
+        # Guards the next two, and the callers of every queued text. Always taken before the
+        # batcher's own lock, never after it, so the two cannot wait for each other.
+        self._lock = threading.Lock()
+        # By the bytes of their token ids; the payload is the list of callers, more than one if
+        # several sent the same text.
+        self._on_their_way: dict[bytes, QueuedText] = {}
         self._cache = AnswerCache(limits.cache_entries)
         queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
-        good_ids = model.tokenizer.encode(["News"])[0].ids
-        self._batcher = Batcher(
+        batched = BatchedModel(
             model.engine,
-            queue,
-            metrics,
-            self._finish,
-            self._expire,
-            good_ids,
+            model.tokenizer.encode(["News"])[0].ids,
             self._first_tokens_per_second,
-            problem_type=model.answering.problem_type,
+            model.answering.problem_type,
         )
+        self._batcher = Batcher(batched, queue, metrics, self._finish, self._expire)
         self._tokenizing = TokenizerThread(model.tokenizer, metrics, self._lengths, self._enqueue)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for a forward pass; texts not tokenized yet count with
-        their expected tokens.
-        """
+        """Tokens that wait for a pass; texts not tokenized yet count with expected tokens."""
         return self._batcher.queued_tokens + self._tokenizing.reserved_tokens
 
     @property
@@ -118,9 +116,7 @@ class Classifier:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds that the longest current forward pass or tokenizer call has
-        taken; 0 if there is none.
-        """
+        """Seconds that the longest current pass or tokenizer call has taken; 0 if none."""
         return max(self._batcher.heartbeat_age_s, self._tokenizing.thread.busy_s)
 
     @property
@@ -165,6 +161,8 @@ class Classifier:
             WorkerDownError: the classifier is closed, or its engine fails on every text.
         """
         self.refuse_if_down()
+        # All or nothing, and at once: a call that is refused now may go to another server, while
+        # one that waits in vain has cost its caller the whole timeout.
         call = Call(texts, timeout_s, self._max_wait_s, self._lengths)
         if (refusal := self._refusal(call.reserved_tokens, len(texts))) is not None:
             raise refusal
@@ -182,7 +180,8 @@ class Classifier:
 
     def close(self) -> None:
         """Stop the threads after the current passes, and fail what is left."""
-        self._batcher.close()  # first, so that no pass begins once this classifier is not alive
+        # First, so that no pass begins once this classifier is not alive.
+        self._batcher.close()
         self._tokenizing.close()
         error = WorkerDownError("the classifier was closed before this text was answered")
         deliver((caller, error) for call in list(self._calls) for caller in call.callers)
@@ -192,13 +191,15 @@ class Classifier:
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:
             return None
+        # Two different remedies: a call that would fit into an empty queue may come again as it is;
+        # a larger one would be refused for ever, so it is told to send fewer texts.
         answered_s = (waiting + num_tokens) / speed
         limit_s = answered_s - too_late_s
         would_fit = num_texts == 1 or num_tokens / speed <= limit_s
         retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
         return QueueFullError(
-            f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit {limit_s:.2f} s "
-            f"(MAX_WAIT_SECONDS {self._max_wait_s:g}); "
+            f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit "
+            f"{limit_s:.2f} s (MAX_WAIT_SECONDS {self._max_wait_s:g}); "
             + (
                 f"try again in {retry_after_s:.2f} s"
                 if would_fit
@@ -246,8 +247,10 @@ class Classifier:
         with self._lock:
             text = caller.queued
             if text is None or caller not in text.payload:
-                return  # not tokenised yet, and will not be; or answered in this moment
+                # Not tokenized yet, and will not be; or answered in this moment.
+                return
             text.payload.remove(caller)
+            # If a worker has it already, the pass is not stopped, and its answer goes to the cache.
             if not text.payload and self._batcher.remove(text):
                 self._forget(text)
 
@@ -262,12 +265,10 @@ class Classifier:
                     continue
                 if caller.future.done():
                     continue
-                caller.num_tokens, caller.truncated, caller.tokenize_s = (
-                    one.num_tokens,
-                    one.truncated,
-                    seconds,
-                )
-                caller.passages = one.passages
+                caller.num_tokens, caller.truncated = one.num_tokens, one.truncated
+                caller.tokenize_s, caller.passages = seconds, one.passages
+                # Equal token ids give equal answers, also if the texts differ in what cleaning or
+                # truncation removes. So the ids are the key of the cache and of joining.
                 ids = np.array(one.ids, dtype=np.int32)
                 key = ids.tobytes()
                 known = self._remembered(key)

@@ -30,10 +30,6 @@ class EngineHealth:
     """
 
     def __init__(self, engine: Engine, good_ids: list[int]) -> None:
-        """Args:
-        engine: the engine to watch.
-        good_ids: token ids of the known text.
-        """
         self._engine = engine
         self._batch = TokenBatch.of([good_ids])
         self._lock = threading.Lock()
@@ -49,11 +45,13 @@ class EngineHealth:
 
     def pass_answered(self) -> None:
         """Record a pass that answered at least one of its texts."""
+        # Nearly always there is nothing to do, and then it should cost nothing: no lock.
         if self._num_failed:
             with self._lock:
                 self._recover()
 
     def works(self, threads: int) -> bool:
+        # The pass is outside of the lock: it may hang, and others have to be able to ask meanwhile.
         problem = self._problem(threads)
         with self._lock:
             if problem is None:
@@ -73,11 +71,9 @@ class EngineHealth:
 
     def _break(self, problem: str) -> None:
         self.needs_restart = "CUDA error" in problem
-        remedy = (
-            "only a restart of the server helps"
-            if self.needs_restart
-            else "it is tried again every few seconds"
-        )
+        remedy = "it is tried again every few seconds"
+        if self.needs_restart:
+            remedy = "only a restart of the server helps"
         is_news = self.failure is None
         if is_news:
             self._broken_since = time.monotonic()

@@ -1,6 +1,4 @@
-"""Which texts the next forward pass takes: a fair queue over calls, without threads or a clock of
-its own.
-"""
+"""Which texts the next forward pass takes: a fair queue over calls, without threads or a clock."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ LARGEST_PADDING = 0.25
 
 
 class Flow:
-    """One call's position in the queue: its next text follows the previous one by
-    that one's tokens.
-    """
+    """One call's position in the queue: each text follows the one before by that one's tokens."""
 
     __slots__ = ("next_tag", "weight")
 
@@ -112,7 +108,11 @@ class FairQueue:
         self.num_tokens = 0
         self._pads = pads
         self._length_window = length_window
-        self._waiting: list[tuple[float, int, QueuedText]] = []  # sorted
+        # Two orders of the same texts: by start tag (and then by when they came), sorted; and by
+        # arrival, a dict as an ordered set, out of which any text can be taken at once.
+        # A sorted list, not a heap: texts leave from anywhere when they are cancelled, expire, or
+        # fit a pass by their length. Insertion only moves pointers.
+        self._waiting: list[tuple[float, int, QueuedText]] = []
         self._by_arrival: dict[QueuedText, None] = {}
         self._virtual_time = 0.0
         self._last_order = 0
@@ -125,6 +125,8 @@ class FairQueue:
             raise ValueError(
                 f"text of {text.num_tokens} tokens > max_batch_tokens {self.max_batch_tokens}"
             )
+        # A call that comes late starts now, not at 0: it gets no credit for the time in which it
+        # asked for nothing. A call with several texts advances by each, divided by its weight.
         text.tag = max(flow.next_tag, self._virtual_time)
         text.finish = flow.next_tag = text.tag + text.num_tokens / flow.weight
         self._insert(text)
@@ -133,9 +135,7 @@ class FairQueue:
         self.num_tokens += text.num_tokens
 
     def prioritize(self, flow: Flow, text: QueuedText) -> None:
-        """Let a waiting text that another call wants too start no later than that
-        call's next text would.
-        """
+        """Let a waiting text that a second call wants too start as early as that call would."""
         tag = max(flow.next_tag, self._virtual_time)
         if tag < text.tag:
             self._take_out(text)
@@ -170,28 +170,30 @@ class FairQueue:
         """
         if not self._waiting:
             return []
+        # What one pass should take so that all of them end at about the same time.
         share = self.num_tokens / num_parts
         pass_end = now + min(share, self.max_batch_tokens) / tokens_per_second
+        # Fairness may not break a promise: when a text was accepted, its time was computed from all
+        # that waited before it. If that time is at risk, the oldest go first until it is not.
         if self._would_be_late(pass_end, tokens_per_second):
             candidates: Iterable[QueuedText] = self._by_arrival
         else:
             seed = self._waiting[0][2]
             self._virtual_time = max(self._virtual_time, seed.finish)
             candidates = (text for _, _, text in self._waiting)
-        taken = (
-            self._near_lengths(candidates, share)
-            if self._pads
-            else self._first_of(candidates, share)
-        )
+        choose = self._near_lengths if self._pads else self._first_of
+        taken = choose(candidates, share)
         for text in taken:
             self.remove(text)
         return taken
 
     def _would_be_late(self, start: float, tokens_per_second: float) -> bool:
         """Whether a promise would be missed even if the oldest texts came first from now on."""
+        # Promises are in the order of arrival. If all that waits is done by the first of them, none
+        # can be missed: that is the usual case, and it costs no loop.
         oldest = next(iter(self._by_arrival))
         if start + self.num_tokens / tokens_per_second <= oldest.promised:
-            return False  # whatever the order
+            return False
         num_tokens = 0
         for text in self._by_arrival:
             num_tokens += text.num_tokens
@@ -210,6 +212,8 @@ class FairQueue:
         return taken
 
     def _near_lengths(self, candidates: Iterable[QueuedText], share: float) -> list[QueuedText]:
+        # The first of the order is always taken, so no text waits for others of its length for
+        # ever: sooner or later each is the first.
         seed, *near = islice(candidates, self._length_window)
         near.sort(key=lambda text: abs(text.num_tokens - seed.num_tokens))
         taken = [seed]
@@ -217,18 +221,18 @@ class FairQueue:
         for text in near:
             total += text.num_tokens
             longest = max(longest, text.num_tokens)
+            # With padding, every text of the pass costs as much as its longest.
             cost = longest * (len(taken) + 1)
             padding = (cost - total) / cost
-            if (
-                cost > self.max_batch_tokens
-                or padding > LARGEST_PADDING
-                or _lies_beyond(share, total, text)
-            ):
+            if cost > self.max_batch_tokens or padding > LARGEST_PADDING:
+                break
+            if _lies_beyond(share, total, text):
                 break
             taken.append(text)
         return taken
 
     def _insert(self, text: QueuedText) -> None:
+        # The order makes every entry different, so that texts themselves are never compared.
         self._last_order += 1
         text.order = self._last_order
         insort(self._waiting, (text.tag, text.order, text))
@@ -273,8 +277,9 @@ def overrun_s(
     Everything accepted counts, not only what is ahead of the call in the fair order: texts that
     overtake others delay them, and those must be in time too.
     """
+    # There is nothing to wait for; and if a slow pass has made the measured speed too low for any
+    # text, only another pass can show that it was wrong.
     if num_texts == 1 and not waiting_tokens:
-        return 0.0  # there is nothing to wait for, and without any pass the speed would never be measured again
-    return (waiting_tokens + call_tokens) / tokens_per_second - limit_s * (
-        BULK_SHARE if num_texts > 1 else 1
-    )
+        return 0.0
+    share = BULK_SHARE if num_texts > 1 else 1
+    return (waiting_tokens + call_tokens) / tokens_per_second - limit_s * share

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -74,32 +75,27 @@ class ServedModel:
         self._current: Served | None = None
         # What everybody may read names no folder of this machine; the log does.
         self.public_name = self.path.absolute().name
-        self._load_error = (
-            f"{self.public_name}: the model is still loading; try again in a few seconds"
-        )
+        name = self.public_name
+        self._load_error = f"{name}: the model is still loading; try again in a few seconds"
         self._loading = asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
-        metrics.watch(
-            "queue_tokens",
-            "Tokens that wait for a forward pass.",
-            lambda: self._reading("queued_tokens"),
+        readings: tuple[tuple[str, str, Callable[[Classifier], float]], ...] = (
+            ("queue_tokens", "Tokens that wait for a forward pass.", lambda c: c.queued_tokens),
+            (
+                "queue_seconds",
+                "Seconds until all that was accepted is answered, at the measured speed.",
+                lambda c: c.queue_seconds,
+            ),
+            ("tokens_per_second", "Measured speed of the model.", lambda c: c.tokens_per_second),
         )
-        metrics.watch(
-            "queue_seconds",
-            "Seconds until all that was accepted is answered, at the measured speed.",
-            lambda: self._reading("queue_seconds"),
-        )
-        metrics.watch(
-            "tokens_per_second",
-            "Measured speed of the model.",
-            lambda: self._reading("tokens_per_second"),
-        )
+        for name, documentation, read in readings:
+            metrics.watch(name, documentation, functools.partial(self._reading, read))
         metrics.watch(
             "model_ready", "Whether texts can be classified.", lambda: float(self.error is None)
         )
 
-    def _reading(self, name: str) -> float:
-        return getattr(self._current.classifier, name) if self._current else 0.0
+    def _reading(self, read: Callable[[Classifier], float]) -> float:
+        return read(self._current.classifier) if self._current else 0.0
 
     @property
     def error(self) -> str | None:
@@ -128,7 +124,10 @@ class ServedModel:
         silent_s = max(classifier.heartbeat_age_s, classifier.health.broken_s)
         if silent_s <= self._dead_after_s:
             return None
-        return f"the model has answered nothing for {silent_s:.0f} s ({self.error or 'one batch takes all this time'})"
+        return (
+            f"the model has answered nothing for {silent_s:.0f} s "
+            f"({self.error or 'one batch takes all this time'})"
+        )
 
     @property
     def current(self) -> Served | None:
@@ -156,11 +155,11 @@ class ServedModel:
                     _limit_memory_pools()
                 model = await _in_background(lambda: self._load_model(self.path, self._engine))
                 budget, longest = self._limits.max_batch_tokens, model.tokenizer.most_ids
-                if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
-                    what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
-                    raise ModelLoadError(
-                        self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}"
-                    )
+                # 0 leaves it to the engine, which takes any model.
+                if budget and budget < longest:
+                    what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest}"
+                    remedy = f"set MAX_BATCH_TOKENS to at least {longest}"
+                    raise ModelLoadError(self.path, f"{what} tokens", remedy)
                 if self._current is None:
                     _freeze_what_stays()
                 classifier = Classifier(model, self._limits, self._metrics)
@@ -171,11 +170,14 @@ class ServedModel:
                 if self._current is None:
                     self._load_error = str(refusal).replace(str(self.path), self.public_name)
                     logger.error(
-                        "the server runs, but without a model: every request for an answer gets 503. Fix the model "
-                        "and send SIGHUP (kill -HUP %d), or start again with another one",
+                        "the server runs, but without a model: every request for an answer gets "
+                        "503. Fix the model and send SIGHUP (kill -HUP %d), or start again with "
+                        "another one",
                         os.getpid(),
                     )
                 raise refusal from error
+            # Between two awaits, so a request sees either the old one or the new one. It keeps what
+            # it has seen: the old one lives until its last answer, and only then its threads end.
             before, self._current = self._current, served
             self._count_load("served")
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
@@ -194,9 +196,7 @@ class ServedModel:
             self._metrics.reloads.labels(result).inc()
 
     async def load_or_log(self) -> None:
-        """Like `load`, but a refusal is kept in `error` and logged, because no
-        caller waits for the outcome.
-        """
+        """Like `load`, but a refusal is kept in `error` and logged, as no caller waits for it."""
         with contextlib.suppress(ModelLoadError):
             await self.load()
 
@@ -214,9 +214,7 @@ class ServedModel:
 
 
 async def _in_background(load: Callable[[], ModelLoader]) -> ModelLoader:
-    """Like `asyncio.to_thread`, except that a process that is to end does not
-    wait for the thread.
-    """
+    """Like `asyncio.to_thread`, but a process that is to end does not wait for the thread."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[ModelLoader] = loop.create_future()
 
@@ -234,7 +232,8 @@ async def _in_background(load: Callable[[], ModelLoader]) -> ModelLoader:
             model = load()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        # RuntimeError: the loop has ended.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, model, error)
 
     threading.Thread(target=run, name="load", daemon=True).start()

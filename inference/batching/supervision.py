@@ -1,6 +1,4 @@
-"""Threads that survive whatever their work raises, and that know how long the current piece of work
-has taken.
-"""
+"""Threads that survive whatever their work raises, and know how long its current piece takes."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ class SupervisedThread:
             try:
                 if not self._step():
                     return
-            except (
-                BaseException
-            ) as error:  # SystemExit too: the callers of this work and of the next get answers
+            # SystemExit too: a thread that ended would leave the callers of this work, and of all
+            # that comes after it, without an answer until their deadline.
+            except BaseException as error:
                 self.busy_since = None
                 self._on_failure(error)

@@ -70,6 +70,8 @@ class TokenizerThread:
             if self._closed:
                 return False
             callers = self._round = self._next_callers()
+        # Without the lock from here on: `put` is called on the event loop, which must not wait for
+        # the tokenizer.
         started = self.thread.busy_since = time.monotonic()
         wanted = [caller for caller in callers if not caller.future.done()]
         encoded = self._encode([caller.text for caller in wanted])
@@ -78,6 +80,8 @@ class TokenizerThread:
         for caller, one in zip(wanted, encoded, strict=True):
             if isinstance(one, Encoded):
                 self._lengths.add(caller.text, one.num_tokens)
+        # In this order: the batcher counts the texts before they leave the reserved tokens, so the
+        # sum of both, by which calls are accepted, is never too small.
         self._on_encoded(list(zip(wanted, encoded, strict=True)), seconds)
         self._leave_round()
         self._metrics.tokenized(len(wanted), seconds)
@@ -86,6 +90,8 @@ class TokenizerThread:
     def _next_callers(self) -> list[Caller]:
         chosen: list[Caller] = []
         size = 0
+        # One text of each call in turn, so that a call with one text waits for one round at most,
+        # however many texts the calls before it have.
         while self._calls and len(chosen) < TEXTS_PER_ROUND and size < CHARS_PER_ROUND:
             call = self._calls.popleft()
             chosen.append(call.callers[call.num_taken])
@@ -104,6 +110,7 @@ class TokenizerThread:
             logger.error("The tokenizer failed on %d texts (%s)", len(texts), type(error).__name__)
             if len(texts) == 1:
                 return [ForwardError(f"the tokenizer failed on this text ({type(error).__name__})")]
+            # One text that it cannot read must not fail the others of the round.
             return [one for text in texts for one in self._encode([text])]
         for i, one in enumerate(encoded):
             if one.passages:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.engines.base import PASSES_AT_ONCE
 from inference.errors import ForwardError, WorkerDownError
@@ -49,7 +49,8 @@ class Bench:
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
-        self.batcher = Batcher(engine, waiting, self.counts, *reports, GOOD, retry_interval_s=retry_interval_s)
+        model = BatchedModel(engine, GOOD)
+        self.batcher = Batcher(model, waiting, self.counts, *reports, retry_interval_s=retry_interval_s)
 
     def _finished(self, done: FinishedPass) -> None:
         for pair in zip(done.texts, done.outcomes, strict=True):
