@@ -1,6 +1,4 @@
-"""What a model's answers say: one label, several labels or a number. One class
-for each problem type.
-"""
+"""What a model's answers say: one label, several labels or a number. A class per problem type."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ Prediction = OneLabel | SeveralLabels | Number
 
 
 class Answering:
-    """Reads the answers of one model; ``values`` are the answers to one text, in
-    the order of the labels.
-    """
+    """Reads the answers of one model; ``values`` are those to one text, in the labels' order."""
 
     problem_type: ProblemType
 
@@ -60,9 +56,7 @@ class Answering:
         return _CLASSES[saved.problem_type.name](saved.labels, saved.thresholds)
 
     def given(self, values: Sequence[float]) -> list[tuple[str, float | None]]:
-        """The labels that a text gets, each with its probability, the best first;
-        a number has no probability.
-        """
+        """The labels that a text gets, the best first, with probabilities (a number has none)."""
         raise NotImplementedError
 
     def fields(

@@ -44,9 +44,7 @@ class TokenBatch:
         )
 
     def padded(self, pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return input ids and attention mask (1 for a token, 0 for padding),
-        both (texts, longest).
-        """
+        """Return input ids and mask (1 for a token, 0 for padding), both (texts, longest)."""
         inside = np.arange(self.lengths.max()) < self.lengths[:, None]
         input_ids = np.full(inside.shape, pad_id, dtype=np.int64)
         input_ids[inside] = self.ids
@@ -57,10 +55,16 @@ class Engine(Protocol):
     """A loaded classifier."""
 
     name: str  # runtime and precision, such as `onnx int8`
-    num_slots: int  # threads shared by all forward passes that run at the same time, at most PASSES_AT_ONCE of them
-    batch_tokens: int  # tokens per forward pass beyond which it gains no more speed
-    pads: bool  # a batch costs its longest text times the number of texts, rather than the sum of its tokens
-    survives_fork: bool  # a forked child may use it like its parent, sharing the weights
+    # Threads shared by all forward passes that run at the same time, at most PASSES_AT_ONCE of
+    # them.
+    num_slots: int
+    # Tokens per forward pass beyond which it gains no more speed.
+    batch_tokens: int
+    # A batch costs its longest text times the number of texts, rather than the sum of its tokens.
+    pads: bool
+    # A forked child may use it like its parent, sharing the weights: no runtime with threads of its
+    # own does that by itself.
+    survives_fork: bool
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         """Return one score per label, (texts, labels), of at least one text with at least one

@@ -16,9 +16,7 @@ FILE_NAME = "model.onnx"
 
 
 class OnnxEngine:
-    """Runs the graph that `inference.exporting.onnx_writer` wrote; see
-    `inference.engines.base.Engine`.
-    """
+    """Runs the graph that `exporting.onnx_writer` wrote; see `engines.base.Engine`."""
 
     batch_tokens = CPU_BATCH_TOKENS
     pads = True
@@ -34,9 +32,8 @@ class OnnxEngine:
             Exception: The runtime's own errors, if the file is damaged or needs a newer runtime.
         """
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = (
-            threads  # the default counts the host's cores, whatever the container's quota
-        )
+        # The default counts the host's cores, whatever the container's quota.
+        options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         # Waiting threads that spin would compete with the event loop for cores, also in the middle
         # of a pass.
@@ -44,7 +41,8 @@ class OnnxEngine:
         # A memory pattern is kept for every shape ever seen, and hardly any two batches have the
         # same shape.
         options.enable_mem_pattern = False
-        onnxruntime.set_default_logger_severity(4)  # errors are raised, and need not be printed too
+        # Only fatal errors: others are raised, and need not be printed too.
+        onnxruntime.set_default_logger_severity(4)
         self.name = f"onnx {precision}"
         # They share the threads; while one is between two steps, or its result is read, another
         # keeps them busy.
@@ -56,6 +54,5 @@ class OnnxEngine:
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         input_ids, attention_mask = batch.padded(self._pad_id)
-        return self._session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})[
-            0
-        ]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}  # (texts, longest)
+        return self._session.run(None, inputs)[0]

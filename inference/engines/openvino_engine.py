@@ -1,6 +1,4 @@
-"""OpenVINO as the runtime: static int8 on x86, fast on processors that our own
-kernels do not support.
-"""
+"""OpenVINO as the runtime: static int8 on x86, for processors that our kernels do not support."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ LENGTH_STEP = 16
 
 
 class OpenVinoEngine:
-    """Runs the graph that `inference.exporting.openvino_writer` wrote; see
-    `inference.engines.base.Engine`.
-    """
+    """Runs the graph that `exporting.openvino_writer` wrote; see `engines.base.Engine`."""
 
     name = "openvino int8"
     batch_tokens = CPU_BATCH_TOKENS
@@ -41,7 +37,8 @@ class OpenVinoEngine:
         options = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 if the processor has it
+            # The default is bfloat16 if the processor has it.
+            "INFERENCE_PRECISION_HINT": "f32",
         }
         core = openvino.Core()
         # By default weights are mapped: overwriting the file would change answers, and truncating
@@ -55,6 +52,7 @@ class OpenVinoEngine:
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         input_ids, attention_mask = batch.padded(self._pad_id)
+        # Rounded up to a step (see above), but not beyond the model's table of positions.
         length = input_ids.shape[1]
         missing = min(-length % LENGTH_STEP, max(0, self._longest - length))
         more = ((0, 0), (0, missing))

@@ -195,7 +195,7 @@ def _fastest_first(
     """Give the engines, the fastest first: name, why it is fastest, and its tokens per second.
 
     To ask for another one means that those before it do not load. So nothing is measured while the
-    engine that needs no measurement works. ``skipped`` gets those that fail while they are measured.
+    engine that needs no measurement works. ``skipped`` gets those that fail when they are measured.
     """
     if _is_known_fastest(engines, hardware):
         yield "native", "native is the fastest on this kind of processor", None
@@ -216,7 +216,8 @@ def _fastest_first(
         if len(speeds) > 1:
             reason = _comparison(name, speeds, when)
         yield name, reason, speeds.get(name)
-        speeds.pop(name, None)  # it does not load, so the next one is not compared with it
+        # It does not load, so the next one is not compared with it.
+        speeds.pop(name, None)
 
 
 def _engines_of(path: Path, hardware: Hardware) -> list[str]:
@@ -267,6 +268,8 @@ def _load_artefact(
     saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
+    # Three checks before anything is answered: the files are those of the manifest, texts do not
+    # change each other's answers, and the answers are the reference's.
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
     spread = _spread(folder, manifest) if saved.problem_type is REGRESSION else 1.0
     check_engine(folder, engine, tokenizer, saved, tolerance, spread)
@@ -304,7 +307,6 @@ def build_engine(
     precision: str,
     hardware: Hardware = _ANY_DEVICE,
 ) -> Engine:
-    """Build the engine of an artefact folder."""
     if name not in _BUILDERS:
         raise ValueError(f"no engine is called {name!r}")
     engine = _BUILDERS[name](folder, widened_config(config), precision, hardware)
@@ -353,7 +355,8 @@ def _load_weights(
 ) -> LoadedModel:
     """Load the weights that training wrote into PyTorch."""
     weights = weights_file(path)
-    before = _version_of(weights)  # to notice if the file is replaced while it is read
+    # To notice if the file is replaced while it is read: a rename puts another inode there.
+    before = _version_of(weights)
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     try:

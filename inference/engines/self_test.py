@@ -1,6 +1,4 @@
-"""What an engine goes through when a model is loaded: does it answer texts of every length, and how
-fast is it here?
-"""
+"""What an engine goes through at loading: does it answer texts of every length, and how fast?"""
 
 from __future__ import annotations
 
@@ -45,7 +43,10 @@ _SPREAD_TEXTS = (
     "The committee will meet again on Thursday.",
 )
 _LEAST_SPREAD = 0.1
-_SPEED_TEXT = "Shares rose on Wall Street after the makers of chips said that demand had doubled within a year."
+_SPEED_TEXT = (
+    "Shares rose on Wall Street after the makers of chips said that demand had doubled within a "
+    "year."
+)
 # A typical batch of news: similar lengths, some padding.
 _SPEED_LENGTHS = (40, 44, 48, 52)
 _PACKAGES = {"openvino": "openvino", "onnx": "onnxruntime", "torch": "torch"}
@@ -110,8 +111,8 @@ def _answers(
     try:
         with np.errstate(invalid="ignore"):  # the caller looks for NaN
             return problem_type.answers(engine.logits(TokenBatch.of(token_ids), engine.num_slots))
-    # A graph traced for one shape, too few positions, no memory, no compiler: every runtime fails in
-    # its own way, and what counts is only which texts it fails on.
+    # A graph traced for one shape, too few positions, no memory, no compiler: every runtime fails
+    # in its own way, and what counts is only which texts it fails on.
     except Exception as error:
         *others, last = (str(len(ids)) for ids in token_ids)
         lengths = f"texts of {', '.join(others)} and {last}" if others else f"a text of {last}"
@@ -140,9 +141,7 @@ def measure_speed(
 
 
 def speeds_key(path: Path, engines: list[str], hardware: Hardware) -> str:
-    """Return a key for what measured speeds depend on: processor, threads,
-    runtimes and artefacts.
-    """
+    """A key for what measured speeds depend on: processor, threads, runtimes, artefacts."""
 
     def runtime(engine: str) -> str | None:
         if engine == "native":
@@ -176,9 +175,7 @@ def recall_speeds(key: str) -> dict[str, float]:
 
 
 def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
-    """Write what `recall_speeds` reads. If the folder is not writable, the next
-    start measures again.
-    """
+    """Write what `recall_speeds` reads; if that fails, the next start measures again."""
     with contextlib.suppress(OSError, RuntimeError):
         path = _speeds_file(key)
         path.parents[1].mkdir(0o700, parents=True, exist_ok=True)  # training may keep texts there

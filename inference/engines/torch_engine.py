@@ -83,6 +83,7 @@ class TorchEngine:
         input_ids, attention_mask = (
             torch.from_numpy(array).to(self.device) for array in batch.padded(pad_id)
         )
+        # ids and mask: (texts, longest); logits: (texts, labels).
         types = token_types(self._separator, input_ids)
         output = self._model(input_ids=input_ids, attention_mask=attention_mask, **types)
         return output.logits.float().cpu().numpy()
@@ -100,9 +101,7 @@ def _fast_precision(device: torch.device) -> str:
 
 
 def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Build the transformers classifier of a ``config.json`` with these weights;
-    raises as `TorchEngine`.
-    """
+    """Build the transformers classifier of a ``config.json``; raises as `TorchEngine`."""
     model_config = AutoConfig.for_model(**config)
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model_config)]
     model, report = model_class.from_pretrained(
@@ -123,6 +122,7 @@ def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) 
         if report[kind]:
             names = sorted(key[0] if isinstance(key, tuple) else key for key in report[kind])
             raise ValueError(
-                f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}"
+                f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first "
+                f"{names[0]}"
             )
     return model

@@ -43,6 +43,8 @@ class WindowedEngine:
         """The scores of each text, (texts, labels), and which of its windows decided each of them,
         (texts, labels).
         """
+        # outputs: (windows, labels + 1), of which the last column is the window's attention;
+        # shares: how much each window counts for its text, (windows,).
         counts = count_windows(batch.lengths, self._windows.length)
         scores, shares = pool(outputs := self._outputs(batch, threads), counts)
         evidence = np.repeat(shares[:, None], scores.shape[1], axis=1)
@@ -62,10 +64,10 @@ class WindowedEngine:
         for chosen in forward_passes(lengths.tolist(), pads=self.inner.pads):
             outputs = self.inner.logits(TokenBatch.of([ids[i] for i in chosen]), threads)
             if len(outputs) != len(chosen):
-                raise ValueError(
-                    f"{self.inner.name} gave {len(outputs)} rows of scores for {len(chosen)} windows"
-                )
+                what = f"{self.inner.name} gave {len(outputs)} rows of scores"
+                raise ValueError(f"{what} for {len(chosen)} windows")
             found |= dict(zip(chosen, outputs, strict=True))
+        # `forward_passes` may sort by length; back in the order of the texts.
         return np.stack([found[i] for i in range(len(lengths))])
 
 
@@ -76,9 +78,7 @@ def with_windows(engine: Engine, config: Mapping[str, Any]) -> Engine:
 
 
 def widened_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json by which an engine is built: with one more output if the
-    model reads windows.
-    """
+    """The config.json for building an engine: one more output if the model reads windows."""
     if Windows.of(config) is None:
         return dict(config)
     names = config["id2label"]

@@ -1,11 +1,10 @@
-"""A model's files for a browser, where inference/web/local_model.js runs it: the native artefact in
-fewer bytes.
-"""
+"""A model's files for a browser (inference/web/local_model.js): the native artefact, smaller."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from html.entities import html5
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
-from common.model_folder import artefact_folder, is_artefact, read_manifest
+from common.model_folder import SavedModel, artefact_folder, is_artefact, read_manifest
 from common.problem_types import REGRESSION
 from common.text import TextTokenizer
 from inference.engines.base import answers_of
@@ -27,6 +26,12 @@ _ADDRESS_BYTES = 4  # in WebAssembly
 _OTHER_TOKENIZER = (
     "; a browser runs models with BERT's tokenizer only, so serve this one with a server"
 )
+# What web/wordpiece.js does, part by part of a tokenizer.json.
+_READABLE = {
+    "model": "WordPiece",
+    "normalizer": "BertNormalizer",
+    "pre_tokenizer": "BertPreTokenizer",
+}
 
 
 def browser_files(model: Path) -> dict[str, bytes]:
@@ -42,34 +47,27 @@ def browser_files(model: Path) -> dict[str, bytes]:
     """
     folder = model if is_artefact(model) else artefact_folder(model, "native")
     if not is_artefact(folder):
-        what = f"{folder}: there is no native artefact of this model"
-        raise UserError(
-            f"{what}; write it with python -m inference.export {model} --engine native",
-            code="artefact-missing",
-        )
+        what = f"{folder}: there is no native artefact of this model; "
+        what += f"write it with python -m inference.export {model} --engine native"
+        raise UserError(what, code="artefact-missing")
     loaded = load_model(model, "native")
     saved, engine = loaded.saved, loaded.engine
-    if saved.windows:
-        what = f"{model}: reads long texts in windows (--long windows), and the page in a browser cuts them"
-        raise UserError(
-            f"{what}; serve it with a server, or train it with --long cut", code="browser-windows"
-        )
-    if saved.reads_pairs:
-        what = f"{model}: reads pairs of texts, and the page in a browser reads only one text"
-        raise UserError(f"{what}; serve it with a server", code="browser-pairs")
+    _refuse_long_or_paired(model, saved)
     assert isinstance(engine, NativeEngine)
+    settings = json.loads(saved.tokenizer_json)
     tokenizer = tokenizer_settings(
-        folder / "tokenizer.json",
-        json.loads(saved.tokenizer_json),
-        loaded.tokenizer,
-        saved.cleaning,
+        folder / "tokenizer.json", settings, loaded.tokenizer, saved.cleaning
     )
+    # The engine computes with the rounded embeddings from here on, so that the probes judge what a
+    # browser will compute, and `check` below is the answer that it has to repeat.
     quantised, scale = _quantised(engine.words)
     engine.words[...] = quantised * scale[:, None]
     manifest = read_manifest(folder)
     check_probes(folder, manifest, saved, loaded.tokenizer, engine)
     image = engine.image(_ADDRESS_BYTES)
     weights = image.memory[: image.words] + quantised.tobytes() + scale.tobytes()
+    # The name has a hash of the contents, so a copy in a browser's cache is never a model's other
+    # version.
     name = f"model-{hashlib.sha256(weights).hexdigest()[:16]}.bin"
     check = max((probe["text"] for probe in manifest.probes), key=len)
     description = {
@@ -94,10 +92,18 @@ def browser_files(model: Path) -> dict[str, bytes]:
             "spread": manifest.accuracy["spread"] if saved.problem_type is REGRESSION else 1,
         },
     }
-    return {
-        DESCRIPTION: json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode(),
-        name: weights,
-    }
+    written = json.dumps(description, ensure_ascii=False, separators=(",", ":"))
+    return {DESCRIPTION: written.encode(), name: weights}
+
+
+def _refuse_long_or_paired(model: Path, saved: SavedModel) -> None:
+    if saved.windows:
+        what = f"{model}: reads long texts in windows (--long windows), and the page in a browser "
+        what += "cuts them; serve it with a server, or train it with --long cut"
+        raise UserError(what, code="browser-windows")
+    if saved.reads_pairs:
+        what = f"{model}: reads pairs of texts, and the page in a browser reads only one text; "
+        raise UserError(what + "serve it with a server", code="browser-pairs")
 
 
 def _test_result(metrics: dict[str, Any]) -> dict[str, float]:
@@ -116,9 +122,8 @@ def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np
 
 
 def _answers(engine: NativeEngine, loaded: LoadedModel, text: str) -> list[float]:
-    found = answers_of(engine, loaded.saved.problem_type, [loaded.tokenizer.encode([text])[0].ids])[
-        0
-    ]
+    token_ids = loaded.tokenizer.encode([text])[0].ids
+    found = answers_of(engine, loaded.saved.problem_type, [token_ids])[0]
     return [float(f"{one:.7g}") for one in found]
 
 
@@ -126,42 +131,23 @@ def tokenizer_settings(
     file: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str
 ) -> dict[str, Any]:
     """What inference/web/wordpiece.js needs to give the same ids."""
-    wanted = {
-        "model": "WordPiece",
-        "normalizer": "BertNormalizer",
-        "pre_tokenizer": "BertPreTokenizer",
-    }
-    for part, kind in wanted.items():
-        found = (settings.get(part) or {}).get("type")
-        if found != kind:
-            what = f"{file}: the {part} is {found or 'missing'}, not {kind}"
-            raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
-    for token in settings["added_tokens"]:
-        if any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")):
-            what = f"{file}: the added token {token['content']!r} is matched in a special way"
-            raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
-    if (settings.get("truncation") or {}).get("direction") == "Left":
-        raise UserError(
-            f"{file}: long texts lose their beginning{_OTHER_TOKENIZER}", code="browser-tokenizer"
-        )
+    if problem := next(_problems(settings), None):
+        raise UserError(f"{file}: {problem}{_OTHER_TOKENIZER}", code="browser-tokenizer")
     model, normalizer = settings["model"], settings["normalizer"]
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
-    if model["unk_token"] not in added:
-        what = f"{file}: {model['unk_token']} is not among the added tokens"
-        raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     pieces: list[str | None] = [None] * (1 + max(model["vocab"].values()))
     for piece, index in model["vocab"].items():
         pieces[index] = piece
-    # What stands around every text, by asking: files describe it in several ways.
+    # What stands around every text (BERT's [CLS] and [SEP]), by asking: files describe it in
+    # several ways.
     unknown = model["vocab"][model["unk_token"]]
     around = tokenizer.encode_cleaned([model["unk_token"]])[0].ids
     strip = normalizer["strip_accents"]
+    # Python's table, so that both sides decode the same names.
+    entities = {name[:-1]: text for name, text in html5.items() if name[-1] == ";"}
     return {
         "cleaning": cleaning,
-        # Python's table, so that both sides decode the same names.
-        "entities": {name[:-1]: text for name, text in html5.items() if name[-1] == ";"}
-        if cleaning == "news"
-        else {},
+        "entities": entities if cleaning == "news" else {},
         "max_tokens": tokenizer.max_length,
         "vocabulary": pieces,
         "added": added,
@@ -175,3 +161,19 @@ def tokenizer_settings(
         "handle_chinese_chars": normalizer["handle_chinese_chars"],
         "strip_accents": normalizer["lowercase"] if strip is None else strip,
     }
+
+
+def _problems(settings: dict[str, Any]) -> Iterator[str]:
+    """What in a tokenizer.json the page's tokenizer would do differently."""
+    for part, kind in _READABLE.items():
+        found = (settings.get(part) or {}).get("type")
+        if found != kind:
+            yield f"the {part} is {found or 'missing'}, not {kind}"
+    for token in settings["added_tokens"]:
+        if any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")):
+            yield f"the added token {token['content']!r} is matched in a special way"
+    if (settings.get("truncation") or {}).get("direction") == "Left":
+        yield "long texts lose their beginning"
+    unknown = settings["model"]["unk_token"]
+    if all(token["content"] != unknown for token in settings["added_tokens"]):
+        yield f"{unknown} is not among the added tokens"

@@ -1,6 +1,4 @@
-"""The export: write an artefact into a temporary folder, compare it with the reference, then keep
-it or refuse it.
-"""
+"""The export: write an artefact aside, compare it with the reference, then keep or refuse it."""
 
 from __future__ import annotations
 
@@ -68,8 +66,8 @@ _PROBES = (
     "Oil prices rise again as stocks fall on Wall Street.",
     "The home side won the cup final after extra time and penalties.",
     "A new chip doubles the speed of phones, its makers say, and halves the power that they draw.",
-    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both sides "
-    "within the week.",
+    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both "
+    "sides within the week.",
     "Goal!",
 )
 # Allowed on top of how much the probes differ on this processor: another one may round differently.
@@ -140,23 +138,17 @@ def export(
         with stages.stage(f"Compare both on {counted(len(token_ids), 'row')}"):
             comparison = compare(saved, reference, artefact, token_ids, rows, stages.advance)
         _refuse_distance(found, expected, comparison.spread, kind)
-        if not comparison.loss <= max_drop:  # written so that NaN is refused too
-            raise ExportRefusedError(
-                f"{comparison.loss_line} on {len(rows.texts)} rows), "
-                f"more than --max_drop {max_drop:g}; nothing was written",
-                comparison.changed_lines(SHOWN_CHANGES),
-            )
+        _refuse_loss(comparison, max_drop)
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
             probes, tolerance = _probes(reference, artefact, tokenizer, kind, comparison.spread)
-            described = DESCRIPTION_FILES if saved.path.is_dir() else ()
             weights_path = weights_file(saved.path)
             manifest = Manifest(
                 engine=engine,
                 precision=precision,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                source=describe_source(saved.path.name, weights_path, described),
+                source=describe_source(saved.path.name, weights_path, _described(saved)),
                 files=describe_files(folder),
                 versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
@@ -167,10 +159,7 @@ def export(
                 probe_tolerance=tolerance,
             )
             write_manifest(folder, manifest)
-            # Else the manifest would name weights that gave none of these answers.
-            if _files_now(saved) != before:
-                what, remedy = "changed while it was exported", "export the model again"
-                raise ModelLoadError(saved.path, what, remedy)
+            _refuse_changed(saved, before)
             load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest, comparison.table())
 
@@ -286,9 +275,20 @@ def end_unfinished(*_: object) -> None:
 
 def _files_now(saved: SavedModel) -> list[tuple[int, int, int]]:
     """What changes when a file of the model is written again or replaced."""
-    described = [saved.path / name for name in DESCRIPTION_FILES] if saved.path.is_dir() else []
+    described = [saved.path / name for name in _described(saved)]
     found = [path.stat() for path in (weights_file(saved.path), *described) if path.is_file()]
     return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
+
+
+def _refuse_changed(saved: SavedModel, before: list[tuple[int, int, int]]) -> None:
+    # The manifest would name weights that gave none of these answers.
+    if _files_now(saved) != before:
+        what, remedy = "changed while it was exported", "export the model again"
+        raise ModelLoadError(saved.path, what, remedy)
+
+
+def _described(saved: SavedModel) -> tuple[str, ...]:
+    return DESCRIPTION_FILES if saved.path.is_dir() else ()
 
 
 def _encode(tokenizer: TextTokenizer, texts: Sequence[Text]) -> list[list[int]]:
@@ -345,6 +345,15 @@ def _refuse_distance(
     return difference
 
 
+def _refuse_loss(comparison: Comparison, max_drop: float) -> None:
+    if not comparison.loss <= max_drop:  # written so that NaN is refused too
+        raise ExportRefusedError(
+            f"{comparison.loss_line} on {len(comparison.rows.texts)} rows), "
+            f"more than --max_drop {max_drop:g}; nothing was written",
+            comparison.changed_lines(SHOWN_CHANGES),
+        )
+
+
 def _write_description(saved: SavedModel, folder: Path) -> None:
     """Copy what serving needs besides weights: configuration, tokenizer, metrics."""
     if saved.path.is_dir():
@@ -364,9 +373,7 @@ def _write_description(saved: SavedModel, folder: Path) -> None:
 
 
 def _write_tokenizer(saved: SavedModel, folder: Path) -> None:
-    """Write all that the tokenizer's files say into its tokenizer.json, for
-    servers that have no transformers.
-    """
+    """Write all that the tokenizer's files say into one, for servers without transformers."""
     (folder / TOKENIZER_FILE).write_text(saved.tokenizer_json, encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": saved.max_length}
     write_json(folder / SETTINGS_FILE, settings)

@@ -32,9 +32,7 @@ _SHOWN_CHARS = 70
 
 @dataclass(frozen=True, slots=True)
 class Comparison(ABC):
-    """What the reference (before) and the artefact (after) decided on the same rows, and the time
-    they took.
-    """
+    """What the reference (before) and the artefact (after) decided, and how long it took."""
 
     rows: LabelledRows
     labels: list[str]
@@ -46,9 +44,7 @@ class Comparison(ABC):
     @property
     @abstractmethod
     def loss(self) -> float:
-        """How much worse the artefact is, in the unit of ``--max_drop``; negative
-        if it is better.
-        """
+        """How much worse the artefact is, in the unit of ``--max_drop``; negative: better."""
 
     @property
     @abstractmethod
@@ -104,7 +100,10 @@ class _AccuracyComparison(Comparison):
     @property
     def loss_line(self) -> str:
         found = self.measured()
-        return f"accuracy drops by {self.loss:.2f} points ({found['before']:.2%} to {found['after']:.2%}"
+        return (
+            f"accuracy drops by {self.loss:.2f} points ({found['before']:.2%} to "
+            f"{found['after']:.2%}"
+        )
 
     def measured(self) -> dict[str, Any]:
         was_right, is_right = self.before == self._class_ids, self.after == self._class_ids
@@ -137,8 +136,8 @@ class _AccuracyComparison(Comparison):
         changed, right = np.flatnonzero(self.before != self.after), self._class_ids
         worst_first = sorted(changed, key=lambda i: self.before[i] != right[i])
         return [
-            f"{self.labels[self.before[i]]} -> {self.labels[self.after[i]]} (right: {self.labels[right[i]]}): "
-            f"{_shortened(self.rows.texts[i])}"
+            f"{self.labels[self.before[i]]} -> {self.labels[self.after[i]]} (right: "
+            f"{self.labels[right[i]]}): {_shortened(self.rows.texts[i])}"
             for i in worst_first[:limit]
         ]
 
@@ -164,7 +163,10 @@ class _F1Comparison(Comparison):
 
     @property
     def loss_line(self) -> str:
-        return f"micro-F1 drops by {self.loss:.2f} points ({self._f1(self.before):.2%} to {self._f1(self.after):.2%}"
+        return (
+            f"micro-F1 drops by {self.loss:.2f} points ({self._f1(self.before):.2%} to "
+            f"{self._f1(self.after):.2%}"
+        )
 
     def measured(self) -> dict[str, Any]:
         return {
@@ -193,8 +195,8 @@ class _F1Comparison(Comparison):
         worse = (self.after != right).sum(axis=1) - (self.before != right).sum(axis=1)
         changed = np.flatnonzero((self.before != self.after).any(axis=1))
         return [
-            f"{self._names(self.before[i])} -> {self._names(self.after[i])} (right: {self._names(right[i])}): "
-            f"{_shortened(self.rows.texts[i])}"
+            f"{self._names(self.before[i])} -> {self._names(self.after[i])} (right: "
+            f"{self._names(right[i])}): {_shortened(self.rows.texts[i])}"
             for i in sorted(changed, key=lambda i: -worse[i])[:limit]
         ]
 
@@ -227,7 +229,10 @@ class _ErrorComparison(Comparison):
 
     @property
     def loss_line(self) -> str:
-        return f"RMSE rises by {self.loss:.2f}% ({self._rmse(self.before):.6g} to {self._rmse(self.after):.6g}"
+        return (
+            f"RMSE rises by {self.loss:.2f}% ({self._rmse(self.before):.6g} to "
+            f"{self._rmse(self.after):.6g}"
+        )
 
     def measured(self) -> dict[str, Any]:
         return {
@@ -275,17 +280,14 @@ def compare(
     rows: LabelledRows,
     advance: Callable[[int], None],
 ) -> Comparison:
-    """Answer all rows with both engines; ``advance`` is called with the number of rows done since
-    its last call.
-    """
+    """Answer all rows with both engines; ``advance`` gets the rows done since its last call."""
     kind = saved.problem_type
     engines = {"before": reference, "after": artefact}
     decided: dict[str, list[NDArray[Any]]] = {"before": [], "after": []}
     seconds = {"before": 0.0, "after": 0.0}
     for engine in engines.values():
-        answers_of(
-            engine, kind, token_ids[:TURN_TEXTS]
-        )  # the first pass prepares what later ones reuse
+        # The first pass prepares what later ones reuse, so it is not timed.
+        answers_of(engine, kind, token_ids[:TURN_TEXTS])
     for turn, start in enumerate(range(0, len(token_ids), TURN_TEXTS)):
         texts = token_ids[start : start + TURN_TEXTS]
         # Alternate which engine goes first, so that neither always finds the caches warm.

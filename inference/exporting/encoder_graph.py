@@ -1,6 +1,4 @@
-"""BERT and DistilBERT classifiers as a plain torch module that computes only what
-the answer needs.
-"""
+"""BERT and DistilBERT as a plain torch module that computes only what the answer needs."""
 
 from __future__ import annotations
 
@@ -108,19 +106,14 @@ class _Block(nn.Module):
     ) -> None:
         super().__init__()
         family, prefix = shape.family, shape.block_prefix(index)
-        self.hidden_size, self.num_heads, self.head_size = (
-            shape.hidden_size,
-            shape.num_heads,
-            shape.head_size,
-        )
+        self.hidden_size = shape.hidden_size
+        self.num_heads, self.head_size = shape.num_heads, shape.head_size
         # Layers with the same input become one matrix product. In the last block the query reads
         # another input than keys and values: the first token.
         self.query = _linear(weights, prefix + family.query) if first_token_only else None
-        joined = (
-            [family.key, family.value]
-            if first_token_only
-            else [family.query, family.key, family.value]
-        )
+        joined = [family.key, family.value]
+        if not first_token_only:
+            joined.insert(0, family.query)
         self.projection = _linear(weights, *(prefix + name for name in joined))
         self.attention_output = _linear(weights, prefix + family.attention_output)
         self.attention_norm = _norm(shape, weights, prefix + family.attention_norm)
@@ -136,6 +129,7 @@ class _Block(nn.Module):
             key, value = self.projection(hidden).split(self.hidden_size, dim=-1)
             hidden = hidden[:, :1]
             query = self.query(hidden)
+        # (texts, heads, tokens, head size); the query has one token in the last block.
         query, key, value = (self._by_head(part) for part in (query, key, value))
         scores = query @ key.transpose(-1, -2) * self.head_size**-0.5 + mask
         context = (scores.softmax(-1) @ value).transpose(1, 2).reshape(hidden.shape)

@@ -35,9 +35,8 @@ def write_openvino(
     inputs = [(name, _OPEN_SHAPE, np.int64) for name in ("input_ids", "attention_mask")]
     logging.getLogger("nncf").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # that traced shapes are constants, which `input` makes them not
+        # That traced shapes are constants, which `input` makes them not.
+        warnings.simplefilter("ignore")
         model = openvino.convert_model(module, example_input=(example, example), input=inputs)
         quantised = nncf.quantize(
             model,

@@ -18,9 +18,10 @@ def is_supported() -> tuple[bool, str]:
     """
     if library_path() is None:
         return False, (
-            "the int8 kernels are not compiled, so int8 models run on ONNX Runtime, which takes 1.5 times as long, or "
-            "on NumPy, which takes about 20 times as long; install a C compiler (apt-get install gcc, xcode-select "
-            "--install), then install DistriNews again (pip install --editable .)"
+            "the int8 kernels are not compiled, so int8 models run on ONNX Runtime, which takes "
+            "1.5 times as long, or on NumPy, which takes about 20 times as long; install a C "
+            "compiler (apt-get install gcc, xcode-select --install), then install DistriNews "
+            "again (pip install --editable .)"
         )
     try:
         best = instruction_sets()[0]
@@ -29,7 +30,8 @@ def is_supported() -> tuple[bool, str]:
     if best == _PLAIN:
         return (
             False,
-            "the int8 kernels support no instructions of this processor (AVX2 on x86-64, NEON on ARM)",
+            "the int8 kernels support no instructions of this processor (AVX2 on x86-64, NEON on "
+            "ARM)",
         )
     return True, f"our own int8 kernels, on {best}"
 

@@ -26,6 +26,7 @@ LANES = 16  # floats that one step of the kernels takes, see model.h
 MAX_INPUTS = (2**31 - 1) // (182 * 45) // 2
 ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in model.h
 _HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": 2}
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # kinds of ModernBERT's layers
 # Bounds of a config.json that may be wrong: a size within them costs no memory to speak of before
 # the tensors are there to compare it with.
 _MOST_LAYERS, _MOST = 1_000, 2**20
@@ -33,9 +34,7 @@ _MOST_LAYERS, _MOST = 1_000, 2**20
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """The sizes of a classifier that the kernels compute, and how transformers
-    names its weights.
-    """
+    """The sizes of a classifier that the kernels compute, and the names of its weights."""
 
     family: EncoderFamily
     num_layers: int
@@ -49,11 +48,16 @@ class EncoderShape:
     activation: int  # one of ACTIVATIONS
     head_activation: int  # one of _HEAD_ACTIVATIONS
     norm_epsilon: float
-    padding_id: int | None  # gets the first position; the others count from behind it
-    separator: int | None  # behind it begins a pair's second text, whose tokens have another type
-    mean_pool: bool  # the head reads the mean of a text's tokens instead of the first one
-    windows: tuple[int, ...]  # of each layer: how many tokens one sees to either side, 0 for all
-    rotary_thetas: tuple[float | None, ...]  # of each layer with rotary positions
+    # Gets the first position; the others count from behind it.
+    padding_id: int | None
+    # Behind it begins a pair's second text, whose tokens have another type.
+    separator: int | None
+    # Whether the head reads the mean of a text's tokens instead of the first one.
+    mean_pool: bool
+    # Per layer: how many tokens a token sees to either side, 0 for all.
+    windows: tuple[int, ...]
+    # Per layer: the base of the frequencies, None for a layer without rotary positions.
+    rotary_thetas: tuple[float | None, ...]
 
     @property
     def head_size(self) -> int:
@@ -73,74 +77,33 @@ class EncoderShape:
         try:
             return cls._of(config)
         except KeyError as error:  # transformers has a default for each
-            raise ValueError(
-                f"config.json has no {error.args[0]}, which the native engine needs"
-            ) from error
-        except (
-            AttributeError,
-            OverflowError,
-            TypeError,
-        ) as error:  # such as a text where a number belongs
+            what = f"config.json has no {error.args[0]}, which the native engine needs"
+            raise ValueError(what) from error
+        # Such as a text where a number belongs: a config.json may come from anybody.
+        except (AttributeError, OverflowError, TypeError) as error:
             raise ValueError(f"config.json has a value of the wrong type ({error})") from error
 
     @classmethod
     def _of(cls, config: Mapping[str, Any]) -> EncoderShape:
-        if config.get("is_decoder"):
-            raise ValueError(
-                "is_decoder: the native engine supports encoders only, in which all tokens see each other"
-            )
-        model_type = config.get("model_type")
-        family = next((family for family in FAMILIES if family.model_type == model_type), None)
-        if family is None:
-            known = ", ".join(family.model_type for family in FAMILIES)
-            raise ValueError(f"model_type {model_type!r}: the native engine supports {known}")
-        if config.get("position_embedding_type", "absolute") != "absolute":
-            raise ValueError(
-                "position_embedding_type: the native engine supports absolute positions only"
-            )
-        num_layers = config[family.num_layers_key]
-        num_positions = max_positions(config)
-        embedding_size = config[family.hidden_size_key]
-        if family.embedding_projection:
-            embedding_size = config.get("embedding_size", embedding_size)
+        family = _supported_family(config)
         epsilon, padding = (
             config[key] if isinstance(key, str) else key
             for key in (family.norm_epsilon, family.padding_id)
         )
-        # The kernels would read past the end of an array for a size of 0, so this comes before all
-        # arithmetic.
-        for name, size, most in (
-            (family.num_layers_key, num_layers, _MOST_LAYERS),
-            (family.hidden_size_key, config[family.hidden_size_key], _MOST),
-            ("embedding_size", embedding_size, _MOST),
-            (family.intermediate_size_key, config[family.intermediate_size_key], _MOST),
-            (family.num_heads_key, config[family.num_heads_key], _MOST),
-            ("vocab_size", config["vocab_size"], _MOST),
-            ("max_position_embeddings", num_positions, _MOST),
-            ("id2label", len(config["id2label"]), _MOST),
-        ):
-            _check_whole(name, size, 1, most)
+        sizes = _checked_sizes(config, family)
         if padding is not None:
-            _check_whole("pad_token_id", padding, 0, config["vocab_size"] - 1)
+            _check_whole("pad_token_id", padding, 0, sizes["vocab_size"] - 1)
         _check_positive("norm epsilon", epsilon)
-        windows, thetas = (0,) * num_layers, (None,) * num_layers
+        windows, thetas = (0,) * sizes["num_layers"], (None,) * sizes["num_layers"]
         head_activation = family.pooler_activation
         if family is MODERNBERT:
             windows, thetas = _modernbert_attention(config)
             head_activation = config.get("classifier_activation", "gelu")
+        key = family.activation_key
         shape = cls(
             family=family,
-            num_layers=num_layers,
-            hidden_size=config[family.hidden_size_key],
-            embedding_size=embedding_size,
-            intermediate_size=config[family.intermediate_size_key],
-            num_heads=config[family.num_heads_key],
-            num_labels=len(config["id2label"]),
-            num_positions=num_positions,
-            vocab_size=config["vocab_size"],
-            activation=_activation(
-                family.activation_key, config[family.activation_key], ACTIVATIONS
-            ),
+            **sizes,
+            activation=_activation(key, config[key], ACTIVATIONS),
             head_activation=_activation(
                 "classifier_activation", head_activation, _HEAD_ACTIVATIONS
             ),
@@ -157,9 +120,8 @@ class EncoderShape:
     def _check_sizes(self) -> None:
         family = self.family
         if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"{family.hidden_size_key} {self.hidden_size}: must be a multiple of its {self.num_heads} heads"
-            )
+            what = f"{family.hidden_size_key} {self.hidden_size}"
+            raise ValueError(f"{what}: must be a multiple of its {self.num_heads} heads")
         # Rotary positions turn the first half of a head's features against the second.
         head_multiple = 2 * LANES if any(self.rotary_thetas) else LANES
         for name, size, multiple in (
@@ -171,16 +133,58 @@ class EncoderShape:
             if size % multiple:
                 raise ValueError(f"{name} {size}: the native engine needs multiples of {multiple}")
             if size > MAX_INPUTS:
-                raise ValueError(
-                    f"{name} {size}: the native engine sums at most {MAX_INPUTS} products without overflow"
-                )
+                what = f"{name} {size}: the native engine sums at most {MAX_INPUTS}"
+                raise ValueError(f"{what} products without overflow")
+
+
+def _supported_family(config: Mapping[str, Any]) -> EncoderFamily:
+    if config.get("is_decoder"):
+        what = "is_decoder: the native engine supports encoders only"
+        raise ValueError(f"{what}, in which all tokens see each other")
+    model_type = config.get("model_type")
+    family = next((family for family in FAMILIES if family.model_type == model_type), None)
+    if family is None:
+        known = ", ".join(family.model_type for family in FAMILIES)
+        raise ValueError(f"model_type {model_type!r}: the native engine supports {known}")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        what = "position_embedding_type: the native engine supports absolute positions only"
+        raise ValueError(what)
+    return family
+
+
+def _checked_sizes(config: Mapping[str, Any], family: EncoderFamily) -> dict[str, int]:
+    """The sizes by their names in `EncoderShape`, each a whole number within its bounds."""
+    embedding_size = hidden_size = config[family.hidden_size_key]
+    if family.embedding_projection:
+        embedding_size = config.get("embedding_size", hidden_size)
+    # Field, name in config.json, value, the most that it may be.
+    sizes = (
+        ("num_layers", family.num_layers_key, config[family.num_layers_key], _MOST_LAYERS),
+        ("hidden_size", family.hidden_size_key, hidden_size, _MOST),
+        ("embedding_size", "embedding_size", embedding_size, _MOST),
+        (
+            "intermediate_size",
+            family.intermediate_size_key,
+            config[family.intermediate_size_key],
+            _MOST,
+        ),
+        ("num_heads", family.num_heads_key, config[family.num_heads_key], _MOST),
+        ("vocab_size", "vocab_size", config["vocab_size"], _MOST),
+        ("num_positions", "max_position_embeddings", max_positions(config), _MOST),
+        ("num_labels", "id2label", len(config["id2label"]), _MOST),
+    )
+    # The kernels would read past the end of an array for a size of 0, so this comes before all
+    # arithmetic.
+    for _, name, size, most in sizes:
+        _check_whole(name, size, 1, most)
+    return {field: size for field, _, size, _ in sizes}
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    # Not isinstance: True is an int too.
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(
-            f"{name} {value!r:.80}: the native engine needs a whole number from {least} to {most}"
-        )
+        what = f"{name} {value!r:.80}: the native engine needs a whole number"
+        raise ValueError(f"{what} from {least} to {most}")
 
 
 def _check_positive(name: str, value: Any) -> None:
@@ -203,32 +207,31 @@ def _modernbert_attention(
     every, window = config.get("global_attn_every_n_layers", 3), config.get("local_attention", 128)
     _check_whole("global_attn_every_n_layers", every, 1, _MOST)
     _check_whole("local_attention", window, 2, _MOST)
+    num_layers = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [
-        "sliding_attention" if layer % every else "full_attention"
-        for layer in range(config["num_hidden_layers"])
+        _LOCAL if layer % every else _GLOBAL for layer in range(num_layers)
     ]
-    if len(kinds) != config["num_hidden_layers"] or not {
-        "full_attention",
-        "sliding_attention",
-    }.issuperset(kinds):
-        what = f"layer_types {kinds!r:.200}: must name full_attention or sliding_attention for each of the"
-        raise ValueError(f"{what} {config['num_hidden_layers']} layers")
-    thetas: dict[str, float] = {}
-    for kind, old_key, usual in (
-        ("full_attention", "global_rope_theta", 160_000.0),
-        ("sliding_attention", "local_rope_theta", 10_000.0),
-    ):
-        parameters = (config.get("rope_parameters") or {}).get(kind) or {}
-        rope_type = parameters.get("rope_type", "default")
-        if rope_type != "default" or config.get("rope_scaling"):
-            raise ValueError(
-                f"rope_type {rope_type!r}: the native engine supports the default rotary positions only"
-            )
-        # A layer kind without a theta of its own has the usual one of the family.
-        theta = parameters.get("rope_theta") or config.get(old_key) or usual
-        _check_positive("rope_theta", theta)
-        thetas[kind] = float(theta)
+    if len(kinds) != num_layers or not {_GLOBAL, _LOCAL}.issuperset(kinds):
+        what = f"layer_types {kinds!r:.200}: must name {_GLOBAL} or {_LOCAL}"
+        raise ValueError(f"{what} for each of the {num_layers} layers")
+    thetas = {
+        _GLOBAL: _rotary_theta(config, _GLOBAL, "global_rope_theta", 160_000.0),
+        _LOCAL: _rotary_theta(config, _LOCAL, "local_rope_theta", 10_000.0),
+    }
+    # A window of 128 tokens reaches 64 to either side.
     return (
-        tuple(window // 2 if kind == "sliding_attention" else 0 for kind in kinds),
+        tuple(window // 2 if kind == _LOCAL else 0 for kind in kinds),
         tuple(thetas[kind] for kind in kinds),
     )
+
+
+def _rotary_theta(config: Mapping[str, Any], kind: str, old_key: str, usual: float) -> float:
+    parameters = (config.get("rope_parameters") or {}).get(kind) or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default" or config.get("rope_scaling"):
+        what = f"rope_type {rope_type!r}: the native engine supports the default rotary positions"
+        raise ValueError(f"{what} only")
+    # A layer kind without a theta of its own has the usual one of the family.
+    theta = parameters.get("rope_theta") or config.get(old_key) or usual
+    _check_positive("rope_theta", theta)
+    return float(theta)

@@ -42,9 +42,7 @@ class Image(NamedTuple):
 
 
 class NativeEngine:
-    """Runs an encoder's classifier in int8 on any processor; see
-    `inference.engines.base.Engine`.
-    """
+    """Runs an encoder's classifier in int8 on any processor; see `engines.base.Engine`."""
 
     name = "native int8"
     batch_tokens = CPU_BATCH_TOKENS
@@ -83,8 +81,10 @@ class NativeEngine:
         if self._shape.separator is not None:
             ids = mark_second_texts(ids, starts, self._shape.separator)
         logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
+        # The kernels' threads exist only in the process that started them. Workers are forked from
+        # a process that has loaded the model, so each starts its own at its first pass.
         here = self._threads
-        if here.process != os.getpid():  # after a fork, which copies memory but not threads
+        if here.process != os.getpid():
             here = self._threads = self._start_threads()
         # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes
         # releases the interpreter's lock during the call, so passes really run in parallel.
@@ -115,9 +115,10 @@ class NativeEngine:
         def aligned(place: int, alignment: int = pointer_bytes) -> int:
             return -(-place // alignment) * alignment
 
-        others = [array for name, array in self._tensors.items() if name != "words"] + [
-            *self._rotations.values()
-        ]
+        # Floats, then all int8 weights together, and the word embeddings last: a page receives
+        # those in another form, and appends them.
+        others = [array for name, array in self._tensors.items() if name != "words"]
+        others += self._rotations.values()
         int8 = [array for array in others if array.dtype == np.int8]
         arrays = [*(array for array in others if array.dtype != np.int8), *int8, self.words]
         size, places = 0, {}
@@ -143,10 +144,8 @@ class NativeEngine:
                 elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
                     place = aligned(place)
                     if value:
-                        address = (
-                            value if isinstance(value, int) else ctypes.addressof(value.contents)
-                        )
-                        memory[place : place + pointer_bytes] = places[address].to_bytes(
+                        offset = places[_address(value)]
+                        memory[place : place + pointer_bytes] = offset.to_bytes(
                             pointer_bytes, "little"
                         )
                         pointers.append(place)
@@ -167,14 +166,10 @@ class NativeEngine:
     def _check(self, batch: TokenBatch) -> None:
         # The kernels trust their input, so whatever would read outside of a table has to be refused
         # here.
-        if (
-            len(batch.ids) != int(batch.lengths.sum())
-            or len(batch.lengths) == 0
-            or batch.lengths.min() < 1
-        ):
-            raise ValueError(
-                "a batch needs at least one text, a token in each text, and lengths that sum to its tokens"
-            )
+        is_empty = len(batch.lengths) == 0 or batch.lengths.min() < 1
+        if is_empty or len(batch.ids) != int(batch.lengths.sum()):
+            what = "a batch needs at least one text, a token in each text, "
+            raise ValueError(what + "and lengths that sum to its tokens")
         if batch.lengths.max() > self._shape.num_positions:
             raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._shape.num_positions}")
         if batch.ids.min() < 0 or batch.ids.max() >= self._shape.vocab_size:
@@ -185,14 +180,12 @@ class NativeEngine:
 
     def _model_struct(self) -> ModelStruct:
         shape, family = self._shape, self._shape.family
-        width, embedding_width, positions = (
-            shape.hidden_size,
-            shape.embedding_size,
-            shape.num_positions,
-        )
-        self._rotations = {
-            theta: self._rotation(theta) for theta in set(shape.rotary_thetas) if theta
-        }
+        width, embedding_width = shape.hidden_size, shape.embedding_size
+        positions = shape.num_positions
+        thetas = {theta for theta in shape.rotary_thetas if theta}
+        # The structures below hold plain addresses, which keep nothing alive: what they point to is
+        # kept in `_tensors`, `_rotations` and `_blocks` for as long as the engine.
+        self._rotations = {theta: self._rotation(theta) for theta in thetas}
         self._blocks = (BlockStruct * shape.num_layers)()
         for index in range(shape.num_layers):
             self._fill_block(self._blocks[index], index)
@@ -286,12 +279,18 @@ class NativeEngine:
 
     def _pointer(self, name: str, dtype: type, shape: tuple[int, ...]) -> int:
         array = self._tensors.get(name)
+        # The kernels read as much as the sizes in config.json say, so each array must be as large.
         if array is None or array.dtype != dtype or array.shape != shape:
             found = "nothing" if array is None else f"{array.dtype} {array.shape}"
             raise ValueError(
                 f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}"
             )
         return array.ctypes.data
+
+
+def _address(pointer: Any) -> int:
+    # ctypes gives the value of a c_void_p as a number, that of a typed pointer as an object.
+    return pointer if isinstance(pointer, int) else ctypes.addressof(pointer.contents)
 
 
 def mark_second_texts(
@@ -311,9 +310,8 @@ class _Threads:
         self, library: ctypes.CDLL, model: ModelStruct, threads: int, instructions: str
     ) -> None:
         self.process = os.getpid()
-        self._getpid = (
-            os.getpid
-        )  # for __del__, which may run when the interpreter has already cleared its modules
+        # For __del__, which may run when the interpreter has already cleared its modules.
+        self._getpid = os.getpid
         # The calling thread works too, so a pool of n threads has n - 1 helpers.
         self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
         self._library = library
@@ -351,13 +349,10 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
             raise ValueError(f"{path.name} has a header that is nested too deep") from error
         header.pop("__metadata__", None)
         # Small arrays of odd sizes shift all that follow, so it is the largest that gets its place.
-        begins = {
-            end - begin: begin
-            for begin, end in (entry["data_offsets"] for entry in header.values())
-        }
-        data = _aligned_memory(
-            os.fstat(file.fileno()).st_size - 8 - header_bytes, begins[max(begins)]
-        )
+        offsets = (entry["data_offsets"] for entry in header.values())
+        begins = {end - begin: begin for begin, end in offsets}
+        data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes
+        data = _aligned_memory(data_bytes, begins[max(begins)])
         if file.readinto(data) != len(data):  # type: ignore[arg-type]
             raise OSError(f"{path.name} was cut while it was read")
     tensors = {}

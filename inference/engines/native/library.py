@@ -97,10 +97,12 @@ def load_library() -> ctypes.CDLL:
     if path is None:
         raise OSError("the native kernels are not compiled; install again with a C compiler")
     library = ctypes.CDLL(str(path))
-    if not hasattr(library, "instruction_set") or library.model_bytes() != ctypes.sizeof(
-        ModelStruct
-    ):
+    # The structures are written twice, here and in model.h. Sizes that differ mean that an old
+    # library is still installed, which would read wrong addresses.
+    is_ours = hasattr(library, "instruction_set")
+    if not is_ours or library.model_bytes() != ctypes.sizeof(ModelStruct):
         raise OSError("the native kernels were compiled from another version; install again")
+    # Without these ctypes would pass addresses as 32-bit integers.
     for function, result, arguments in (
         ("instruction_set", ctypes.c_char_p, [_INT]),
         ("fill_rotation", None, [_POINTER, _INT, _INT, _POINTER]),

@@ -39,9 +39,7 @@ _GELU += (3.9788323641e-1,)
 
 
 class NumpyEngine(NativeEngine):
-    """Takes the artefact of `NativeEngine`; NumPy chooses its threads, so there
-    is one pass at a time.
-    """
+    """Takes the artefact of `NativeEngine`; NumPy chooses its threads: one pass at a time."""
 
     name = "native int8 in numpy"
     survives_fork = False  # not every library for matrix products does
@@ -52,10 +50,10 @@ class NumpyEngine(NativeEngine):
         self._shape = EncoderShape.of(config)
         self._tensors = read_tensors(folder / FILE_NAME)
         self._model = self._model_struct()  # checks every shape
+        # The kernels' layout (outputs / 16, inputs / 4, 16, 4) back to (inputs, outputs). As
+        # floats, because NumPy multiplies integers without a matrix library, far slower.
         self._float_weights = {
-            name: array.transpose(0, 2, 1, 3)
-            .reshape(-1, 4 * array.shape[1])
-            .T.astype(np.float32)  # (inputs, outputs)
+            name: array.transpose(0, 2, 1, 3).reshape(-1, 4 * array.shape[1]).T.astype(np.float32)
             for name, array in self._tensors.items()
             if array.dtype == np.int8
         }
@@ -66,44 +64,74 @@ class NumpyEngine(NativeEngine):
             return self._logits(batch)
 
     def _logits(self, batch: TokenBatch) -> Floats:
-        shape, tensors = self._shape, self._tensors
+        # The texts of a batch lie one behind another without padding: text i is the tokens from
+        # starts[i] to starts[i + 1]. `places` has each token's position in its own text.
         starts = np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int32)
-        places = np.concatenate(
-            [np.arange(length) for length in batch.lengths]
-        )  # of each token in its text
-        hidden = entering = self._embedded(batch, starts, places)
-        for index in range(shape.num_layers):
-            prefix, is_last = f"block.{index}.", index == shape.num_layers - 1
-            # The classifier reads first tokens only, so the last block computes nothing else.
-            asking = starts[:-1] if is_last and not shape.mean_pool else np.arange(len(hidden))
-            key, value = np.split(self._linear_of(prefix + "key_value", entering), 2, axis=1)
-            query = self._linear_of(prefix + "query", entering[asking])
-            if theta := shape.rotary_thetas[index]:
-                turns = self._rotations[theta][places]
-                query, key = self._rotated(query, turns[asking]), self._rotated(key, turns)
-            context = np.empty_like(query)
-            for start, stop in pairwise(starts):
-                own = slice(*np.searchsorted(asking, (start, stop)))
-                context[own] = self._attended(
-                    index, query[own], key[start:stop], value[start:stop], places[asking[own]]
-                )
-            hidden = hidden[asking] + self._linear_of(prefix + "attention_out", context)
-            entering = self._normalised(prefix + "attention_norm", hidden)
-            if not self._model.norm_first:
-                hidden = entering
-            wide = self._linear_of(prefix + ("gate" if self._model.is_gated else "wide"), entering)
-            wide = _gelu(wide) if shape.activation == ACTIVATIONS["gelu"] else np.maximum(wide, 0)
-            if self._model.is_gated:
-                wide *= self._linear_of(prefix + "wide", entering)
-            hidden = hidden + self._linear_of(prefix + "narrow", wide)
-            entering = self._normalised(prefix + "output_norm", hidden)
-            if not self._model.norm_first or is_last:
-                hidden = entering
-        if shape.mean_pool:
-            hidden = np.add.reduceat(hidden, starts[:-1]) / batch.lengths[:, None].astype(
-                np.float32
+        places = np.concatenate([np.arange(length) for length in batch.lengths])
+        hidden = entering = self._embedded(batch, starts, places)  # (tokens, width)
+        for index in range(self._shape.num_layers):
+            hidden, entering = self._block(index, hidden, entering, starts, places)
+        if self._shape.mean_pool:
+            lengths = batch.lengths[:, None].astype(np.float32)
+            hidden = np.add.reduceat(hidden, starts[:-1]) / lengths
+        return self._scores(hidden)
+
+    def _block(
+        self,
+        index: int,
+        hidden: Floats,
+        entering: Floats,
+        starts: NDArray[np.int32],
+        places: NDArray[np.int64],
+    ) -> tuple[Floats, Floats]:
+        """One transformer block. Returns the sum that the next block adds to, and what enters its
+        products, which are two arrays only in families that normalise before a product.
+        """
+        shape, prefix, norm_first = self._shape, f"block.{index}.", self._model.norm_first
+        is_last = index == shape.num_layers - 1
+        # The classifier reads first tokens only, so the last block computes nothing else.
+        asking = starts[:-1] if is_last and not shape.mean_pool else np.arange(len(hidden))
+        context = self._context(index, entering, asking, starts, places)
+        hidden = hidden[asking] + self._linear_of(prefix + "attention_out", context)
+        entering = self._normalised(prefix + "attention_norm", hidden)
+        if not norm_first:
+            hidden = entering
+        wide = self._linear_of(prefix + ("gate" if self._model.is_gated else "wide"), entering)
+        wide = _gelu(wide) if shape.activation == ACTIVATIONS["gelu"] else np.maximum(wide, 0)
+        if self._model.is_gated:
+            wide *= self._linear_of(prefix + "wide", entering)
+        hidden = hidden + self._linear_of(prefix + "narrow", wide)
+        entering = self._normalised(prefix + "output_norm", hidden)
+        # quantize.py writes the final norm as the last block's, so its result is what is read.
+        return (entering if not norm_first or is_last else hidden), entering
+
+    def _context(
+        self,
+        index: int,
+        entering: Floats,
+        asking: NDArray[np.int64],
+        starts: NDArray[np.int32],
+        places: NDArray[np.int64],
+    ) -> Floats:
+        """Self-attention of the tokens ``asking``, each over its own text: (asking, width)."""
+        prefix = f"block.{index}."
+        key, value = np.split(self._linear_of(prefix + "key_value", entering), 2, axis=1)
+        query = self._linear_of(prefix + "query", entering[asking])
+        if theta := self._shape.rotary_thetas[index]:
+            turns = self._rotations[theta][places]
+            query, key = self._rotated(query, turns[asking]), self._rotated(key, turns)
+        context = np.empty_like(query)
+        for start, stop in pairwise(starts):
+            own = slice(*np.searchsorted(asking, (start, stop)))  # this text's part of `asking`
+            context[own] = self._attended(
+                index, query[own], key[start:stop], value[start:stop], places[asking[own]]
             )
-        pooled = hidden @ tensors["pooler.weight"] + tensors["pooler.bias"]
+        return context
+
+    def _scores(self, pooled: Floats) -> Floats:
+        """The classifier's head: (texts, width) -> (texts, labels)."""
+        shape, tensors = self._shape, self._tensors
+        pooled = pooled @ tensors["pooler.weight"] + tensors["pooler.bias"]
         pooled = (_gelu, lambda x: np.maximum(x, 0), np.tanh)[shape.head_activation](pooled)
         if shape.family.pooler_norm:
             pooled = self._normalised("head_norm", pooled)
@@ -127,22 +155,21 @@ class NumpyEngine(NativeEngine):
                 rows = rows + is_second * (shape.num_positions + (shape.padding_id is not None))
             states += self._tensors["positions"][rows]
         states = self._normalised("embedding_norm", states)
-        return (
-            self._linear_of("projection", states)
-            if shape.embedding_size != shape.hidden_size
-            else states
-        )
+        if shape.embedding_size != shape.hidden_size:
+            states = self._linear_of("projection", states)
+        return states
 
     def _linear_of(self, name: str, states: Floats) -> Floats:
+        # Each token has a range of its own: an outlier in one text costs the others no precision.
         low, high = states.min(axis=1, keepdims=True), states.max(axis=1, keepdims=True)
         levels = np.rint((states - low) * np.where(high > low, _ACTIVATION_MAX / (high - low), 0))
+        # states = levels * step + low, so what `low` adds to an output is low times the sum of its
+        # weights: no second product.
         scale = self._tensors[f"{name}.scale"]
-        shift = self._tensors[f"{name}.bias"] + low * (
-            scale * self._tensors[f"{name}.weight_sum"].astype(np.float32)
-        )
-        return (levels @ self._float_weights[f"{name}.weight"]) * (
-            (high - low) / _ACTIVATION_MAX * scale
-        ) + shift
+        weight_sum = self._tensors[f"{name}.weight_sum"].astype(np.float32)
+        shift = self._tensors[f"{name}.bias"] + low * (scale * weight_sum)
+        products = levels @ self._float_weights[f"{name}.weight"]  # (tokens, outputs), exact
+        return products * ((high - low) / _ACTIVATION_MAX * scale) + shift
 
     def _normalised(self, name: str, states: Floats) -> Floats:
         centred = states - states.mean(axis=1, keepdims=True)
@@ -161,13 +188,14 @@ class NumpyEngine(NativeEngine):
             x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (query, key, value)
         )
         scores = query @ key.transpose(0, 2, 1)  # (heads, asking, tokens)
-        distances = np.arange(key.shape[1]) - asking[:, None]
+        distances = np.arange(key.shape[1]) - asking[:, None]  # (asking, tokens)
         if self._shape.family.relative_positions:
-            scores = (
-                scores + self._tensors["distances"][:, self._shape.num_positions - 1 + distances]
-            )
+            # The table begins with the farthest token on the left.
+            rows = self._shape.num_positions - 1 + distances
+            scores = scores + self._tensors["distances"][:, rows]
         if window:
             scores = np.where(np.abs(distances) <= window, scores, np.float32(-np.inf))
+        # Softmax, whose maximum is taken off so that exp cannot overflow.
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         context = weights @ value / weights.sum(axis=2, keepdims=True)
         return context.transpose(1, 0, 2).reshape(len(asking), -1)

@@ -38,10 +38,9 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
     shape = EncoderShape.of(config)
     family = shape.family
     reader = _Reader(shape, weights)
+    words = f"{family.word_embeddings}.weight"
     tensors: dict[str, NDArray[Any]] = {
-        "words": _half(
-            reader.tensor(f"{family.word_embeddings}.weight"), f"{family.word_embeddings}.weight"
-        ),
+        "words": _half(reader.tensor(words), words),
         "classifier.weight": reader.tensor(f"{family.classifier}.weight"),
         "classifier.bias": reader.tensor(f"{family.classifier}.bias"),
         # The kernels walk over inputs first.
@@ -50,15 +49,7 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
         **reader.norm("embedding_norm", family.embedding_norm),
     }
     if family.position_embeddings:
-        # Rows before the padding id's are never used.
-        positions = reader.tensor(f"{family.position_embeddings}.weight")[shape.padding_id or 0 :]
-        if family.token_type_embeddings:
-            # A single text has type 0 throughout. For pairs there is a second table, of the second
-            # text.
-            types = reader.tensor(f"{family.token_type_embeddings}.weight")
-            used = types[:1] if shape.separator is None else types[:2]
-            positions = np.concatenate([positions + one for one in used])
-        tensors["positions"] = positions
+        tensors["positions"] = _positions(shape, reader)
     if family.relative_positions:
         table = reader.tensor(f"{family.relative_positions}.weight")
         tensors["distances"] = _distances(table, shape.num_positions)
@@ -74,12 +65,26 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
     save_file(tensors, folder / FILE_NAME)
 
 
+def _positions(shape: EncoderShape, reader: _Reader) -> NDArray[np.float32]:
+    """(positions, embedding width), with the token types added: a pass has one table to add."""
+    family = shape.family
+    # Rows before the padding id's are never used.
+    positions = reader.tensor(f"{family.position_embeddings}.weight")[shape.padding_id or 0 :]
+    if not family.token_type_embeddings:
+        return positions
+    # A single text has type 0 throughout. For pairs there is a second table, of the second text.
+    types = reader.tensor(f"{family.token_type_embeddings}.weight")
+    used = types[:1] if shape.separator is None else types[:2]
+    return np.concatenate([positions + one for one in used])
+
+
 def _block(index: int, shape: EncoderShape, reader: _Reader) -> dict[str, NDArray[Any]]:
     family, source, prefix = shape.family, shape.block_prefix(index), f"block.{index}."
     query_weight, query_bias = reader.part(source, "query", ("query", "key", "value"))
     key_weight, key_bias = reader.part(source, "key", ("query", "key", "value"))
     value_weight, value_bias = reader.part(source, "value", ("query", "key", "value"))
-    scaling = np.float32(shape.head_size**-0.5)  # saves a pass over the scores
+    # 1 / sqrt(head width) of the attention scores: in the query's weights it costs nothing.
+    scaling = np.float32(shape.head_size**-0.5)
     if family.final_norm is None:
         after_attention, after_block = source + family.attention_norm, source + family.output_norm
     else:
@@ -121,9 +126,8 @@ class _Reader:
             raise ValueError(f"the weights lack {name}")
         weight = np.asarray(self._weights[name], dtype=np.float32)
         if not np.isfinite(weight).all():
-            raise ValueError(
-                f"{name} holds NaN or infinity because training diverged; train with a lower learning rate"
-            )
+            what = f"{name} holds NaN or infinity because training diverged"
+            raise ValueError(f"{what}; train with a lower learning rate")
         return weight
 
     def bias(self, module: str, size: int) -> NDArray[np.float32]:
@@ -140,9 +144,7 @@ class _Reader:
     def part(
         self, prefix: str, part: str, order: tuple[str, ...]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """One linear layer of a block; some families join several, as rows of one
-        weight in this order.
-        """
+        """One linear layer of a block; some families join several as rows of one weight."""
         module = getattr(self._family, part)
         joined = [name for name in order if getattr(self._family, name) == module]
         weight, bias = self.linear(prefix + module)
@@ -157,6 +159,8 @@ class _Reader:
 def _linear(
     name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]
 ) -> dict[str, NDArray[Any]]:
+    # One scale per output channel (outputs, 1); an output whose weights are all 0 must not divide
+    # by it.
     largest = np.maximum(np.abs(weight).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
     scale = largest / WEIGHT_MAX
     quantised = _rounded(weight, scale)
@@ -165,10 +169,9 @@ def _linear(
         tried = largest * (share / WEIGHT_MAX)
         levels = _rounded(weight, tried)
         error = ((levels * tried - weight) ** 2).sum(axis=1, keepdims=True)
-        scale, quantised = (
-            np.where(error < least, tried, scale),
-            np.where(error < least, levels, quantised),
-        )
+        # Each output keeps the range with which it is closest to the float weights.
+        scale = np.where(error < least, tried, scale)
+        quantised = np.where(error < least, levels, quantised)
         least = np.minimum(error, least)
     quantised = quantised.astype(np.int8)
     return {
@@ -214,7 +217,6 @@ def _distances(table: NDArray[np.float32], num_positions: int) -> NDArray[np.flo
 def _half(weight: NDArray[np.float32], name: str) -> NDArray[np.float16]:
     largest = float(np.abs(weight).max())
     if largest > float(np.finfo(np.float16).max):
-        raise ValueError(
-            f"{name} reaches {largest:g}, more than float16's 65504; export for another engine, such as onnx"
-        )
+        what = f"{name} reaches {largest:g}, more than float16's 65504"
+        raise ValueError(f"{what}; export for another engine, such as onnx")
     return weight.astype(np.float16)
