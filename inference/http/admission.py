@@ -102,9 +102,7 @@ class RequestLimits:
         self._limiters[limiter].take(client, amount, per_second, is_ours=False)
 
     def judge(self, scope: Scope) -> Allowance | Refusal:
-        """What the client has left, or why the request may not pass: status, code, message, seconds
-        to wait.
-        """
+        """What the client has left, or why not: status, code, message, seconds to wait."""
         if route_path(scope) in _PROBES:
             return Allowance()
         address = client_name(scope)
@@ -173,9 +171,7 @@ class RateLimiter:
     def take(
         self, client: str, amount: float, per_second: float | None = None, *, is_ours: bool = True
     ) -> None:
-        """Take this much from the client's bucket, even if that leaves a debt;
-        arguments as for `wait_s`.
-        """
+        """Take this much, even if that leaves a debt; arguments as for `wait_s`."""
         if is_ours and self._report is not None:
             self._report(client, per_second, amount)
         left = self._left(client, per_second or self._per_second)
@@ -185,6 +181,8 @@ class RateLimiter:
             self._buckets.popitem(last=False)
 
     def _left(self, client: str, rate: float) -> float:
+        # Refilled when it is looked at, so there is no timer per client. At least one text deep, or
+        # a rate below 0.5 per second would admit nothing at all.
         now, depth = time.monotonic(), max(1.0, 2 * rate)
         left, then = self._buckets.get(client, (depth, now))
         return min(depth, left + (now - then) * rate)
@@ -209,9 +207,7 @@ def client_name(scope: Scope) -> str:
 
 
 def as_ipv4(host: str) -> str:
-    """The IPv4 address that an IPv6 address stands for: mapped (::ffff:1.2.3.4),
-    or translated (64:ff9b::1.2.3.4).
-    """
+    """The IPv4 address inside an IPv6 address: ::ffff:1.2.3.4 (mapped), 64:ff9b::1.2.3.4."""
     if ":" in host:
         with suppress(ValueError):
             address = ipaddress.IPv6Address(host.partition("%")[0])
@@ -237,9 +233,7 @@ class Key:
 
 
 class ApiKeys:
-    """The keys of which a request must carry one; if none is configured, every
-    request is admitted.
-    """
+    """The keys of which a request must carry one; if there are none, all are admitted."""
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:
         """Read the keys.
@@ -279,6 +273,7 @@ class ApiKeys:
     def _refresh(self) -> None:
         if self._file is None or time.monotonic() - self._looked_at < _CHECK_INTERVAL_S:
             return
+        # By size and time of the file, not its contents: it is looked at on the event loop.
         self._looked_at = time.monotonic()
         version = self._version_now()
         if version == self._version:
@@ -288,6 +283,8 @@ class ApiKeys:
             self._take(keys := _read_keys(self._file))
             logger.info("API_KEYS_FILE changed: %d keys are valid", len(keys))
         except SettingsError as error:
+            # Rather no key than those of the old file, which may have been changed because one of
+            # them had leaked.
             self._take([])
             logger.error("%s; no key of this file is valid until it is repaired", error)
 

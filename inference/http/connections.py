@@ -39,8 +39,9 @@ _REFUSAL_S = 1.0
 _SPARE_FILES = 64
 _CLOSE = (b"connection", b"close")
 _FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: text/plain\r\n"
-    b"Content-Length: 46\r\n\r\nall connections are in use; try again in 5 s.\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
+    b"Content-Type: text/plain\r\nContent-Length: 46\r\n\r\n"
+    b"all connections are in use; try again in 5 s.\n"
 )
 
 
@@ -60,9 +61,8 @@ class ConnectionKeeper:
         self._max_age_s = max_age_s or float("inf")
         self._open: set[Any] = set()
         self._refused: set[asyncio.Transport] = set()
-        self._full_until = (
-            0.0  # until then no connection can have been idle for long enough to be ended
-        )
+        # Until then no connection can have been idle for long enough to be ended.
+        self._full_until = 0.0
 
     @contextlib.asynccontextmanager
     async def watching(self, server: Server | None) -> AsyncIterator[None]:
@@ -89,9 +89,8 @@ class ConnectionKeeper:
                     keeper._refuse(transport)
                     return
                 super().connection_made(_OneWrite(transport))
-                if (
-                    self.client
-                ):  # to a socket for both kinds of addresses, proxies come with mapped ones
+                # To a socket for both kinds of addresses, proxies come with mapped ones.
+                if self.client:
                     self.client = (as_ipv4(self.client[0]), self.client[1])
                 self.idle_since = self.headers_since = time.monotonic()
                 # A tenth more or less, or the clients of a server that was full would all come back
@@ -122,9 +121,8 @@ class ConnectionKeeper:
                     return
                 if not self.header_bytes and self.cycle is not None:
                     self.headers_since = time.monotonic()
-                    self.header_bytes = (
-                        1  # what arrived with them may be the body of the request before
-                    )
+                    # What arrived with them may be the body of the request before.
+                    self.header_bytes = 1
                 else:
                     self.header_bytes += len(data)
                 if self.header_bytes > MAX_HEADER_BYTES:
@@ -133,9 +131,7 @@ class ConnectionKeeper:
         return WatchedProtocol
 
     def _has_room(self) -> bool:
-        """Whether one more connection may be open; the one that has been idle
-        longest is ended for it.
-        """
+        """Whether one more may be open; the one that has been idle longest is ended for it."""
         if len(self._open) < self._max_connections:
             return True
         now = time.monotonic()
@@ -238,9 +234,7 @@ class _Refused(asyncio.Protocol):
 
 
 def _awaits_headers(connection: Any) -> bool:
-    """Whether the headers of the first request, or of a later one that has begun
-    to arrive, are incomplete.
-    """
+    """Whether headers are incomplete: of the first request, or a later one that has begun."""
     # httptools' protocol creates the scope with the first byte of a request and the cycle with the
     # last of its headers. h11's creates both at once; it bounds headers itself, and their time is
     # bounded as idle time.
@@ -252,9 +246,7 @@ def _is_at_work(connection: Any) -> bool:
 
 
 def _within_file_limit(max_connections: int) -> int:
-    """Raise the process's limit of open files for its connections, or lower the number of
-    connections to fit.
-    """
+    """Raise the process's limit of open files, or lower the number of connections to fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _SPARE_FILES
     wanted = max_connections + others

@@ -150,9 +150,7 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
 
 
 def describe_invalid(error: ValidationError | RequestValidationError) -> str:
-    """Say in one line what does not match the schema, without quoting the input, which may be huge
-    or private.
-    """
+    """Say what does not match the schema, without the input, which may be huge or private."""
     if isinstance(error, ValidationError):
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     else:

@@ -18,16 +18,13 @@ MAX_HEADER_BYTES = 64 * 1024
 
 
 def corrected(protocol: type[Any]) -> type[Any]:
-    """Subclass one of uvicorn's two HTTP protocols; h11's only needs to be told
-    to accept no offer.
-    """
+    """Subclass one of uvicorn's two protocols; h11's only has to learn to accept no offer."""
 
     class Http1Protocol(protocol):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
-            self.ws_protocol_class = (
-                None  # there is no route for WebSockets, so no offer is ever accepted
-            )
+            # There is no route for WebSockets, so no offer is ever accepted.
+            self.ws_protocol_class = None
             self.arriving_bytes = 0  # of the headers, and at most what arrived with them
             if hasattr(self, "parser"):
                 self.parser = _OfferIgnoringParser(self)
@@ -38,13 +35,13 @@ def corrected(protocol: type[Any]) -> type[Any]:
         # The rest is called by httptools' parser.
 
         def on_headers_complete(self) -> None:
+            # Counted only if so much has arrived that they may be too large.
             is_large = (
                 self.arriving_bytes > MAX_HEADER_BYTES
                 and _num_bytes(self.headers) > MAX_HEADER_BYTES
             )
-            if (
-                is_large or self.parser.get_method() == b"CONNECT"
-            ):  # which ends at its headers, too: this is no proxy
+            # CONNECT ends at its headers, too: this is no proxy.
+            if is_large or self.parser.get_method() == b"CONNECT":
                 raise ValueError  # answered with 400, and the connection is closed
             if self.parser.should_upgrade():
                 return
@@ -60,9 +57,7 @@ def corrected(protocol: type[Any]) -> type[Any]:
 
 
 class _OfferIgnoringParser(httptools.HttpRequestParser):
-    """Where the parser stops because of an offer, it continues with the same
-    headers without the offer.
-    """
+    """If an offer stops the parser, it continues with the same headers without the offer."""
 
     def __init__(self, protocol: Any) -> None:
         super().__init__(protocol)
@@ -75,6 +70,8 @@ class _OfferIgnoringParser(httptools.HttpRequestParser):
                 super().feed_data(data)
                 return
             except httptools.HttpParserUpgrade as stop:
+                # The parser has ended the request at its headers. It is told of a new one, the same
+                # without the offer, and then reads on at the byte where it had stopped: the body.
                 super().feed_data(self._headers_without_offer())
                 data = memoryview(data)[stop.args[0] :]
 
@@ -100,9 +97,12 @@ class _WithoutChunks:
 
     def write(self, data: bytes) -> None:
         if self._has_chunks is None:
+            # The first write is the headers. Without the one about chunks the client reads until
+            # the connection ends.
             whole, data = data, data.replace(b"transfer-encoding: chunked\r\n\r\n", b"\r\n")
             self._has_chunks = data != whole
         elif self._has_chunks:
+            # "LENGTH\r\nchunk\r\n"; the last one has the length 0 and no bytes.
             length, _, chunk = data.partition(b"\r\n")
             data = chunk[: int(length or b"0", 16)]
         self._transport.write(data)

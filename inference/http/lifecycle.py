@@ -70,9 +70,12 @@ class Lifecycle:
             return
 
         def drain_first(number: int, frame: FrameType | None) -> None:
+            # A second signal must not start a second timer.
             if self.is_draining:
                 return
             self.is_draining = True
+            # A handler runs between any two instructions of the loop, so it only leaves a note;
+            # this way of doing so also wakes a loop that is asleep.
             loop.call_soon_threadsafe(self._stop_later, stop, number)
 
         signal.signal(signal.SIGTERM, drain_first)
@@ -89,6 +92,8 @@ class Lifecycle:
         if not server.started:  # nor has it accepted anything
             self._exit(server)
             return
+        # Only this process's copies: the supervisor and the new workers keep the port open. Answers
+        # tell clients to close their connections, so those come to an end, too.
         for listening in server.servers:
             listening.close()
         asyncio.get_running_loop().call_later(self._drain_seconds, self._exit_once_idle, server)
@@ -102,9 +107,7 @@ class Lifecycle:
             self._exit(server)
 
     def die(self, server: Any, reason: str) -> None:
-        """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` is the last step
-        of that.
-        """
+        """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` comes last."""
         logger.critical(
             "the process ends with exit code %d, so that a new one starts: %s",
             DEAD_EXIT_CODE,
@@ -112,6 +115,7 @@ class Lifecycle:
         )
         self.is_draining = True
         self.exit_code = DEAD_EXIT_CODE
+        # The orderly way needs the event loop and threads that return, which may be what is broken.
         last_resort = threading.Timer(
             self._grace_seconds + _LAST_SECONDS, os._exit, (DEAD_EXIT_CODE,)
         )

@@ -1,6 +1,4 @@
-"""What one request carries from the gate through its route and back: its id, its timing, and what
-to log.
-"""
+"""What one request carries from the gate through its route and back: id, timing, log line."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class RequestContext:
         return scope[_KEY]
 
     def note_answers(self, timings: Iterable[tuple[int, float, float, float]]) -> None:
-        """Add up answers, each as (tokens, seconds tokenizing, seconds queued, seconds in the
-        forward pass).
-        """
+        """Add up answers, each (tokens, seconds tokenizing, queued, and in the forward pass)."""
         tokenize, queue, forward = self.stages or (0.0, 0.0, 0.0)
         for num_tokens, tokenize_s, queue_s, forward_s in timings:
             self.num_texts += 1

@@ -78,15 +78,21 @@ class RequestGate:
         given = dict(headers)
         # A page of another site needs nobody's leave to send text/plain, also to a server on the
         # visitor's own machine.
-        if given.get(b"sec-fetch-site") == b"cross-site" and not self._is_allowed(
-            given.get(b"origin", b"")
-        ):
-            return (
-                403,
-                "forbidden",
-                "a page of another site sent this; list its origin in CORS_ORIGINS to allow it",
-                None,
-            )
+        is_foreign = given.get(b"sec-fetch-site") == b"cross-site"
+        if is_foreign and not self._is_allowed(given.get(b"origin", b"")):
+            line = "a page of another site sent this; list its origin in CORS_ORIGINS to allow it"
+            return 403, "forbidden", line, None
+        if refusal := self._size_refusal(given, headers):
+            return refusal
+        # Neither a reload nor a stream waits in the queue as a whole: a stream's lines wait for
+        # room there.
+        if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers):
+            return None
+        return self.queue_refusal()
+
+    def _size_refusal(
+        self, given: dict[bytes, bytes], headers: list[tuple[bytes, bytes]]
+    ) -> Refusal | None:
         announced = given.get(b"content-length", b"0")
         num_bytes = int(announced) if announced.isdigit() else 0
         # Content-Length is only an announcement, so `receive` counts again; but an honest client
@@ -95,11 +101,7 @@ class RequestGate:
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
             return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
-        return (
-            None
-            if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers)
-            else self.queue_refusal()
-        )
+        return None
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
         """Refuse before the body is read if the queue is full: under overload, reading is most of
@@ -114,7 +116,8 @@ class RequestGate:
 
     @property
     def too_large(self) -> str:
-        return f"the body has more than {self.max_body_bytes} bytes; send shorter texts or fewer of them"
+        what = f"the body has more than {self.max_body_bytes} bytes"
+        return f"{what}; send shorter texts or fewer of them"
 
 
 _STREAM_TYPES = frozenset(
@@ -124,7 +127,6 @@ _STREAM_TYPES = frozenset(
 
 
 def is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether a request's body is a stream of JSON lines."""
     content_type = next((value for name, value in headers if name == b"content-type"), b"")
     return content_type.partition(b";")[0].strip().lower() in _STREAM_TYPES
 
@@ -157,6 +159,7 @@ class _GatedRequest:
         self.method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         # HEAD is answered as GET is, and the server leaves out the body.
         self.scope = scope if self.method != "HEAD" else {**scope, "method": "GET"}
+        # What is logged if nothing else comes: the client left before the answer began.
         self.status = CLIENT_GONE
         self.is_answered = False
         self.is_gone = False
@@ -184,7 +187,9 @@ class _GatedRequest:
         except Exception as error:
             log_failure(context, error)
             if self.status != CLIENT_GONE:
-                raise  # the answer has begun: all that is left is to close the connection
+                # The answer has begun, so no other can be sent: all that is left is to close the
+                # connection, which tells the client that what it has is not complete.
+                raise
             line = "the server failed on this request; its log has the request id"
             await error_response(scope, 500, "internal_error", line)(scope, self.receive, self.send)
         finally:
@@ -193,7 +198,8 @@ class _GatedRequest:
                 self.timer.cancel()
             if self.watch is not None:
                 self.watch.cancel()
-                self.watch = None  # it refers to this request: a cycle, which only the garbage collector would free
+                # It refers to this request: a cycle, which only the garbage collector would free.
+                self.watch = None
             gate.body_budget.release(context.held_bytes)
             gate.metrics.in_progress.dec()
             seconds = time.perf_counter() - context.started
@@ -229,16 +235,16 @@ class _GatedRequest:
         return [*headers, *_SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:
-        """Receive a piece of the body, counted and timed; after the last piece,
-        wait for a disconnect.
-        """
+        """Receive a piece of the body; after the last one, wait for a disconnect."""
         if self.has_body:
             await asyncio.wait((self.watch_client(),))
             return {"type": "http.disconnect"}
         message = await self.receive_in_time()
         if message["type"] == "http.disconnect":
+            # Cancelling takes effect at this task's next await. Let it be here, before the route
+            # gets the message.
             self.cancel()
-            await asyncio.sleep(0)  # let it arrive here, where this is the task cancelled
+            await asyncio.sleep(0)
         elif not message.get("more_body", False):
             self.has_body = True
             # Most requests are answered before a task is worth its while.
@@ -264,6 +270,7 @@ class _GatedRequest:
         except asyncio.CancelledError:
             if not self.is_late:
                 raise
+            # It was this request's own timer that cancelled, not the client and not the server.
             asyncio.current_task().uncancel()
             raise HTTPException(
                 408, f"the body did not arrive within {gate.timeout_s:g} s; send it again"

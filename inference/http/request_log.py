@@ -17,14 +17,13 @@ _errors = logging.getLogger("inference.errors")
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger, message, and the
-    record's `fields`.
-    """
+    """A record as one line of JSON: time, level, logger, message, and its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds, fraction = divmod(record.created, 1)
+        to_the_second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
         line: dict[str, Any] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(fraction * 1000):03}Z",
+            "time": f"{to_the_second}.{int(fraction * 1000):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -46,9 +45,7 @@ def _without_message(error: BaseException) -> dict[str, Any]:
 
 
 def configure_logging(level: str, logger: logging.Logger) -> None:
-    """Send a logger's records to standard output as JSON lines, unless it has
-    been configured already.
-    """
+    """Send a logger's records to standard output as JSON lines, unless it is configured."""
     if logger.hasHandlers():
         return
     # What no line shows need not be found out for each: the process, the thread, the task and the

@@ -1,6 +1,4 @@
-"""Requests and responses of the HTTP interface; those of the compatible
-interfaces are in their own files.
-"""
+"""Requests and responses of our own HTTP interface; the compatible ones have their own files."""
 
 from __future__ import annotations
 
@@ -110,8 +108,8 @@ class AnyResponse(BaseModel):
     num_tokens: int = Field(description="Tokens of the whole text, including the two special ones.")
     passage: Passage | None = Field(
         default=None,
-        description="For a model that reads long texts in windows: the window that decided the answer, or the first of "
-        "several labels. Absent if the text has one window.",
+        description="For a model that reads long texts in windows: the window that decided the "
+        "answer, or the first of several labels. Absent if the text has one window.",
     )
 
 
@@ -133,10 +131,12 @@ class LabelsResponse(AnyResponse):
     model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_LABELS]})
 
     labels: list[str] = Field(
-        description="The labels whose probability reaches their threshold (GET /model has them), the best first."
+        description="The labels whose probability reaches their threshold (GET /model has them), "
+        "the best first."
     )
     probabilities: dict[str, float] = Field(
-        description="The probability of every label, or of the top_k; each is independent of the others."
+        description="The probability of every label, or of the top_k; each is independent of the "
+        "others."
     )
 
 
@@ -159,7 +159,8 @@ class WordWeight(BaseModel):
     start: int = Field(description="Where the word begins in the text, in Unicode characters.")
     end: int = Field(description="Where it ends, exclusive.")
     weight: float = Field(
-        description="How far the label's probability, or the number, falls without the word; negative: it rises."
+        description="How far the label's probability, or the number, falls without the word; "
+        "negative: it rises."
     )
 
 
@@ -205,7 +206,8 @@ class HealthResponse(BaseModel):
     model: str = Field(description="The name of the folder or file that MODEL_CHECKPOINT names.")
     labels: list[str] | None = Field(
         default=None,
-        description="The labels that answers choose from; absent if the model answers with a number.",
+        description="The labels that answers choose from; absent if the model answers with a "
+        "number.",
     )
     error: str | None = Field(default=None, description="Why no text can be classified now.")
 
@@ -228,7 +230,8 @@ class ModelResponse(BaseModel):
         default=None, description="The version that its trainer gave it (--model_version)."
     )
     problem_type: str = Field(
-        description="single_label_classification, multi_label_classification or regression: what /predict answers."
+        description="single_label_classification, multi_label_classification or regression: what "
+        "/predict answers."
     )
     labels: list[str] = Field(
         description="The labels; for a regression model, the name of its number."

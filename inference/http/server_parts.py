@@ -1,6 +1,4 @@
-"""The parts that a server consists of, for the gate and the routes, and the memory budget for
-request bodies.
-"""
+"""The parts that a server consists of, and the memory budget for request bodies."""
 
 from __future__ import annotations
 
@@ -130,7 +128,10 @@ class Parts:
             and self.line is not None
             and not self.line.all_are_ready
         ):
-            return "other workers of this server are still loading the model; try again in a few seconds"
+            return (
+                "other workers of this server are still loading the model; try again in a few "
+                "seconds"
+            )
         return self.served_model.error
 
 

@@ -60,6 +60,7 @@ class TraceMiddleware:
         if scope["type"] != "http" or route_path(scope).startswith(_UNTRACED):
             await self.app(scope, receive, send)
             return
+        # The span is named when it ends: which route a request has is known only after routing.
         status = 0
 
         async def noting_status(message: Message) -> None:

@@ -119,6 +119,7 @@ _CLASSES = {
 
 
 def encode(message: FromWorker | FromSupervisor) -> bytes:
+    # JSON, not pickle: a line that is cut or wrong becomes an error, never a call of anything.
     # Not `dataclasses.asdict`: it would copy every number of a snapshot.
     return json.dumps(message, default=_as_list).encode() + b"\n"
 

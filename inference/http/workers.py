@@ -82,9 +82,7 @@ _END_S = 5.0
 
 
 def num_workers(settings: Settings) -> int:
-    """How many processes serve. ``auto`` is one, unless there are many processors and all can share
-    the weights.
-    """
+    """How many processes serve. ``auto`` is one, unless many processors can share the weights."""
     if settings.workers != "auto":
         return settings.workers
     wanted = min(round(settings.hardware.num_threads / CPUS_PER_WORKER), MOST_WORKERS)
@@ -128,6 +126,8 @@ class SupervisorLine:
         self._taken: dict[tuple[str, str, float | None], float] = {}
 
     async def connect(self) -> None:
+        # A message is one line, and the longest is a snapshot of all metrics; asyncio's own limit
+        # for a line, 64 KiB, is too small for it.
         self._reader, self._writer = await asyncio.open_unix_connection(
             sock=self._connection, limit=_LONGEST_MESSAGE
         )
@@ -141,7 +141,7 @@ class SupervisorLine:
         """Do what the supervisor says; if it dies, the worker ends like one that is told to."""
         try:
             while line := await self._reader.readline():
-                match decode(line):
+                match message := decode(line):
                     case TellCounts():
                         self.say_counts(snapshot())
                     case Leave():
@@ -151,13 +151,20 @@ class SupervisorLine:
                     case Taken(amounts):
                         for limiter, client, rate, amount in amounts:
                             take_elsewhere(limiter, client, rate, amount)
-                    case Answer(number, content):
-                        # The request that asked may have given up, or its client may have gone.
-                        if (answer := self._answers.get(number)) and not answer.done():
-                            answer.set_result(content)
-        except Exception:  # else it would keep its model when the others get a new one
+                    case Answer():
+                        self._hand_on(message)
+        # A worker that no longer hears the supervisor would keep its model when the others get a
+        # new one, and two models would answer at one address. So it ends, and another replaces it.
+        except Exception:
             logger.exception("the worker cannot follow the supervisor, so it ends")
+        # Not sys.exit: SIGTERM lets the server finish what it has begun, as at any other end.
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _hand_on(self, answer: Answer) -> None:
+        # The request that asked may have given up by now, or its client may have gone.
+        asked = self._answers.get(answer.number)
+        if asked is not None and not asked.done():
+            asked.set_result(answer.content)
 
     def say_loaded(self) -> None:
         self._send(IsReady())
@@ -167,6 +174,8 @@ class SupervisorLine:
 
     def report_taken(self, limiter: str, client: str, rate: float | None, amount: float) -> None:
         """Let the other workers know, soon, what a client has taken of its rate limit here."""
+        # Collected for a moment: a message per request would cost more than the request. Until the
+        # others hear of it a client may take a little more than its rate, once per worker.
         if not self._taken:
             asyncio.get_running_loop().call_later(_REPORT_INTERVAL_S, self._send_taken)
         self._taken[limiter, client, rate] = self._taken.get((limiter, client, rate), 0) + amount
@@ -212,7 +221,8 @@ class _Worker:
     connection: socket.socket
     is_serving: bool
     started: float = field(default_factory=time.monotonic)
-    is_ready: bool = False  # has loaded the model for itself, though perhaps not to serve it yet
+    # It has loaded the model for itself, though perhaps not to serve it yet.
+    is_ready: bool = False
     is_leaving: bool = False
     has_told: bool = False  # its counts, since they were asked for
     snapshot: Snapshot = field(default_factory=list)
@@ -289,16 +299,22 @@ class Supervisor:
             act()
 
     def _open_sockets(self, host: str, port: int) -> None:
+        # One socket per worker on the same port. With a single shared one, whichever worker wakes
+        # first would accept, and the load would be uneven; here the kernel spreads by the client's
+        # address and port.
         for _ in range(self._num_workers):
             listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listening.bind((host, port))
             listening.listen(_BACKLOG)
+            # Port 0 takes a free one, which the others then have to share.
             port = listening.getsockname()[1]
             self._sockets.append(listening)
 
     def _take_signals(self) -> list[int]:
+        # A handler alone would not end `select`, which continues after a signal. Python also writes
+        # a byte for each signal into a socket, which `select` watches.
         arrived: list[int] = []
         for number in _SIGNALS:
             signal.signal(number, lambda number, _: arrived.append(number))
@@ -315,7 +331,8 @@ class Supervisor:
             self._reload()
         elif not self._is_ending:
             self._is_ending = True
-            for listening in self._sockets:  # the workers' copies stay open until they have drained
+            # The workers' copies stay open until they have drained.
+            for listening in self._sockets:
                 listening.close()
             for worker in [*self._workers, *self._next]:
                 self._kill(worker, signal.SIGTERM)
@@ -348,15 +365,15 @@ class Supervisor:
         return model if model.engine.survives_fork else None
 
     def _reload(self) -> None:
-        """Start workers with the model that is there now; `_take_over` follows when all of them
-        have loaded it.
-        """
+        """Start workers with the model that is there now; once all have it, they `_take_over`."""
         if self._next or self._is_ending:
             return
         model = self._load()
         if isinstance(model, Exception):
             self._refuse_reload(str(refusal_of(self._settings.model_checkpoint, model)))
             return
+        # Kept until all workers have loaded the new one: if one of them does not, it is the model
+        # that is served again.
         self._model_before, self._model = self._model, model
         started = self._next = []
         self._later(_RELOAD_S, lambda: self._give_up(started, f"not loaded within {_RELOAD_S:g} s"))
@@ -368,6 +385,8 @@ class Supervisor:
             self._give_up(started, f"the system starts no more processes ({error})")
 
     def _take_over(self, model: dict[str, Any]) -> None:
+        # First the new workers begin to accept, then the old ones stop: in between both do, and no
+        # connection finds nobody.
         before, after = self._workers, self._next
         self._workers, self._next, self._model_before = [*before, *after], [], None
         for worker in after:
@@ -391,6 +410,7 @@ class Supervisor:
         self._metrics.reloads.labels("served").inc()
 
     def _give_up(self, started: list[_Worker], reason: str) -> None:
+        # The timer of a reload that has ended since; another one may be in progress now.
         if started is not self._next:
             return
         self._next, self._model, self._model_before = [], self._model_before, None
@@ -406,13 +426,14 @@ class Supervisor:
     # ---- workers
 
     def _fork(self, place: int, is_serving: bool) -> _Worker:
-        """Start a worker, which serves at once, or loads the model first and waits until it is told
-        to serve.
-        """
+        """Start a worker, which serves at once, or loads the model and waits for `Serve`."""
         ours, theirs = socket.socketpair()
-        gc.freeze()  # else the collector in each worker would write to, and so copy, all of these pages
+        # Else the collector in each worker would write to all objects of the model and the program,
+        # and the kernel would copy every page that it writes to.
+        gc.freeze()
+        # What is buffered would be in both processes, and written twice.
         sys.stdout.flush()
-        # Until the worker has handlers of its own, a signal for it would run ours there, and be lost.
+        # Until the worker has handlers of its own, a signal for it would run ours, and be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             pid = os.fork()
@@ -425,6 +446,7 @@ class Supervisor:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             theirs.close()
+        # So that a worker that hangs with a full buffer cannot stop the supervisor for ever.
         ours.settimeout(_ANSWER_S)
         worker = _Worker(place, pid, ours, is_serving)
         self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear, worker))
@@ -437,9 +459,13 @@ class Supervisor:
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            os.setpgid(0, 0)  # Ctrl-C is for the supervisor, which lets workers finish
+            # A terminal sends Ctrl-C to the whole process group; it is for the supervisor alone,
+            # which lets workers finish.
+            os.setpgid(0, 0)
             self._close_what_others_have(place)
-            self._model_before = None  # frees its memory here as soon as the supervisor frees it
+            # The worker's copy of the pages would keep the old model in memory after the supervisor
+            # has dropped it.
+            self._model_before = None
             load_model = self._load_model if self._model is None else self._loaded
             if not is_serving:
                 load_model = _loaded_and_told_to_serve(connection, load_model, self._settings)
@@ -503,9 +529,7 @@ class Supervisor:
                 worker.snapshot, worker.has_told = snapshot, True
                 self._answer_metrics()
             case Taken():
-                for other in self._workers:
-                    if other is not worker and other.is_serving:
-                        self._send(other, message)
+                self._pass_on(message, worker)
             case CannotServe(reason) if worker in self._next:
                 self._give_up(self._next, reason)
             case CannotServe(reason):
@@ -522,6 +546,11 @@ class Supervisor:
                     self._ask_for_snapshots()
             case Ask(number):
                 self._begin_reload(worker, number)
+
+    def _pass_on(self, taken: Taken, worker: _Worker) -> None:
+        for other in self._workers:
+            if other is not worker and other.is_serving:
+                self._send(other, taken)
 
     def _let_serve(self, worker: _Worker, model: dict[str, Any]) -> None:
         """Let a worker serve what it has loaded: at once, or with the others of its reload."""
@@ -545,6 +574,8 @@ class Supervisor:
     def _bury(self, worker: _Worker) -> None:
         self._selector.unregister(worker.connection)
         worker.connection.close()
+        # What it counted is not lost: the counters of a server may only grow, or rates computed
+        # from them would jump.
         _, status = os.waitpid(worker.pid, 0)
         self._retired = merged([self._retired, worker.snapshot], only_counts=True)
         how = f"exit code {os.WEXITSTATUS(status)}"
@@ -563,6 +594,8 @@ class Supervisor:
         self._start_later(worker.place, life_s, f"worker {worker.pid} ended with {how}")
 
     def _start_later(self, place: int, life_seconds: float, reason: str) -> None:
+        # A worker that dies at once would do so again, and a loop of forks would take the
+        # processors from those that work: the pause doubles with each short life.
         is_short = life_seconds < _SHORT_LIFE_S
         self._num_short_lives = self._num_short_lives + 1 if is_short else 0
         pause = min(_LONGEST_PAUSE_S, 0.1 * 2**self._num_short_lives) if is_short else 0.0
@@ -596,15 +629,14 @@ class Supervisor:
 
     def _ask_for_snapshots(self) -> None:
         for worker in self._workers:
+            # One that loads its model yet has no event loop that could answer.
             worker.has_told = not worker.is_serving
             if worker.is_serving:
                 self._send(worker, TellCounts())
         self._later(_SNAPSHOT_S, functools.partial(self._answer_metrics, self._num_metrics))
 
     def _answer_metrics(self, late: int | None = None) -> None:
-        """Answer once all have told their counts, or when it is too late for this answer, counted
-        from 0.
-        """
+        """Answer once all have told their counts, or it is too ``late`` for this answer."""
         if self._asked_metrics and (
             late == self._num_metrics or all(worker.has_told for worker in self._workers)
         ):
@@ -620,9 +652,7 @@ class Supervisor:
 def _loaded_and_told_to_serve(
     connection: socket.socket, load_model: LoadModel, settings: Settings
 ) -> LoadModel:
-    """Load the model, tell the supervisor, and wait for its word; ends the process if there is
-    nothing to serve.
-    """
+    """Load the model and wait for the supervisor's word; ends the process if it is refused."""
     try:
         model = load_model(settings.model_checkpoint, settings.engine)
     except Exception as error:

@@ -66,9 +66,8 @@ async def classify_some(
                     raise RefusedTextError(error.code, f"{place} {error}") from None
                 answers.append(None)
     finally:
-        cancel_unfinished(
-            futures
-        )  # where one fails or the client is gone, what still waits leaves the queue
+        # If one fails or the client is gone, what still waits leaves the queue.
+        cancel_unfinished(futures)
     note(context, [answer for answer in answers if answer is not None])
     return answers
 
@@ -86,9 +85,7 @@ def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
 
 
 def cancel_unfinished(futures: Sequence[Future[Answer]]) -> None:
-    """Cancel what is not answered yet, and retrieve what failed, so that asyncio does not warn
-    about it.
-    """
+    """Cancel what is not answered, and retrieve what failed, or asyncio would warn."""
     for future in futures:
         if not future.done():
             future.cancel()
@@ -113,9 +110,7 @@ def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, floa
 def render(
     parts: Parts, served: Served, answer: Answer, top_k: int | None = None
 ) -> dict[str, Any]:
-    """Turn an answer into the fields of the response for this kind of model (see `schemas`), and
-    count it.
-    """
+    """Turn an answer into the response for this kind of model, and count it."""
     answering, given = served.model.answering, decide(parts, served, answer)
     fields = answering.fields(answer.values, given, top_k)
     fields["truncated"] = answer.truncated
@@ -127,9 +122,7 @@ def render(
 
 
 def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:
-    """Refuse single texts for a model that reads pairs, and pairs for one that
-    reads single texts.
-    """
+    """Refuse single texts for a model that reads pairs, and the other way round."""
     reads_pairs = served.model.reads_pairs
     wrong = next(
         (place for place, text in enumerate(texts) if isinstance(text, str) is reads_pairs), None
@@ -153,7 +146,10 @@ def with_pairs(
     if pairs is None:
         return texts
     if len(pairs) != len(texts):
-        line = f"text_pairs has {len(pairs)} entries and texts {len(texts)}; send a second text for each"
+        line = (
+            f"text_pairs has {len(pairs)} entries and texts {len(texts)}; send a second text for "
+            "each"
+        )
         raise RefusedTextError("invalid_request", line)
     refuse_many("text_pairs[{}]", pairs, settings)
     return list(zip(texts, pairs, strict=True))
@@ -181,14 +177,13 @@ def refuse_long(name: str, text: str, settings: Settings) -> None:
 
 
 def refuse_many(name: str, texts: Sequence[Text], settings: Settings) -> None:
-    """Refuse too many texts, and any that is too long; ``name`` is what the client calls them, as
-    in `classify`.
-    """
+    """Refuse too many texts, and any that is too long; ``name`` is as in `classify`."""
     if len(texts) > settings.max_batch_texts:
         what = name.removesuffix("[{}]")
         raise RefusedTextError(
             "too_many_texts",
-            f"{what} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more batches",
+            f"{what} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more "
+            "batches",
         )
     for position, text in enumerate(texts):
         for part in texts_in(text):

@@ -1,6 +1,4 @@
-"""Which words decide: leave out each one in turn, and compare the label's
-probability, or the number.
-"""
+"""Which words decide: leave out each one in turn, and compare the probability or the number."""
 
 from __future__ import annotations
 
@@ -52,6 +50,7 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     whole = cast("Answer", answers[0])
     place = answering.place_of(whole.values, body.label)
     value = whole.values[place]
+    # One list per part of a pair, with a weight per word: those of a group share what it weighs.
     weights: list[list[float]] = [[] for _ in spans]
     for (part, num_words, _), answer in zip(shortened, answers[1:], strict=True):
         # If nothing is left to read, nothing speaks for any label.
@@ -87,13 +86,13 @@ def _without_each(
     for place, (part, words, num_read) in enumerate(zip(parts, spans, nums_read, strict=True)):
         for first in range(0, num_read, size):
             after = min(first + size, num_read)
+            # What follows moves up into the model's limit, so a little more is needed than was
+            # read; all of a very long text would cost the tokenizer as much again for each word.
             end = words[min(after + max_length, len(words)) - 1][1]
             remaining = part[: words[first][0]] + part[words[after - 1][1] : end]
-            whole = (
-                remaining
-                if len(parts) == 1
-                else ((remaining, parts[1]) if place == 0 else (parts[0], remaining))
-            )
+            whole: Text = remaining
+            if len(parts) == 2:
+                whole = (remaining, parts[1]) if place == 0 else (parts[0], remaining)
             shortened.append((place, after - first, whole))
     return shortened
 

@@ -1,6 +1,4 @@
-"""The Hugging Face interface:
-`InferenceClient(base_url=".../hub").text_classification(...)` works unchanged.
-"""
+"""The Hugging Face interface, for `InferenceClient(base_url=".../hub").text_classification`."""
 
 from __future__ import annotations
 
@@ -48,7 +46,8 @@ class HubParameters(BaseModel):
     )
     function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
         default=None,
-        description="How scores become answers; null is softmax, for a multi-label model sigmoid, for regression none.",
+        description="How scores become answers; null is softmax, for a multi-label model sigmoid, "
+        "for regression none.",
     )
 
     @model_validator(mode="before")
@@ -63,7 +62,10 @@ class HubParameters(BaseModel):
             None,
         )
         if name is not None:
-            line = f"{name} belongs to {_OTHER_TASKS[name]}; this model answers with the labels that it was trained on"
+            line = (
+                f"{name} belongs to {_OTHER_TASKS[name]}; this model answers with the labels that "
+                "it was trained on"
+            )
             raise PydanticCustomError("other_task", line)
         return given
 
@@ -93,8 +95,8 @@ class HubRequest(BaseModel):
         | Annotated[Texts, Field(min_length=1)]
         | Annotated[HubPairs, Field(min_length=1)]
     ) = Field(
-        description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs, one pair or that many "
-        "pairs."
+        description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs, one "
+        "pair or that many pairs."
     )
     parameters: HubParameters | None = None
 

@@ -138,16 +138,16 @@ class JsonBounds:
         parts = piece.split(b'"', most)
         strings = parts[0 if self._is_in_string else 1 :: 2]
         between = b"".join(parts[1 if self._is_in_string else 0 :: 2])
-        # A value is the first one inside a bracket, or follows a comma or a colon. Long numbers and
-        # white space cost time too.
+        # Outside of strings, a value is the first one inside a bracket, or follows a comma or a
+        # colon. Long numbers and white space cost time too.
         self._num_values += (
             len(between) - len(between.translate(None, b",:[{")) + len(between) / _BYTES_PER_VALUE
         )
         if self._num_values > self._settings.max_body_values or len(parts) > most:
             raise RefusedTextError(
                 "too_many_values",
-                f"the body has more JSON values than the maximum of {self._settings.max_body_values}; "
-                "send fewer texts in one request",
+                "the body has more JSON values than the maximum of "
+                f"{self._settings.max_body_values}; send fewer texts in one request",
             )
         self._measure(strings, ends_in_string=self._is_in_string ^ (len(parts) % 2 == 0))
 
@@ -158,8 +158,8 @@ class JsonBounds:
         if max(lengths, default=0) > self._settings.max_line_bytes:
             raise RefusedTextError(
                 "text_too_long",
-                f"the body has a string of more than {self._settings.max_line_bytes} bytes, longer than "
-                f"any text of {self._settings.max_text_chars} characters; shorten it",
+                f"the body has a string of more than {self._settings.max_line_bytes} bytes, longer "
+                f"than any text of {self._settings.max_text_chars} characters; shorten it",
             )
         self._string_bytes = lengths[-1] if ends_in_string else 0
         self._is_in_string = ends_in_string
@@ -172,6 +172,7 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
     Raises:
         RefusedTextError: the JSON exceeds `JsonBounds`; the rest is not read.
     """
+    # Nearly every body arrives in one small piece, which needs no counting.
     message = await request.receive()
     if not message.get("more_body", False) and len(message.get("body", b"")) <= SMALL_BODY_BYTES:
         return message.get("body", b"")
@@ -180,9 +181,8 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
     num_bytes = 0
     while True:
         piece = message.get("body", b"")
-        bounds.feed(
-            piece if num_json_bytes is None else piece[: max(0, num_json_bytes - num_bytes)]
-        )
+        is_json = piece if num_json_bytes is None else piece[: max(0, num_json_bytes - num_bytes)]
+        bounds.feed(is_json)
         pieces.append(piece)
         num_bytes += len(piece)
         if not message.get("more_body", False):
@@ -191,9 +191,7 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
 
 
 async def json_list(items: Iterable[Any]) -> Response:
-    """Answer with a list, rendered and sent item by item: all at once, many labels would block the
-    event loop.
-    """
+    """Answer with a list rendered item by item: many at once would block the event loop."""
     written: list[bytes] = []
     paused = time.monotonic()
     for item in items:
@@ -217,19 +215,20 @@ class ShortCut:
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = (
-            self._routes.get(route_path(scope))
-            if scope["type"] == "http" and scope["method"] == "POST"
-            else None
-        )
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        route = self._routes.get(route_path(scope)) if is_post else None
+        # Anything else, such as /docs, a wrong path or a path with parameters, is left to FastAPI.
         if route is None:
             await self.app(scope, receive, send)
             return
+        # As FastAPI's router would set it; the gate counts the request under the route's path.
         scope["route"] = route
         request = Request(scope, receive, send)
         try:
             response = await route.answer(request)
         except Exception as error:
+            # FastAPI catches exceptions around its own routing, which this request never reaches.
+            # The gate, which is around both, answers what has no handler with 500.
             handler = self._handlers.get(type(error))
             if handler is None:
                 raise
@@ -251,9 +250,8 @@ def parse_json(model: type[Model], body: bytes) -> Model:
         if problem["type"] != "json_invalid":
             raise
         refusal, reason = error, problem["ctx"]["error"]
-    if body.startswith(
-        codecs.BOM_UTF8
-    ):  # as some clients on Windows begin a body, and editors a file
+    # As some clients on Windows begin a body, and editors a file.
+    if body.startswith(codecs.BOM_UTF8):
         return parse_json(model, body.removeprefix(codecs.BOM_UTF8))
     if reason.startswith("recursion limit"):
         raise HTTPException(400, "the body is nested too deep to be read")

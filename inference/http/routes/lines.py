@@ -48,13 +48,16 @@ class LineBuffer:
     def _cut_line(self, lines: list[bytes | None], *, is_end: bool) -> bool:
         """Cut off a line and add it to those found; False if no line is complete."""
         if not self._is_skipping:
-            del self._bytes[: _BLANKS.match(self._bytes).end()]  # type: ignore[union-attr]  # it matches anything
+            # It matches anything, so there is a match.
+            del self._bytes[: _BLANKS.match(self._bytes).end()]  # type: ignore[union-attr]
+        # A line that is too long is reported once, as None, at the moment in which that is known;
+        # the rest of it is thrown away piece by piece, so it never takes more than the limit.
         length = self._bytes.find(b"\n")
         is_complete = length >= 0 or is_end
         if length < 0:
             length = len(self._bytes)
         if self._is_skipping:
-            self._is_skipping = not is_complete  # the rest of a line that was reported already
+            self._is_skipping = not is_complete
         elif length > self._max_line_bytes:
             lines.append(None)
             self._is_skipping = not is_complete
@@ -131,13 +134,15 @@ class LineReader:
             raise HTTPException(503, self._budget.BUSY) from None
         message = await self._request.receive()
         if message["type"] == "http.disconnect":
-            return False  # the gate cancels the request
+            # The gate cancels the request.
+            return False
         self._buffer.feed(message.get("body", b""))
         self._hold(len(self._buffer))
         self._changed.set()
         return message.get("more_body", False)
 
     def _hold(self, num_bytes: int) -> None:
+        # Only the difference to what is held already, so that this may be called after every step.
         more = num_bytes - self._held_bytes
         if more > 0:
             self._budget.take(more)

@@ -1,6 +1,4 @@
-"""The Open Inference Protocol, version 2, over HTTP: KServe's and Triton's
-clients work unchanged.
-"""
+"""The Open Inference Protocol, version 2, over HTTP, for KServe's and Triton's clients."""
 
 from __future__ import annotations
 
@@ -202,16 +200,11 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
     parts = parts_of(request)
     served = _served(parts, name)
     texts = _texts(body)
-    named = [output.name for output in _outputs(served.model.answering)]
-    wanted = [output.name for output in body.outputs] or named
-    if unknown := [name for name in wanted if name not in named]:
-        line = f"the model has no output {unknown[0]}, its outputs are {', '.join(named)}"
-        raise RefusedTextError("invalid_request", line)
+    wanted = _wanted_outputs(body, served)
     refuse_many("data[{}]", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "data[{}]")
-    tensors = {
-        output["name"]: output for output in _tensors(parts, served, answers, body.inputs[0].shape)
-    }
+    found = _tensors(parts, served, answers, body.inputs[0].shape)
+    tensors = {output["name"]: output for output in found}
     response: dict[str, Any] = {
         "model_name": served.name,
         "model_version": served.model.info["revision"],
@@ -220,10 +213,24 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
     if body.id is not None:
         # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
         response["id"] = body.id.encode("utf-8", "replace").decode()
+    binary = _binary_outputs(body, wanted)
+    return _with_binary(response, binary) if binary else response
+
+
+def _wanted_outputs(body: InferRequest, served: Served) -> list[str]:
+    named = [output.name for output in _outputs(served.model.answering)]
+    wanted = [output.name for output in body.outputs] or named
+    if unknown := [name for name in wanted if name not in named]:
+        line = f"the model has no output {unknown[0]}, its outputs are {', '.join(named)}"
+        raise RefusedTextError("invalid_request", line)
+    return wanted
+
+
+def _binary_outputs(body: InferRequest, wanted: Sequence[str]) -> list[str]:
+    """The outputs that follow the JSON as bytes: an output's own word goes before the request's."""
     asked = {output.name: output.parameters.binary_data for output in body.outputs}
     default = body.parameters.binary_data_output
-    binary = [name for name in wanted if (default if asked.get(name) is None else asked[name])]
-    return _with_binary(response, binary) if binary else response
+    return [name for name in wanted if (default if asked.get(name) is None else asked[name])]
 
 
 def _with_binary(response: dict[str, Any], names: Sequence[str]) -> Response:

@@ -88,7 +88,8 @@ class OutputParameters(BaseModel):
 
     binary_data: bool | None = Field(
         default=None,
-        description="Send the tensor behind the JSON; null is as binary_data_output of the request.",
+        description="Send the tensor behind the JSON; null is as binary_data_output of the "
+        "request.",
     )
 
     @model_validator(mode="before")
@@ -144,8 +145,8 @@ class InferRequest(BaseModel):
     inputs: list[InputTensor] = Field(
         min_length=1,
         max_length=2,
-        description="The tensor of the texts; for a model that reads pairs, also another of the same shape, named "
-        "text_pair.",
+        description="The tensor of the texts; for a model that reads pairs, also another of the "
+        "same shape, named text_pair.",
     )
     outputs: list[RequestedOutput] = Field(
         default=[], max_length=3, fail_fast=True, description="Default: all that the model has."
@@ -209,7 +210,10 @@ def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[
         if place > len(data):
             raise RefusedTextError("invalid_request", "the tensor ends within an element")
         if length > max_text_chars * _MAX_UTF8_BYTES:
-            line = f"data[{len(texts)}] has {length} bytes, more than {max_text_chars} characters can have; shorten it"
+            line = (
+                f"data[{len(texts)}] has {length} bytes, more than {max_text_chars} characters "
+                "can have; shorten it"
+            )
             raise RefusedTextError("text_too_long", line)
         texts.append(data[place - length : place].decode("utf-8"))
     return texts

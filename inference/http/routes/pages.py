@@ -71,7 +71,6 @@ async def show_front_door(accept: _OptionalHeader = "") -> RedirectResponse:
 async def show_demo(
     accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
 ) -> Response:
-    """Answer with the demo page."""
     return _answer(_PAGE, accept_encoding, if_none_match)
 
 
@@ -79,7 +78,6 @@ async def show_demo(
 async def show_documentation(
     accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
 ) -> Response:
-    """Answer with the interactive page of the API."""
     return _answer("docs.html", accept_encoding, if_none_match)
 
 
@@ -87,7 +85,6 @@ async def show_documentation(
 async def get_demo_file(
     name: str, accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
 ) -> Response:
-    """Answer with one file of the demo page."""
     return _answer(name, accept_encoding, if_none_match)
 
 

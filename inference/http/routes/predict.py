@@ -48,8 +48,9 @@ _STREAM_BODY = {
 }
 _STREAM_ANSWER = {
     "schema": {"type": "string"},
-    "example": '{"index": 0, "label": "Business", "confidence": 0.97, "probabilities": {}, "truncated": false, '
-    '"num_tokens": 4}\n{"index": 1, "error": {"code": "blank_text", "message": "text is blank", "request_id": "1"}}\n',
+    "example": '{"index": 0, "label": "Business", "confidence": 0.97, "probabilities": {}, '
+    '"truncated": false, "num_tokens": 4}\n{"index": 1, "error": {"code": "blank_text", '
+    '"message": "text is blank", "request_id": "1"}}\n',
 }
 
 

@@ -1,6 +1,4 @@
-"""Streams of texts: JSON lines in, JSON lines out, with answers flowing in order while the body
-still arrives.
-"""
+"""Streams: JSON lines in, JSON lines out, answered in order while the body still arrives."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ _MOST_REFUSED_LINES = 1024
 
 @dataclass(slots=True)
 class _Group:
-    """Lines submitted together: requests, with a future for each, and the errors that others are
-    answered with.
-    """
+    """Lines submitted together: requests with a future for each, and errors of other lines."""
 
     served: Served
     lines: list[PredictRequest | Exception]
@@ -65,15 +61,14 @@ class _Group:
 
 
 class StreamResponse(Response):
-    """Reads lines, each a request to /predict, and writes one line for each, in
-    order, with its `index`.
-    """
+    """Reads lines, each a request to /predict, and writes one for each, in order."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(media_type=MEDIA_TYPE)
         del self.headers["content-length"]
         self._parts: Parts = parts_of(request)
-        self._parts.served_model.require().classifier.refuse_if_down()  # then the whole request is refused
+        # Raised before the answer begins, so that the whole request is refused.
+        self._parts.served_model.require().classifier.refuse_if_down()
         self._context = RequestContext.of(request.scope)
         self._context.is_stream = True
         self._index = 0
@@ -94,17 +89,15 @@ class StreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         groups: deque[_Group] = deque()
         try:
-            await asyncio.sleep(
-                0
-            )  # the reader begins first, so a client that asks (Expect: 100-continue) is told to send
+            # The reader begins first, so a client that asks (Expect: 100-continue) is told to send.
+            await asyncio.sleep(0)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while self._num_refused < _MOST_REFUSED_LINES and await self._fill(groups):
                 body = await self._answer(groups[0])
                 self._leave(groups.popleft())
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                await asyncio.sleep(
-                    0
-                )  # lines that are refused wait for nothing that would let others get on
+                # Lines that are refused wait for nothing that would let other requests run.
+                await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": self._last_words()})
         finally:
             self._reader.close()
@@ -115,6 +108,8 @@ class StreamResponse(Response):
         """Submit lines until enough are in progress; False once there is nothing left to answer."""
         while len(groups) < _GROUPS_AT_ONCE:
             if not self._unsubmitted:
+                # While there is something to answer, only take what has come; the client may be
+                # waiting for that answer before it sends more.
                 lines = (
                     self._reader.take_ready(_GROUP_LINES)
                     if groups
@@ -131,6 +126,7 @@ class StreamResponse(Response):
                 # refused at once.
                 if groups:
                     break
+                # Half as many lines may fit; the size is as before once a group is accepted.
                 self._group_lines = max(1, self._group_lines // 2)
                 await self._pause(error)
             else:
@@ -139,9 +135,8 @@ class StreamResponse(Response):
         return bool(groups)
 
     async def _pause(self, error: QueueFullError | RateLimitedError | WorkerDownError) -> None:
-        if isinstance(
-            error, RateLimitedError
-        ):  # the client's own rate lets it on, however long one group takes
+        # The client's own rate lets it continue, however long one group takes.
+        if isinstance(error, RateLimitedError):
             self._give_up_at = time.monotonic() + self._timeout_s
         if time.monotonic() > self._give_up_at:
             self._unsubmitted = [
@@ -173,6 +168,8 @@ class StreamResponse(Response):
             for line in lines
             if isinstance(line, PredictRequest)
         ]
+        # A stream's request was admitted once. Its texts count as they come, so a client whose rate
+        # is used up pauses here, and its connection stays.
         if texts:
             self._context.allowance.require()
         futures = served.classifier.submit(texts, self._timeout_s) if texts else []
@@ -238,7 +235,10 @@ class StreamResponse(Response):
         # The status has been sent long ago, so the reason for ending early can only be given here.
         refusal: Exception | None = self._reader.refusal
         if self._num_refused >= _MOST_REFUSED_LINES:
-            line = f"{self._num_refused} lines in a row were refused, so the rest is not read; correct the lines"
+            line = (
+                f"{self._num_refused} lines in a row were refused, so the rest is not read; "
+                "correct the lines"
+            )
             refusal = RefusedTextError("too_many_refused", line)
         return (
             b""
