@@ -59,7 +59,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if parts.line is not None and parts.line.has_model:
         await parts.served_model.load_or_log()
     else:
-        load()  # the port opens immediately: /health reports honestly while the model loads in the background
+        # The port opens immediately: /health reports honestly while the model loads in the
+        # background.
+        load()
     # A reload is for all workers or none, so one that is asked for it passes that on.
     parts.lifecycle.take_signals(
         reload=load if parts.line is None else partial(os.kill, os.getppid(), signal.SIGHUP)
@@ -78,17 +80,25 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     parts.lifecycle.is_draining = True
     if ending is not None:
         ending.cancel()
-    if tasks:  # which load a model that nobody will use
-        if server is not None and server.started and parts.lifecycle.exit_code is None:
-            parts.lifecycle.exit_code = 0  # at once: Python would free what their threads still use
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    await _abandon(tasks, server, parts)
     await parts.served_model.close()
     if parts.line is not None:
         following.cancel()
         parts.line.say_counts(parts.metrics.snapshot())
     parts.lifecycle.end()
+
+
+async def _abandon(loads: set[asyncio.Task[None]], server: Any, parts: Parts) -> None:
+    """Give up loads that still run: they load a model that nobody will use."""
+    if not loads:
+        return
+    # Their threads cannot be stopped, and Python would free what they still use; so the process
+    # ends at once, without the interpreter's own end.
+    if server is not None and server.started and parts.lifecycle.exit_code is None:
+        parts.lifecycle.exit_code = 0
+    for task in loads:
+        task.cancel()
+    await asyncio.wait(loads)
 
 
 async def _end_once_dead(server: Any, parts: Parts) -> None:
@@ -132,18 +142,18 @@ def create_app(
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # it would redirect to an absolute address; `error_responses` does it relatively
-        telemetry={
-            "tracing": False,
-            "metrics": False,
-            "logs": False,
-        },  # looks at the environment on every request
+        # It would redirect to an absolute address; `error_responses` does it relatively.
+        redirect_slashes=False,
+        # It looks at the environment on every request.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.parts = parts
     routes = [
         route for group in _GROUPS for route in group.router.routes if isinstance(route, Route)
     ]
     json_routes = [route for route in routes if isinstance(route, JsonRoute)]
+    # The layer that is added last is the outermost. A request passes: CORS, traces, the gate, the
+    # short cut, FastAPI. So the gate, which is around every answer, counts those of both ways.
     app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
     app.add_middleware(RequestGate, parts=parts, routes=routes)
     if settings.otel_endpoint:

@@ -10,9 +10,7 @@ from common.escaping import printable
 
 
 class RefusedTextError(ValueError):
-    """A text that cannot be classified as it is; ``code`` is a short name for
-    programs, such as ``blank_text``.
-    """
+    """A text that cannot be classified; ``code`` is for programs, such as ``blank_text``."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -43,9 +41,7 @@ class QueueFullError(Exception):
 
 
 class RateLimitedError(Exception):
-    """A client has sent more texts than it may. ``retry_after_s``: seconds until
-    it may send more.
-    """
+    """A client has sent more texts than it may, and may send more after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)

@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m inference.export",
-        description="Write a faster artefact of a model, compare it with the original on labelled rows, and keep it if "
-        "it answers as well.",
+        description="Write a faster artefact of a model, compare it with the original on labelled "
+        "rows, and keep it if it answers as well.",
     )
     parser.add_argument("model", type=Path, help="model folder or .pt file")
     parser.add_argument(
         "--engine",
         choices=list(PRECISIONS),
-        help="engine that will run the artefact (default: native if it supports this processor and model, else onnx)",
+        help="engine that will run the artefact (default: native if it supports this processor "
+        "and model, else onnx)",
     )
     parser.add_argument(
         "--precision",
@@ -52,15 +53,16 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows",
         type=Path,
-        help="labelled rows to measure on: a folder with test.csv, or a CSV or JSONL file (default: the dataset in the "
-        "model's metrics.json if it is on this machine, else the sample news)",
+        help="labelled rows to measure on: a folder with test.csv, or a CSV or JSONL file "
+        "(default: the dataset in the model's metrics.json if it is on this machine, else the "
+        "sample news)",
     )
     parser.add_argument(
         "--max_drop",
         type=float,
         default=0.5,
-        help="largest loss to accept: percentage points of accuracy, for a multi-label model percentage points of "
-        "micro-F1, for a regression model percent of RMSE (default: 0.5)",
+        help="largest loss to accept: percentage points of accuracy, for a multi-label model "
+        "percentage points of micro-F1, for a regression model percent of RMSE (default: 0.5)",
     )
     parser.add_argument(
         "--limit",
@@ -120,7 +122,8 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)
     if options.rows is None and path == SAMPLE_NEWS:
         console.print(
-            f"Measuring on the sample news ({counted(len(rows.texts), 'row')}); --rows takes your own test set."
+            f"Measuring on the sample news ({counted(len(rows.texts), 'row')}); --rows takes your "
+            "own test set."
         )
     return rows
 
@@ -138,7 +141,8 @@ def _print_result(console: Console, exported: Exported, model: Path) -> None:
     manifest = exported.manifest
     size, speed = manifest.size, manifest.speed
     table = Table(
-        title=f"{manifest.engine} {manifest.precision}, measured on {counted(manifest.accuracy['rows'], 'row')}",
+        title=f"{manifest.engine} {manifest.precision}, measured on "
+        f"{counted(manifest.accuracy['rows'], 'row')}",
         title_justify="left",
     )
     for column, justify in (

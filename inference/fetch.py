@@ -36,21 +36,23 @@ _MOST_MANIFEST_BYTES = 4 << 20
 _DELAYS = (1.0, 4.0)
 _LONGEST_TIMER = 1e8  # three years; the system takes no number
 _FETCH_AGAIN = "export the model again, and upload all of it before its manifest.json"
-_DESCRIPTION = """Fetch an exported model into FOLDER, and check every file against the SHA-256 in its manifest.json.
+_DESCRIPTION = """Fetch an exported model into FOLDER, and check every file against the SHA-256 in
+its manifest.json.
 
-ADDRESS is an artefact that an export wrote (such as MODEL/native), or a folder with artefacts in native/, onnx/ or
-openvino/, all of which are fetched: hf://owner/name[@revision][/folder], https://host/folder, s3://bucket/folder, or a
-path. Weights before the export are left out. FOLDER has all of the model or is not there; if it has the same model
-already, only the manifests are asked for."""
+ADDRESS is an artefact that an export wrote (such as MODEL/native), or a folder with artefacts in
+native/, onnx/ or openvino/, all of which are fetched: hf://owner/name[@revision][/folder],
+https://host/folder, s3://bucket/folder, or a path. Weights before the export are left out. FOLDER
+has all of the model or is not there; if it has the same model already, only the manifests are asked
+for."""
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m inference.fetch",
         description=_DESCRIPTION,
-        epilog="HF_TOKEN is sent to the hub, FETCH_TOKEN to other hosts (as Bearer), and neither follows a redirect to "
-        "another host. Exit codes: 0 the model is there, 1 the source did not answer, 2 what was asked for is not "
-        "possible.",
+        epilog="HF_TOKEN is sent to the hub, FETCH_TOKEN to other hosts (as Bearer), and neither "
+        "follows a redirect to another host. Exit codes: 0 the model is there, 1 the source did "
+        "not answer, 2 what was asked for is not possible.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="where the model is")
     parser.add_argument(
@@ -61,8 +63,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="HASH",
         type=_sha256,
         default=os.environ.get("MANIFEST_SHA256") or None,
-        help="take only this manifest.json, of one artefact; then it does not matter who can write to ADDRESS "
-        "(default: MANIFEST_SHA256)",
+        help="take only this manifest.json, of one artefact; then it does not matter who can "
+        "write to ADDRESS (default: MANIFEST_SHA256)",
     )
     parser.add_argument(
         "--most_gb", metavar="N", type=above_zero, default=4.0, help="refuse a larger model (4)"
@@ -109,15 +111,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def _within(seconds: float, address: str) -> Iterator[None]:
-    """Give up after this time, whatever is being waited for then: name resolution, a header, a
-    bucket's driver.
-    """
+    """Give up after this time, whatever is being waited for then: a name, a header, a bucket."""
 
     def give_up(*_: object) -> None:
         raise SourceUnreachable(
             f"{without_password(address)}: not complete within --timeout_s {seconds:g}"
         )
 
+    # A timer of the system: no library's own timeout covers the resolution of names, nor a server
+    # that sends one byte per minute.
     signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, min(seconds, _LONGEST_TIMER))
     try:
@@ -127,9 +129,7 @@ def _within(seconds: float, address: str) -> Iterator[None]:
 
 
 def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[str, bytes]:
-    """The manifests below the address, by folder: of the artefact that it is (""), or of each that
-    lies in it.
-    """
+    """The manifests below the address by folder: "" if it is an artefact, or one for each in it."""
     found: dict[str, bytes] = {}
     for engine in ("", *PRECISIONS):
         path = f"{engine}/{MANIFEST_FILE}".lstrip("/")
@@ -137,6 +137,7 @@ def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[st
             found[engine] = _read_whole(source, path, deadline)
         except FileNotFoundError:
             continue
+        # The address is an artefact itself, so there are no others below it.
         if engine == "":
             break
     if not found:
@@ -144,8 +145,9 @@ def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[st
         remedy = "export the model (python -m inference.export MODEL) and upload what that wrote"
         raise UserError(f"{source.address}: {what}; {remedy}", code="fetch-address")
     if pin and list(found) != [""]:
-        what = f"--manifest_sha256 names one manifest; give the address of one artefact: {source.address}/"
-        raise UserError(what + next(iter(found)), code="fetch-address")
+        what = "--manifest_sha256 names one manifest; give the address of one artefact: "
+        what += f"{source.address}/{next(iter(found))}"
+        raise UserError(what, code="fetch-address")
     if pin and (other := hashlib.sha256(found[""]).hexdigest()) != pin:
         raise ModelLoadError(
             f"{source.address}/{MANIFEST_FILE}", f"its SHA-256 is {other}, not {pin}", _FETCH_AGAIN
@@ -172,11 +174,12 @@ def _read_whole(source: Source, path: str, deadline: float) -> bytes:
 def _fetch(
     source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float
 ) -> int:
-    """Fetch the files of all manifests; the folder is there once every hash is right. Returns how
-    many bytes.
-    """
+    """Fetch the files of all manifests, and return how many bytes they have."""
     if folder.is_symlink():
-        what = f"is a symbolic link to {folder.readlink()}; fetch into a new folder, then let the link lead there"
+        what = (
+            f"is a symbolic link to {folder.readlink()}; fetch into a new folder, then let the "
+            "link lead there"
+        )
         raise UserError(f"{folder}: {what}", code="not-writable")
     if folder.exists() and not _is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -203,9 +206,8 @@ def _fetch(
             with _naming(source, aside):
                 verify_files(aside / engine, manifest)
         _complete(source, aside, list(manifests))
-        signal.setitimer(
-            signal.ITIMER_REAL, 0
-        )  # all is here: the time must not end between two renames
+        # All is here: the time must not end between two renames.
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return num_bytes
 
 
@@ -254,9 +256,7 @@ def _naming(source: Source, aside: Path) -> Iterator[None]:
 
 
 def _complete(source: Source, folder: Path, engines: list[str]) -> None:
-    """Give a folder of artefacts what a model folder has besides its weights;
-    each artefact has a copy.
-    """
+    """Give a folder of artefacts what a model folder has besides weights, from a copy."""
     if engines == [""]:
         return
     weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
@@ -275,21 +275,20 @@ def _holds(folder: Path, manifests: dict[str, bytes]) -> bool:
     there = [engine for engine in ("", *PRECISIONS) if is_artefact(folder / engine)]
     if there != list(manifests):
         return False
-    if any(
-        (folder / engine / MANIFEST_FILE).read_bytes() != data for engine, data in manifests.items()
-    ):
-        return False
+    for engine, data in manifests.items():
+        if (folder / engine / MANIFEST_FILE).read_bytes() != data:
+            return False
     try:
-        for engine in manifests:
-            manifest = verified_manifest(folder / engine, folder if engine else None)
-            if engine and any(
-                name in manifest.files and not (folder / name).is_file()
-                for name in DESCRIPTION_FILES
-            ):
-                return False
+        return all(_is_whole(folder, engine) for engine in manifests)
     except ModelLoadError:
         return False
-    return True
+
+
+def _is_whole(folder: Path, engine: str) -> bool:
+    manifest = verified_manifest(folder / engine, folder if engine else None)
+    # The copies that `_complete` makes for the model folder itself; "" is an artefact alone.
+    copied = [name for name in DESCRIPTION_FILES if engine and name in manifest.files]
+    return all((folder / name).is_file() for name in copied)
 
 
 def _has_manifest(folder: Path, sha256: str) -> bool:
@@ -303,9 +302,7 @@ def _is_model(folder: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into this folder; the lock ends with the process, even if
-    that is killed.
-    """
+    """Wait until no other process fetches into this folder; the lock ends with its process."""
     with open_lock(folder.with_name(f".{folder.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -313,8 +310,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _in_one_line(folder: Path, error: OSError) -> str:
     if error.errno == errno.EBUSY:
-        return f"{folder}: is a mount point, which cannot be replaced in one step; name a folder inside it"
-    return f"{folder}: cannot be written ({error.strerror or error}); free some space, or name another FOLDER"
+        return (
+            f"{folder}: is a mount point, which cannot be replaced in one step; name a folder "
+            "inside it"
+        )
+    return (
+        f"{folder}: cannot be written ({error.strerror or error}); free some space, or name "
+        "another FOLDER"
+    )
 
 
 if __name__ == "__main__":

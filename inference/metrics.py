@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -205,27 +206,27 @@ class ServerMetrics:
 
 
 def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snapshot:
-    """What several processes count and measure together; of one that has ended, only what it
-    counted matters.
-    """
+    """What several processes count and measure together; ``only_counts`` for ended ones."""
     families: dict[str, tuple[str, str, dict[Any, tuple[str, dict[str, str], float]]]] = {}
-    for name, documentation, kind, samples in (
-        family for snapshot in snapshots for family in snapshot
-    ):
+    for name, documentation, kind, samples in itertools.chain.from_iterable(snapshots):
         if only_counts and kind not in ("counter", "histogram"):
             continue
-        combine = min if name in _LEAST else max if name in _MOST else float.__add__
         found = families.setdefault(name, (documentation, kind, {}))[2]
         for sample, labels, value in samples:
             key = (sample, *sorted(labels.items()))
-            found[key] = (
-                sample,
-                labels,
-                combine(found[key][2], value) if key in found else float(value),
-            )
+            before = found[key][2] if key in found else None
+            found[key] = (sample, labels, _combined(name, before, float(value)))
     return [
         (name, text, kind, list(found.values())) for name, (text, kind, found) in families.items()
     ]
+
+
+def _combined(name: str, before: float | None, value: float) -> float:
+    if before is None:
+        return value
+    if name in _LEAST:
+        return min(before, value)
+    return max(before, value) if name in _MOST else before + value
 
 
 def render_merged(snapshots: Sequence[Snapshot], accept: str) -> tuple[bytes, str]:

@@ -1,6 +1,4 @@
-"""Where the files of an exported model are fetched from: an HTTP server, the hub, an fsspec
-address, or a folder.
-"""
+"""Where an exported model is fetched from: an HTTP server, the hub, fsspec, or a folder."""
 
 from __future__ import annotations
 
@@ -87,13 +85,7 @@ class HttpSource:
     token: str | None
 
     def read(self, path: str) -> Iterator[bytes]:
-        request = Request(f"{self.base}/{quote(path)}", headers={"Accept-Encoding": "identity"})
-        if self.token:
-            if urlsplit(self.base).scheme == "http" and not _is_loopback(urlsplit(self.base)):
-                raise UserError(
-                    f"{self.address}: a token is sent over https only", code="fetch-address"
-                )
-            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        request = self._request(path)
         try:
             redirects = Redirects()
             with build_opener(redirects).open(request, timeout=_SECONDS_OF_SILENCE) as response:
@@ -103,8 +95,10 @@ class HttpSource:
                 while piece := response.read1(_PIECE_BYTES):
                     received += len(piece)
                     yield piece
+                # A connection that is cut looks like the end of the file otherwise.
                 if expected is not None and received != int(expected):
-                    what = f"{self.address}/{path}: the connection ended after {received:,} of {int(expected):,} bytes"
+                    what = f"{self.address}/{path}: the connection ended after "
+                    what += f"{received:,} of {int(expected):,} bytes"
                     raise SourceUnreachable(what)
         except HTTPError as error:
             raise self._why(path, error) from error
@@ -113,13 +107,20 @@ class HttpSource:
         # No address in these lines but the one that was given: that of a redirect may hold a
         # signature. Nor the text of a ValueError, which quotes what it rejects: a header, a length.
         except (OSError, HTTPException, ValueError) as error:
-            quotes = isinstance(error, ValueError) and not isinstance(error, OSError)
-            reason = (
-                type(error).__name__
-                if quotes
-                else first_line(getattr(error, "reason", None) or error)
-            )
+            reason = first_line(getattr(error, "reason", None) or error)
+            if isinstance(error, ValueError) and not isinstance(error, OSError):
+                reason = type(error).__name__
             raise SourceUnreachable(f"{self.address}/{path}: no answer ({reason})") from error
+
+    def _request(self, path: str) -> Request:
+        request = Request(f"{self.base}/{quote(path)}", headers={"Accept-Encoding": "identity"})
+        if self.token:
+            if urlsplit(self.base).scheme == "http" and not _is_loopback(urlsplit(self.base)):
+                what = f"{self.address}: a token is sent over https only"
+                raise UserError(what, code="fetch-address")
+            # Unredirected: it is not for the host that a redirect leads to.
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        return request
 
     def answered(self, headers: HTTPMessage) -> None:
         """Look at the headers of an answer, a redirect or the file."""
@@ -136,9 +137,7 @@ class HttpSource:
 
 
 class HubSource(HttpSource):
-    """Files of a model repository, by the hub's plain addresses: the serving image has no library
-    of the hub.
-    """
+    """Files of a model repository, by plain addresses: the image has no library of the hub."""
 
     def __init__(self, address: str) -> None:
         match = _HUB_ADDRESS.fullmatch(address)
@@ -190,9 +189,7 @@ class StoredSource:
 
 
 def _checked(address: str) -> SplitResult:
-    """An HTTP address that can be the base of others, and has nothing in it that
-    logs should not show.
-    """
+    """An HTTP address that can be the base of others, and has nothing that logs may not show."""
     try:
         url = urlsplit(address)
         is_usable = url.scheme in ("https", "http") and url.hostname and url.port != 0

@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,8 +34,8 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("text", nargs="?", help="the text to classify")
     what.add_argument(
         "--file",
-        help="classify a file with one text per line, or, for a model that reads pairs, with two separated by a tab; - "
-        "reads standard input",
+        help="classify a file with one text per line, or, for a model that reads pairs, with two "
+        "separated by a tab; - reads standard input",
     )
     parser.add_argument(
         "--pair", metavar="TEXT", help="the second text, for a model that reads pairs"
@@ -109,11 +109,9 @@ def _chart(prediction: dict[str, Any], answering: Answering) -> str:
     else:
         headline = _given(prediction)
     lines = [headline, ""]
-    thresholds = (
-        dict(zip(answering.labels, answering.thresholds, strict=True))
-        if "labels" in prediction
-        else {}
-    )
+    thresholds = {}
+    if "labels" in prediction:
+        thresholds = dict(zip(answering.labels, answering.thresholds, strict=True))
     by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
     shown = {label: printable(label) for label, _ in by_probability[:_MOST_BARS]}
     width = max(map(len, shown.values()))
@@ -140,13 +138,7 @@ def _predict_file(options: argparse.Namespace) -> None:
     model = _load_model(options)
     blank: list[int] = []
     for start in range(0, len(lines), _LINES_AT_ONCE):
-        chunk = lines[start : start + _LINES_AT_ONCE]
-        texts = [_pair(options.file, line) if model.reads_pairs else line for _, line in chunk]
-        encoded = model.tokenizer.encode(texts)
-        blank += [number for (number, _), one in zip(chunk, encoded, strict=True) if one.blank]
-        texts = [text for text, one in zip(texts, encoded, strict=True) if not one.blank]
-        answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
-        _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
+        blank += _predict_lines(lines[start : start + _LINES_AT_ONCE], model, options)
     if len(blank) == len(lines):
         raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
     if blank:
@@ -155,11 +147,25 @@ def _predict_file(options: argparse.Namespace) -> None:
         print(f"--file {options.file} {what}{more}", file=sys.stderr)
 
 
+def _predict_lines(
+    lines: Sequence[tuple[int, str]], model: ModelLoader, options: argparse.Namespace
+) -> list[int]:
+    """Print the answers to these lines; return the numbers of those that are blank to the model."""
+    texts = [_pair(options.file, line) if model.reads_pairs else line for _, line in lines]
+    # Cleaning may leave nothing of a line that is not empty, such as one of markup.
+    is_blank = [one.blank for one in model.tokenizer.encode(texts)]
+    texts = [text for text, skip in zip(texts, is_blank, strict=True) if not skip]
+    answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
+    _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
+    return [number for (number, _), skip in zip(lines, is_blank, strict=True) if skip]
+
+
 def _pair(file: str, line: str) -> tuple[str, str]:
     first, _, second = line.partition("\t")
     if not second.strip() or "\t" in second:
-        what = f"--file {file}: the model reads pairs of texts, so each line needs two, separated by a tab; found"
-        raise UserError(f"{what} {line.strip()[:60]!r}", code="prediction-failed")
+        what = f"--file {file}: the model reads pairs of texts, so each line needs two, "
+        what += f"separated by a tab; found {line.strip()[:60]!r}"
+        raise UserError(what, code="prediction-failed")
     return first, second
 
 

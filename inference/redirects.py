@@ -34,9 +34,8 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
     def __init__(self) -> None:
         super().__init__()
         self.headers: list[HTTPMessage] = []  # of each redirect
-        self._source_kind = (
-            ""  # of the address that the user named; known once we have connected to it
-        )
+        # Of the address that the user named; known once we have connected to it.
+        self._source_kind = ""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -76,13 +75,14 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
         return self.do_open(connection, request)
 
     def _allow(self, address: str) -> None:
-        """Refuse an address unless it is public, or of the same kind as the first one, that of the
-        source itself.
-        """
+        """Refuse an address unless it is public, or of the same kind as the source's."""
         kind = kind_of(address)
         self._source_kind = self._source_kind or kind
         if kind not in ("public", self._source_kind):
-            what = f"redirected to {address}, a {kind} address, which is not followed from a {self._source_kind} one"
+            what = (
+                f"redirected to {address}, a {kind} address, which is not followed from a "
+                f"{self._source_kind} one"
+            )
             raise RedirectRefused(f"{what}; give the address of the server that has the files")
 
 
@@ -100,15 +100,11 @@ class _Connection(HTTPConnection):
 
 
 class _TlsConnection(HTTPSConnection, _Connection):
-    """HTTPSConnection connects by the next class in line, which is ours, and
-    shakes hands after that.
-    """
+    """HTTPSConnection connects by the next class, which is ours, and then shakes hands."""
 
 
 def _written_address(host: str | None) -> str | None:
-    """The address that a host is, however it is spelled: 2852039166 and
-    0251.0376.0251.0376 are 169.254.169.254.
-    """
+    """The address that a host is, however it is spelled: 2852039166 is 169.254.169.254."""
     host = unquote(host or "-").rstrip(".")
     if f".{host}".endswith(".localhost"):
         return "127.0.0.1"
@@ -118,25 +114,29 @@ def _written_address(host: str | None) -> str | None:
 
 
 def kind_of(address: str | None) -> str:
-    """Whether an address is public, or one that only this machine or its network can reach. No
-    address is public.
-    """
+    """Whether an address is public, or only this machine or network reaches it (None: public)."""
     if address is None:
         return "public"
     ip = ip_address(address)
-    if isinstance(ip, IPv6Address):  # it may stand for one of the older version
-        inside = IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None
-        ip = ip.ipv4_mapped or ip.sixtofour or inside or ip
+    if isinstance(ip, IPv6Address):
+        ip = _embedded_v4(ip) or ip
     if ip.is_loopback or ip.is_unspecified:
         return "loopback"
     if ip.is_link_local:
         return "link-local"
-    is_unicast = (
-        ip in _PUBLIC_V6
-        if isinstance(ip, IPv6Address)
-        else not ip.is_multicast and ip not in _FOR_PROTOCOLS
-    )
-    return "public" if ip.is_global and is_unicast else "private"
+    return "public" if ip.is_global and _is_of_one_host(ip) else "private"
+
+
+def _is_of_one_host(ip: IPv4Address | IPv6Address) -> bool:
+    if isinstance(ip, IPv6Address):
+        return ip in _PUBLIC_V6
+    return not ip.is_multicast and ip not in _FOR_PROTOCOLS
+
+
+def _embedded_v4(ip: IPv6Address) -> IPv4Address | None:
+    """The IPv4 address that packets to this one may reach in the end, by mapping or a gateway."""
+    inside = IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None
+    return ip.ipv4_mapped or ip.sixtofour or inside
 
 
 def _origin(url: SplitResult) -> tuple[str, str | None, int]:

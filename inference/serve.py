@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None, load_model: LoadModel | None = None
             app = _application().create_app(settings, load_model)
             uvicorn.Server(_config(settings, app, host=options.host, port=options.port)).run()
         else:
-            _application().create_app(settings)  # refuses invalid settings once, not in each worker
+            # Refuses invalid settings once, not in each worker.
+            _application().create_app(settings)
             load_model = load_model or partial(
                 ModelLoader, hardware=share_of(settings, workers).hardware
             )
@@ -70,7 +71,8 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
         "--model",
         metavar="PATH",
         default=str(settings.model_checkpoint),
-        help="model folder, .pt file or exported artefact (variable MODEL_CHECKPOINT; now %(default)s)",
+        help="model folder, .pt file or exported artefact (variable MODEL_CHECKPOINT; now "
+        "%(default)s)",
     )
     parser.add_argument(
         "--host",
@@ -102,17 +104,13 @@ def _refuse_unusable_address(host: str, port: int) -> None:
         elif isinstance(error, OverflowError | PermissionError):
             remedy, code = "give another --port, from 1024 to 65535", "flag-value"
         else:
-            remedy, code = (
-                "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1",
-                "flag-value",
-            )
+            remedy = "give an address of this machine, such as 127.0.0.1, 0.0.0.0 (all) or ::1"
+            code = "flag-value"
         raise UserError(f"{line}; {remedy}", code=code) from None
 
 
 def _load_from_now_on(settings: Settings) -> LoadModel:
-    """Load the model while this thread imports the application: each takes half of the time to the
-    first answer.
-    """
+    """Load the model while this thread imports the application, which takes as long."""
     keep_tokenizer_on_one_thread()
     first: Future[ModelLoader] = Future()
 
@@ -124,6 +122,8 @@ def _load_from_now_on(settings: Settings) -> LoadModel:
         except BaseException as error:  # raised where the result is asked for
             first.set_exception(error)
 
+    # The application's first load gets this model, or the reason why there is none; a reload loads
+    # anew.
     threading.Thread(target=load, daemon=True).start()
     waiting = [first]
 
@@ -134,9 +134,8 @@ def _load_from_now_on(settings: Settings) -> LoadModel:
 
 
 def _application() -> ModuleType:
-    return importlib.import_module(
-        "inference.app"
-    )  # slow, so not before what can be refused at once
+    # Slow, so not before what can be refused at once.
+    return importlib.import_module("inference.app")
 
 
 def _serve_as_worker(

@@ -31,7 +31,7 @@ MOST_WORKERS = 256
 
 
 class Settings(BaseModel):
-    """What the server reads from its environment; an empty variable counts as unset, an argument goes first."""
+    """What the server reads from its environment; an empty variable counts as unset."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True
@@ -39,184 +39,200 @@ class Settings(BaseModel):
 
     model_checkpoint: Path = Field(
         default=Path("checkpoints/news"),
-        description="The model to serve: a model folder, a .pt file that training wrote, or an exported artefact. The "
-        "default comes with the repository and classifies news.",
+        description="The model to serve: a model folder, a .pt file that training wrote, or an "
+        "exported artefact. The default comes with the repository and classifies news.",
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
-        description="What runs the model. auto takes the fastest artefact beside the model, else torch; any other "
-        "name insists on that engine.",
+        description="What runs the model. auto takes the fastest artefact beside the model, else "
+        "torch; any other name insists on that engine.",
     )
     threads: int = Field(
         default=0,
         ge=0,
-        description="Processors that the model uses; 0 is all that this process may use (its affinity and the "
-        "container's CPU quota), which is also the most. Set it if other processes serve on the same machine.",
+        description="Processors that the model uses; 0 is all that this process may use (its "
+        "affinity and the container's CPU quota), which is also the most. Set it if other "
+        "processes serve on the same machine.",
     )
     workers: int | Literal["auto"] = Field(
         default="auto",
-        description="Processes that serve on the same port (`python -m inference.serve` only), each with its share of "
-        "the processors, of MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES. auto is one per 8 processors or so "
-        "with the native engine, whose weights they share, and otherwise 1.",
+        description="Processes that serve on the same port (`python -m inference.serve` only), "
+        "each with its share of the processors, of MAX_CONNECTIONS, MAX_PENDING_MB and "
+        "CACHE_ENTRIES. auto is one per 8 processors or so with the native engine, whose weights "
+        "they share, and otherwise 1.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="Where PyTorch runs the model. auto takes a GPU if it can use one, and says in the log if it "
-        "cannot; cuda refuses to serve without one.",
+        description="Where PyTorch runs the model. auto takes a GPU if it can use one, and says "
+        "in the log if it cannot; cuda refuses to serve without one.",
     )
     instruction_set: str = Field(
         default="auto",
-        description="What the native engine uses of the processor: avx512_vnni, avx512, avx_vnni, avx2, neon_i8mm, "
-        "neon_dotprod, neon or plain. auto takes the fastest that is there. Answers are the same to the last bit.",
+        description="What the native engine uses of the processor: avx512_vnni, avx512, avx_vnni, "
+        "avx2, neon_i8mm, neon_dotprod, neon or plain. auto takes the fastest that is there. "
+        "Answers are the same to the last bit.",
     )
     model_name: str = Field(
         default="",
-        description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in the metrics. Empty: "
-        "its own, as in its manifest.",
+        description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in "
+        "the metrics. Empty: its own, as in its manifest.",
     )
     listen_host: str = Field(
         default="127.0.0.1",
-        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out, "
-        "0.0.0.0 lets all in (as in the images), :: those with IPv6 addresses.",
+        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps "
+        "other machines out, 0.0.0.0 lets all in (as in the images), :: those with IPv6 "
+        "addresses.",
     )
     port: int = Field(
         default=7860,
         ge=0,
         le=65535,
-        description="Port to listen on (`python -m inference.serve` only); 0 takes a free one and logs it.",
+        description="Port to listen on (`python -m inference.serve` only); 0 takes a free one and "
+        "logs it.",
     )
     forwarded_allow_ips: str = Field(
         default="127.0.0.1",
-        description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* for all). Trusting "
-        "too many lets clients forge the address that the rate limit counts by.",
+        description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* "
+        "for all). Trusting too many lets clients forge the address that the rate limit counts "
+        "by.",
     )
     max_text_chars: int = Field(
         default=20_000,
         ge=1,
-        description="Longest text, in characters; a longer one is refused with 422. The model reads only the "
-        "beginning of a long text, so a larger value costs tokenizing time and gains no accuracy.",
+        description="Longest text, in characters; a longer one is refused with 422. The model "
+        "reads only the beginning of a long text, so a larger value costs tokenizing time and "
+        "gains no accuracy.",
     )
     max_batch_texts: int = Field(
         default=256,
         ge=1,
-        description="Most texts in one batch request; more are refused with 422. A larger value lets one client "
-        "fill more of the queue.",
+        description="Most texts in one batch request; more are refused with 422. A larger value "
+        "lets one client fill more of the queue.",
     )
     max_body_mb: float = Field(
         default=8,
         gt=0,
-        description="Largest request body, in MiB; a larger one is refused with 413 (or one that is too "
-        "large for the two limits above). A larger value costs memory and event-loop time per request.",
+        description="Largest request body, in MiB; a larger one is refused with 413 (or one that "
+        "is too large for the two limits above). A larger value costs memory and event-loop time "
+        "per request.",
     )
     max_pending_mb: float = Field(
         default=64,
         gt=0,
-        description="Bodies held by all requests in progress and the texts read from them, in MiB; beyond it requests "
-        "are refused with 503. It bounds the memory that clients can take; streams take at most half of it.",
+        description="Bodies held by all requests in progress and the texts read from them, in "
+        "MiB; beyond it requests are refused with 503. It bounds the memory that clients can "
+        "take; streams take at most half of it.",
     )
     max_batch_tokens: int = Field(
         default=0,
         ge=0,
-        description="Most tokens in one forward pass. A smaller value answers single texts sooner under load, a "
-        "larger one reads the weights less often per text. 0 takes a value at which the measured curve is flat: 512 "
-        "on a processor, 8192 on a GPU, or the longest text that the model reads if that is more.",
+        description="Most tokens in one forward pass. A smaller value answers single texts sooner "
+        "under load, a larger one reads the weights less often per text. 0 takes a value at which "
+        "the measured curve is flat: 512 on a processor, 8192 on a GPU, or the longest text that "
+        "the model reads if that is more.",
     )
     max_wait_seconds: float = Field(
         default=5,
         gt=0,
-        description="A text whose answer would take longer than this, by the measured speed, is refused at once with "
-        "503 and Retry-After. A call of several texts may fill three quarters of it: the rest is for single texts, "
-        "which are answered before the last texts of large calls. A text that finds the server idle is never refused.",
+        description="A text whose answer would take longer than this, by the measured speed, is "
+        "refused at once with 503 and Retry-After. A call of several texts may fill three "
+        "quarters of it: the rest is for single texts, which are answered before the last texts "
+        "of large calls. A text that finds the server idle is never refused.",
     )
     request_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Seconds until a text that is not answered ends in 504, until a body that does not arrive "
-        "ends in 408, and until a connection is closed whose headers do not arrive or whose answer is not read. "
-        "A shorter time gives up sooner under overload.",
+        description="Seconds until a text that is not answered ends in 504, until a body that "
+        "does not arrive ends in 408, and until a connection is closed whose headers do not "
+        "arrive or whose answer is not read. A shorter time gives up sooner under overload.",
     )
     restart_after_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds without an answer, from a forward pass that hangs or a model that fails even on a known "
-        "good text, until the process is considered dead: `/livez` fails, and the process ends with exit code 70 so "
-        "that whatever started it can start a new one. It must be longer than the slowest batch takes.",
+        description="Seconds without an answer, from a forward pass that hangs or a model that "
+        "fails even on a known good text, until the process is considered dead: `/livez` fails, "
+        "and the process ends with exit code 70 so that whatever started it can start a new one. "
+        "It must be longer than the slowest batch takes.",
     )
     max_connections: int = Field(
         default=1000,
         ge=1,
-        description="Most connections at a time; fewer if the process may not open so many files (`ulimit -n`). "
-        "When all are in use, a new one closes the one that has been idle longest; if none has been idle for a second, "
-        "it is refused with 503.",
+        description="Most connections at a time; fewer if the process may not open so many files "
+        "(`ulimit -n`). When all are in use, a new one closes the one that has been idle longest; "
+        "if none has been idle for a second, it is refused with 503.",
     )
     max_connection_age_s: float = Field(
         default=300,
         ge=0,
-        description="Seconds, give or take a tenth, after which a connection is closed with its next answer, so that "
-        "clients that keep connections spread over servers that have joined. 0 keeps them.",
+        description="Seconds, give or take a tenth, after which a connection is closed with its "
+        "next answer, so that clients that keep connections spread over servers that have joined. "
+        "0 keeps them.",
     )
     cache_entries: int = Field(
         default=0,
         ge=0,
-        description="Answers remembered for texts that are sent again; the least recently used goes first. 0 is off. "
-        "About 1 kB each; it pays off only if texts repeat.",
+        description="Answers remembered for texts that are sent again; the least recently used "
+        "goes first. 0 is off. About 1 kB each; it pays off only if texts repeat.",
     )
     explain_max_passes: int = Field(
         default=64,
         ge=1,
-        description="Most texts that one /explain request classifies; a longer text is explained in groups of "
-        "words. A larger value explains in finer detail but is slower, because each one costs a pass.",
+        description="Most texts that one /explain request classifies; a longer text is explained "
+        "in groups of words. A larger value explains in finer detail but is slower, because each "
+        "one costs a pass.",
     )
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
-        description="Texts per second that may be sent with one API key, or from one client address if no key is "
-        "asked for, with bursts of up to twice that; more are refused with 429 and Retry-After. Other requests (pages, "
-        "`/metrics`) are limited to the same number per address, but never to fewer than 10 per second; probes are "
-        "not. 0 is off.",
+        description="Texts per second that may be sent with one API key, or from one client "
+        "address if no key is asked for, with bursts of up to twice that; more are refused with "
+        "429 and Retry-After. Other requests (pages, `/metrics`) are limited to the same number "
+        "per address, but never to fewer than 10 per second; probes are not. 0 is off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
-        description="When set, every POST needs `Authorization: Bearer KEY` or `X-API-Key: KEY`, else 401. Probes, "
-        "metrics and pages stay open.",
+        description="When set, every POST needs `Authorization: Bearer KEY` or `X-API-Key: KEY`, "
+        "else 401. Probes, metrics and pages stay open.",
     )
     api_keys_file: Path | None = Field(
         default=None,
         description="A file of more keys, one per line, each with a rate limit of its own if `KEY "
-        "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced without a restart. If "
-        "it becomes missing, damaged or empty, none of its keys is valid.",
+        "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced "
+        "without a restart. If it becomes missing, damaged or empty, none of its keys is valid.",
     )
     require_api_key: bool = Field(
         default=False,
-        description="1: do not start unless API_KEY or API_KEYS_FILE is set, so that a missing secret never opens the "
-        "server to everybody.",
+        description="1: do not start unless API_KEY or API_KEYS_FILE is set, so that a missing "
+        "secret never opens the server to everybody.",
     )
     cors_origins: str = Field(
         default="",
-        description="Origins, comma-separated (https://example.org), whose pages may call this server from a "
-        "browser; * for all. Empty: none but its own.",
+        description="Origins, comma-separated (https://example.org), whose pages may call this "
+        "server from a browser; * for all. Empty: none but its own.",
     )
     drain_seconds: float = Field(
         default=1,
         ge=0,
-        description="Seconds between SIGTERM and closing the port: not ready, but still answering, so that load "
-        "balancers and kept-alive connections move elsewhere first. 0 closes at once.",
+        description="Seconds between SIGTERM and closing the port: not ready, but still "
+        "answering, so that load balancers and kept-alive connections move elsewhere first. 0 "
+        "closes at once.",
     )
     grace_seconds: float = Field(
         default=25,
         gt=0,
-        description="Seconds after that for requests in progress to finish; then they are cut off. Drain and grace "
-        "together should be less than the time that the platform waits before it kills the process.",
+        description="Seconds after that for requests in progress to finish; then they are cut "
+        "off. Drain and grace together should be less than the time that the platform waits "
+        "before it kills the process.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="What is logged, as JSON lines on standard output. info has one line per request; warning has "
-        "only what needs attention.",
+        description="What is logged, as JSON lines on standard output. info has one line per "
+        "request; warning has only what needs attention.",
     )
     otel_endpoint: str = Field(
         default="",
-        description="Where OpenTelemetry traces go, as OTLP over HTTP (http://collector:4318/v1/traces). Needs the "
-        "`otel` extra. Empty: off.",
+        description="Where OpenTelemetry traces go, as OTLP over HTTP "
+        "(http://collector:4318/v1/traces). Needs the `otel` extra. Empty: off.",
     )
 
     @model_validator(mode="before")
@@ -267,8 +283,8 @@ class Settings(BaseModel):
         """Read the environment.
 
         Raises:
-            SettingsError: a variable has an invalid value; the message names the variable, but does not quote the
-                value.
+            SettingsError: a variable has an invalid value; the message names the variable, but does
+                not quote the value.
         """
         try:
             return cls()
@@ -285,7 +301,7 @@ class Settings(BaseModel):
 
     @property
     def max_body_bytes(self) -> int:
-        """The largest body: MAX_BODY_MB, or what a body within the limits on texts can be at most, if that is less."""
+        """The largest body: MAX_BODY_MB, or the most that the limits on texts allow."""
         texts = self.max_pair_bytes * self.max_batch_texts + _JSON_OVERHEAD_BYTES
         return min(texts, int(self.max_body_mb * 2**20))
 
@@ -300,8 +316,8 @@ class Settings(BaseModel):
 
     @property
     def max_body_values(self) -> int:
-        """The most JSON values in a body: two texts and an object around them for each text, and room for other
-        fields.
+        """The most JSON values in a body: two texts and an object around them for each text, and
+        room for other fields.
         """
         return 3 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
 
@@ -313,5 +329,5 @@ class Settings(BaseModel):
 
 
 def keep_tokenizer_on_one_thread() -> None:
-    """Tokenize in the calling thread; the library's own pool would take cores from forward passes."""
+    """Tokenize in the calling thread: the library's pool would take cores from passes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
