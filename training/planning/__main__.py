@@ -51,38 +51,38 @@ def _run(text: str) -> tuple[str, float, float]:
 
 _NUMBER = {"type": positive, "metavar": "N"}
 _FLAGS: dict[str, dict[str, Any]] = {
-    "model": {
+    "--model": {
         "metavar": "NAME|PATH",
         "help": f"{', '.join(NAMED_SHAPES)}, or a config.json; needed without --largest",
     },
-    "largest": {
+    "--largest": {
         "action": "store_true",
         "help": "find the largest model that fits under each strategy: with the proportions of "
         f"--model, or with those of each of {' and '.join(FAMILIES_SCALED)}",
     },
-    "gpus": {**_NUMBER, "required": True, "help": "GPUs of the whole cluster"},
-    "gpu": {"required": True, "metavar": "NAME", "help": ", ".join(GPUS)},
-    "nodes": {
+    "--gpus": {**_NUMBER, "required": True, "help": "GPUs of the whole cluster"},
+    "--gpu": {"required": True, "metavar": "NAME", "help": ", ".join(GPUS)},
+    "--nodes": {
         **_NUMBER,
         "help": "machines (default: the fewest that these GPUs are usually sold in)",
     },
-    "strategy": {
+    "--strategy": {
         "choices": (*STRATEGIES, "all"),
         "default": "all",
         "metavar": "NAME",
         "help": f"plan only this strategy: {', '.join(STRATEGIES)} (default: all)",
     },
-    "batch_tokens": {
+    "--batch_tokens": {
         **_NUMBER,
         "help": "tokens per global batch (default: 4 rows per GPU, or 32 for a classifier)",
     },
-    "seq_len": {**_NUMBER, "help": "tokens per row (default: 2048, or 128 for a classifier)"},
-    "micro_batch": {**_NUMBER, "help": "rows per micro-batch (default: the fastest)"},
-    "precision": {
+    "--seq_len": {**_NUMBER, "help": "tokens per row (default: 2048, or 128 for a classifier)"},
+    "--micro_batch": {**_NUMBER, "help": "rows per micro-batch (default: the fastest)"},
+    "--precision": {
         "choices": ("fp32", "bf16", "fp16"),
         "help": "default: bf16, or what the GPU supports",
     },
-    "activation_checkpointing": {
+    "--activation_checkpointing": {
         "choices": CHECKPOINTING_MODES,
         "metavar": "MODE",
         "help": f"{', '.join(CHECKPOINTING_MODES)} (default: the fastest)",
@@ -90,12 +90,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
 }
 # What the whole run is to achieve; one of them at most.
 _TARGETS: dict[str, dict[str, Any]] = {
-    "target_tokens": {
+    "--target_tokens": {
         "type": _tokens,
         "metavar": "N",
         "help": "how many days this many tokens take, such as 2e9",
     },
-    "target_run": {
+    "--target_run": {
         "type": _run,
         "metavar": "RUN",
         "help": "MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6: the same for the tokens that one "
@@ -107,10 +107,10 @@ _TARGETS: dict[str, dict[str, Any]] = {
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m training.planning", description=__doc__)
     for name, settings in _FLAGS.items():
-        parser.add_argument(f"--{name}", **settings)
+        parser.add_argument(name, **settings)
     target = parser.add_mutually_exclusive_group()
     for name, settings in _TARGETS.items():
-        target.add_argument(f"--{name}", **settings)
+        target.add_argument(name, **settings)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     return parser
 
