@@ -20,7 +20,7 @@ from benchmarks import harness
 from common.errors import UserError
 from common.text import clean_text
 from training.config import TrainConfig
-from training.data.dataset import SAMPLE, LoadOptions, NewsData, load_news, split_rows
+from training.data.dataset import SAMPLE, LoadOptions, TextData, load_data, split_rows
 from training.evaluation.baseline import fit_linear
 from training.monitoring.events import read_metrics
 from training.monitoring.records import format_percent, format_time, wilson_interval
@@ -83,7 +83,7 @@ def main() -> None:
     add("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
     options = parser.parse_args()
     entries = [read_model(folder) for folder in options.models]
-    data = load_news(options.dataset, LoadOptions(seed=options.seed))
+    data = load_data(options.dataset, LoadOptions(seed=options.seed))
     for folder, entry in zip(options.models, entries, strict=True):
         if entry.test["rows"] != len(data.test):
             message = f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}"
@@ -120,7 +120,7 @@ def means(entries: Sequence[Entry]) -> str:
     return text
 
 
-def fit_baseline(data: NewsData, options: Namespace) -> Entry:
+def fit_baseline(data: TextData, options: Namespace) -> Entry:
     """Fit the baseline on the rows that training takes, without those kept for validation."""
     train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
     harness.report(f"Fitting {BASELINE} on {len(train):,} rows ...")

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import harness
 from common.errors import UserError, positive
 from training.config import FAULTS
-from training.data.dataset import NewsData, load_news
+from training.data.dataset import TextData, load_data
 from training.data.duplicates import LEAST_SIMILARITY, WORDS_PER_SHINGLE, Repeats
 from training.data.learning_curve import FOLDS, learning_curve
 
@@ -60,7 +60,7 @@ def main() -> None:
     add("--planted", type=positive, default=1000, help="of each fault")
     add("--seed", type=int, default=0, help="of what is drawn")
     options = parser.parse_args()
-    data = load_news(options.dataset)
+    data = load_data(options.dataset)
     run: dict[str, Any] = {
         "facts": harness.measurement_facts(MODULE, PACKAGES),
         "planted": options.planted,
@@ -88,7 +88,7 @@ Planted = tuple[Row, str]  # and how it repeats another one: KINDS
 
 
 def write_rows(
-    data: NewsData, options: Namespace, folder: Path
+    data: TextData, options: Namespace, folder: Path
 ) -> tuple[dict[str, dict[str, str]], list[int], int]:
     """Write ``train.csv`` and ``test.csv`` with planted faults.
 
@@ -118,7 +118,7 @@ def write_rows(
     return where, [len(train), len(test)], num_made
 
 
-def clean_rows(data: NewsData) -> tuple[list[Row], list[Row]]:
+def clean_rows(data: TextData) -> tuple[list[Row], list[Row]]:
     """The training and the test rows that repeat no other row.
 
     Without the data's own faults, all that the report finds was planted, or is found in vain.
@@ -250,7 +250,7 @@ def run_command(folder: Path, report: Path) -> dict[str, float]:
     }
 
 
-def predict(data: NewsData, num_rows: int, seed: int) -> dict[str, Any]:
+def predict(data: TextData, num_rows: int, seed: int) -> dict[str, Any]:
     """What is predicted from some rows for twice as many, and what these then bring."""
     order = np.random.default_rng([seed, num_rows]).permutation(len(data.train))
 

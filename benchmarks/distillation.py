@@ -20,7 +20,7 @@ from benchmarks import harness, studies
 from benchmarks.studies import Flags, Row, Run
 from benchmarks.training_run import run_program, train_as_a_user
 from common.errors import UserError
-from training.data.dataset import NewsData, load_news
+from training.data.dataset import TextData, load_data
 
 EVERY_STUDENT = ("--max_length", "96", "--validation_fraction", "0.02", "--epochs", "2", "--export")
 # Of MiniLM's six blocks the first, the third and the last.
@@ -63,7 +63,7 @@ def variants(options: Namespace) -> dict[str, Flags]:
 
 def main() -> None:
     options = STUDY.parse()
-    data = load_news(options.dataset)
+    data = load_data(options.dataset)
     run = STUDY.begin(options, data)
     with tempfile.TemporaryDirectory(prefix="distillation-") as name:
         folder = Path(name)
@@ -129,7 +129,7 @@ def served_bytes(path: Path) -> int:
     return sum(file.stat().st_size for name in names for file in path.glob(name))
 
 
-def about(options: Namespace, data: NewsData) -> Run:
+def about(options: Namespace, data: TextData) -> Run:
     teacher = options.teacher
     if not (teacher / "native").is_dir():
         message = f"--teacher {teacher}: is not exported; run python -m inference.export {teacher}"

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import harness, studies
 from benchmarks.studies import Column, Figures, Row, Run, Trial
 from common.errors import UserError
-from training.data.dataset import NewsData
+from training.data.dataset import TextData
 
 TIMES_AS_RARE = 20
 RARE = (2, 3)
@@ -40,7 +40,7 @@ def measure(trial: Trial) -> Figures:
     return test
 
 
-def about(options: Namespace, data: NewsData) -> Run:
+def about(options: Namespace, data: TextData) -> Run:
     names = data.label_names
     if len(names) != 4:
         raise UserError(f"--dataset {options.dataset}: needs four labels", code="benchmark-input")

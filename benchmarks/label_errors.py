@@ -30,7 +30,7 @@ from common.errors import positive
 from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
 from training.config import parse_config
-from training.data.dataset import NewsData, load_news
+from training.data.dataset import TextData, load_data
 from training.distributed.group import join_ranks
 from training.run.suspects import ask_words
 from training.run.trainer import Trainer
@@ -58,7 +58,7 @@ mistakes here:
 
 def main() -> None:
     options = _parse()
-    data = load_news(options.dataset)
+    data = load_data(options.dataset)
     run: dict[str, Any] = {
         "facts": harness.measurement_facts(MODULE),
         **{
@@ -109,7 +109,7 @@ def trials(seeds: int) -> list[tuple[str, float, int]]:
     return [case for case in everything if case[0] == "list" or case[1] == max(RATES)]
 
 
-def plant(data: NewsData, options: Namespace, rate: float, seed: int, folder: Path) -> set[int]:
+def plant(data: TextData, options: Namespace, rate: float, seed: int, folder: Path) -> set[int]:
     """Write chosen rows where training reads them; returns the numbers of the rows with a planted error."""
     generator = np.random.default_rng(seed)
     drawn = generator.permutation(len(data.train.labels))
@@ -176,12 +176,12 @@ def train_rank(flags: list[str]) -> dict[str, Any]:
                 trainer.context.suspects,
                 ("add", "merge", "end_epoch", "is_left", "weights", "ranking"),
             ),
-            (trainer.context.strategy.task, ("check_labels",)),
+            (trainer.context.strategy.task, ("label_logprobs",)),
         ):
             for name in names:
                 setattr(owner, name, timed(getattr(owner, name)))
         trainer.fit()
-        suspects, tokens = trainer.context.suspects, trainer.context.news.tokens
+        suspects, tokens = trainer.context.suspects, trainer.context.data.tokens
         began = time.perf_counter()
         ask_words(tokens.train, suspects.index, len(tokens.label_names))
         seconds += time.perf_counter() - began

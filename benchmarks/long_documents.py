@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import harness, studies
 from benchmarks.studies import Figures, Run, Trial
 from common.errors import UserError
-from training.data.dataset import NewsData, Rows
+from training.data.dataset import Rows, TextData
 
 FILLER = 0  # World
 INTRODUCTION = """
@@ -66,7 +66,7 @@ def make_articles(
     return Rows(texts, rows.labels[deciding]), places
 
 
-def about(options: Namespace, data: NewsData) -> Run:
+def about(options: Namespace, data: TextData) -> Run:
     if len(data.label_names) < 3:
         raise UserError(f"--dataset {options.dataset}: needs three labels", code="benchmark-input")
     return {

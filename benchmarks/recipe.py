@@ -28,7 +28,7 @@ from common.errors import positive
 from common.rows import Columns
 from common.text import cleaner
 from training.config import STARTER, model_place
-from training.data.dataset import LoadOptions, NewsData, default_cleaning, load_news
+from training.data.dataset import LoadOptions, TextData, default_cleaning, load_data
 from training.quiet import quiet_libraries
 from training.tasks import TASKS
 
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recipe-") as name:
         for place in options.dataset:
             asked = LoadOptions(columns=_columns(options), task=TASKS[options.task])
-            data = load_news(str(place), asked)
+            data = load_data(str(place), asked)
             for per_label in options.per_label:
                 for seed in range(options.seeds):
                     measure_all(options, run, facts, data, per_label, seed, Path(name))
@@ -81,7 +81,7 @@ def measure_all(
     options: Namespace,
     run: dict[str, Any],
     facts: dict[str, str],
-    data: NewsData,
+    data: TextData,
     per_label: str,
     seed: int,
     folder: Path,
@@ -111,7 +111,7 @@ def measure_all(
         harness.report(f"{case}, {model}, seed {seed}: {found}")
 
 
-def draw(data: NewsData, per_label: str, seed: int) -> np.ndarray:
+def draw(data: TextData, per_label: str, seed: int) -> np.ndarray:
     """The training rows of a run."""
     labels = data.train.labels
     if not per_label.isdigit():
@@ -124,7 +124,7 @@ def draw(data: NewsData, per_label: str, seed: int) -> np.ndarray:
     return np.sort(np.concatenate(chosen))
 
 
-def write_rows(data: NewsData, per_label: str, seed: int, folder: Path) -> None:
+def write_rows(data: TextData, per_label: str, seed: int, folder: Path) -> None:
     """Write the drawn training rows, and all others, where training reads them."""
     folder.mkdir()
     splits = data.splits | {"train": data.train.take(draw(data, per_label, seed))}
@@ -190,7 +190,7 @@ def from_names(
 of_test_rows: dict[tuple[str, str], tuple[np.ndarray, ...]] = {}
 
 
-def frozen(data: NewsData, options: Namespace, chosen: np.ndarray, model: str, clean: str) -> float:
+def frozen(data: TextData, options: Namespace, chosen: np.ndarray, model: str, clean: str) -> float:
     """What a linear model makes of the vectors of the untrained encoder."""
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.multiclass import OneVsRestClassifier

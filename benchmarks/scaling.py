@@ -26,7 +26,7 @@ from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, SIZES, make_work
 from common.errors import positive
 from common.hardware import usable_cpus
 from training.config import TrainConfig
-from training.data.batching import LengthBucketSampler, Padding, rank_share
+from training.data.batching import LengthBucketSampler, Padding, micro_batches_of_rank
 from training.data.dataset import SAMPLE
 from training.distributed.group import join_ranks
 from training.facts import TINY
@@ -125,7 +125,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
             if step == WARMUP_STEPS + 1:
                 ranks.barrier()
                 began = time.perf_counter()
-            share = rank_share(
+            share = micro_batches_of_rank(
                 workload.timed,
                 batch,
                 strategy.data_shard,

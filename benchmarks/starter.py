@@ -13,7 +13,7 @@ from benchmarks.studies import Figures, Flags, Run, Trial
 from benchmarks.training_run import write_rows
 from common.rows import SAMPLE_NEWS
 from training.config import STARTER
-from training.data.dataset import NewsData, load_news
+from training.data.dataset import TextData, load_data
 from training.facts import TINY
 
 FEW = 1000
@@ -47,7 +47,7 @@ def variants(options: Namespace) -> dict[str, Flags]:
 def measure(trial: Trial) -> Figures:
     dataset = trial.options.dataset
     if "--max_train_rows" not in trial.flags:
-        dataset, sample = trial.write_rows(test=trial.data.test), load_news(str(SAMPLE_NEWS))
+        dataset, sample = trial.write_rows(test=trial.data.test), load_data(str(SAMPLE_NEWS))
         write_rows(dataset, sample.label_names, train=sample.train)
     given = {
         "dataset": dataset,
@@ -60,9 +60,9 @@ def measure(trial: Trial) -> Figures:
     return {"accuracy": test["accuracy"], "seconds": rank["seconds"]}
 
 
-def about(options: Namespace, data: NewsData) -> Run:
+def about(options: Namespace, data: TextData) -> Run:
     cases = {name: flags[2:] for name, flags in variants(options).items()}
-    return {"built_in": len(load_news(str(SAMPLE_NEWS)).train), "cases": cases}
+    return {"built_in": len(load_data(str(SAMPLE_NEWS)).train), "cases": cases}
 
 
 STUDY = studies.Study(

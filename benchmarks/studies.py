@@ -19,7 +19,7 @@ from benchmarks.processes import Layout, run_ranks
 from benchmarks.training_run import train_rank, words_of, write_rows
 from common.errors import positive
 from common.hardware import usable_cpus
-from training.data.dataset import NewsData, Rows, load_news
+from training.data.dataset import Rows, TextData, load_data
 
 # What is kept as JSON: the facts, what the introduction names, and in "rounds" the figures of
 # each variant, a round per seed.
@@ -33,7 +33,7 @@ class Trial:
     """One variant with one seed. ``output``: a place for its model, which is deleted afterwards."""
 
     options: Namespace
-    data: NewsData
+    data: TextData
     flags: Flags
     seed: int
     output: Path
@@ -104,7 +104,7 @@ class Study:
     flags: Mapping[str, Mapping[str, Any]]  # as argparse takes them
     measure: Callable[[Trial], Figures] | None = None  # None: the study has a loop of its own
     # What the run keeps of the options and the data, besides options that are numbers.
-    about: Callable[[Namespace, NewsData], Run] = lambda options, data: {}
+    about: Callable[[Namespace, TextData], Run] = lambda options, data: {}
     words: Callable[[Run], dict[str, Any]] = lambda run: {}
     order: Callable[[Run], Iterable[str]] = lambda run: run["rounds"][0]  # of the table's rows
     goals: Callable[[Run], str] = lambda run: ""  # what follows the table
@@ -119,7 +119,7 @@ class Study:
     def main(self) -> None:
         """Measure every variant with every seed, alternately; write the page after each round."""
         options = self.parse()
-        data = load_news(options.dataset)
+        data = load_data(options.dataset)
         run = self.begin(options, data) | {"rounds": []}
         variants = self.variants(options) if callable(self.variants) else self.variants
         with tempfile.TemporaryDirectory(prefix=f"{self.name}-") as folder:
@@ -140,7 +140,7 @@ class Study:
             parser.add_argument(f"--{flag}", **settings)
         return parser.parse_args()
 
-    def begin(self, options: Namespace, data: NewsData) -> Run:
+    def begin(self, options: Namespace, data: TextData) -> Run:
         """A run without figures."""
         name = Path(data.name).name
         facts = harness.measurement_facts(self.module, self.packages)

@@ -23,7 +23,7 @@ from benchmarks.training_run import run_program, train_as_a_user
 from common.errors import UserError
 from common.files import write_json
 from common.text import clean_text
-from training.data.dataset import load_news
+from training.data.dataset import load_data
 from training.evaluation.baseline import fit_linear
 
 GOALS = (0.90, 0.92, 0.93)
@@ -69,7 +69,7 @@ def measure(trial: Trial) -> Figures:
 def run_one(options: Namespace) -> None:
     """One of the others, in a process of its own."""
     kind, size, seed, file = options.one
-    data = load_news(options.dataset)
+    data = load_data(options.dataset)
     labels = data.train.labels
     generator = np.random.default_rng(int(seed))
     order = generator.permutation(len(labels))

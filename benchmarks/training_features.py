@@ -43,8 +43,8 @@ from common.model_folder import SavedModel
 from training.checkpointing import open_location
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig, parse_config
-from training.data.batching import MicroBatch, rank_share
-from training.data.dataset import SAMPLE, load_news
+from training.data.batching import MicroBatch, micro_batches_of_rank
+from training.data.dataset import SAMPLE, load_data
 from training.data.tokenized import TokenizedRows, load_tokenizer
 from training.distributed.group import join_ranks
 from training.facts import TINY
@@ -383,7 +383,7 @@ def random_batch(rows: int, tokens: int, place: Any) -> list[MicroBatch]:
     """This rank's part of a batch of random rows without padding."""
     ids = np.random.default_rng(SEED).integers(1000, 30_000, rows * tokens).astype(np.int32)
     everything = TokenizedRows(ids, np.arange(rows + 1) * tokens, np.arange(rows) % len(LABELS), 0)
-    return rank_share(everything, np.arange(rows), place, 1)
+    return micro_batches_of_rank(everything, np.arange(rows), place, 1)
 
 
 # restart: how long does a killed rank stop training, and what does the time go into?
@@ -632,9 +632,9 @@ def observation_cost(options: Namespace) -> None:
     cases = {name: case for name, case in OBSERVED.items() if case[0] in options.models}
     with tempfile.TemporaryDirectory(prefix="observation-") as name:
         folder = Path(name)
-        news = load_news(SAMPLE)
-        write_weights(folder / "base", "base", len(news.label_names))
-        load_tokenizer(TINY, news.train.texts, MAX_LENGTH).save_pretrained(folder / "base")
+        data = load_data(SAMPLE)
+        write_weights(folder / "base", "base", len(data.label_names))
+        load_tokenizer(TINY, data.train.texts, MAX_LENGTH).save_pretrained(folder / "base")
 
         def measure(case: tuple[str, int, dict[str, int]], number: int) -> dict[str, float]:
             model, processes, flags = case

@@ -47,7 +47,7 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
         return {
             "global_batch": trainer.context.plan.global_batch_size,
             "steps_per_epoch": len(trainer.context.sampler),
-            "rows_per_epoch": len(trainer.context.news.train_index),
+            "rows_per_epoch": len(trainer.context.data.train_index),
             "speeds": trainer.context.balance.speeds,
             "uncompressed": traffic.uncompressed if traffic else gradients,
             "sent": traffic.sent if traffic else gradients,

@@ -29,7 +29,13 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_workload
 from training.config import TrainConfig
-from training.data.batching import DataShard, LengthBucketSampler, Targets, pad, rank_share
+from training.data.batching import (
+    DataShard,
+    LengthBucketSampler,
+    Targets,
+    micro_batches_of_rank,
+    pad,
+)
 from training.data.tokenized import Blocks, TokenizedRows
 from training.distributed.group import join_ranks
 from training.distributed.ranks import Ranks
@@ -246,7 +252,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     epoch = Epoch()
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
-        micro_batches = rank_share(
+        micro_batches = micro_batches_of_rank(
             rows, batch, DataShard(ranks.rank, ranks.world_size), targets=Targets(model.task)
         )
         epoch.count(micro_batches[0].input_ids)

@@ -22,7 +22,7 @@ from benchmarks.harness import report
 from common.errors import UserError
 from common.rows import Columns
 from common.text import TextTokenizer
-from training.data.dataset import LoadOptions, NewsData, load_news
+from training.data.dataset import LoadOptions, TextData, load_data
 from training.data.tokenized import (
     TokenizedRows,
     cache_key,
@@ -141,7 +141,7 @@ def make_workload(
         UserError: no such data or tokenizer, or too few rows.
     """
     columns = Columns(label="") if TASKS[task].is_language_model else Columns()
-    data = load_news(dataset, LoadOptions(columns=columns, task=TASKS[task]))
+    data = load_data(dataset, LoadOptions(columns=columns, task=TASKS[task]))
     found = read_tokenizer(tokenizer, data.train.texts)
     if len(found) > VOCABULARY:
         message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"
@@ -156,7 +156,7 @@ def make_workload(
     # from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
     timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
-    chosen = NewsData(
+    chosen = TextData(
         Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup)
     )
     # Tokens are written once, by the trainer's own code, and all variants read them: what differs

@@ -1,14 +1,14 @@
 """The loaders under one short name: rows, tokenizer, tokenized rows and the order of batches."""
 
-from training.data.batching import LengthBucketSampler, rank_share
-from training.data.dataset import NewsData, load_news
+from training.data.batching import LengthBucketSampler, micro_batches_of_rank
+from training.data.dataset import TextData, load_data
 from training.data.tokenized import TokenizedRows, load_tokenizer
 
 __all__ = [
     "LengthBucketSampler",
-    "NewsData",
+    "TextData",
     "TokenizedRows",
-    "load_news",
+    "load_data",
     "load_tokenizer",
-    "rank_share",
+    "micro_batches_of_rank",
 ]

@@ -32,7 +32,7 @@ from common.files import sha256_of, write_json, write_whole, writing_folder
 from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
-from training.data.dataset import LoadOptions, NewsData, default_cleaning, load_news
+from training.data.dataset import LoadOptions, TextData, default_cleaning, load_data
 from training.data.stored_texts import in_chunks
 from training.data.tokenized import check_vocabulary, load_from
 from training.model.layers import keep_blocks
@@ -148,9 +148,9 @@ def _folder(given: str, flag: str, wanted: str) -> Path:
     return folder
 
 
-def _texts(options: Namespace) -> NewsData:
+def _texts(options: Namespace) -> TextData:
     columns = Columns(options.text_column, "")
-    return load_news(options.dataset, LoadOptions(seed=SEED, columns=columns, task=Embedding))
+    return load_data(options.dataset, LoadOptions(seed=SEED, columns=columns, task=Embedding))
 
 
 def _about(options: Namespace, num_texts: int, num_parameters: int) -> dict[str, Any]:

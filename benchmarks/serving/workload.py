@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.text import TextTokenizer
-from training.data.dataset import load_news
+from training.data.dataset import load_data
 
 SEED = 7
 
@@ -37,7 +37,7 @@ def read_workload(model: Path, dataset: str) -> Workload:
         raise UserError(
             f"--model {model}: not a model folder ({error})", code="benchmark-input"
         ) from error
-    data = load_news(dataset)
+    data = load_data(dataset)
     texts = list(data.test.texts)
     # Test sets are often sorted by label, and texts of a label resemble one another in length.
     Random(SEED).shuffle(texts)

@@ -40,7 +40,7 @@ from inference.engines.self_test import (
     remember_speeds,
     speeds_key,
 )
-from inference.engines.windowed import widened_config, with_windows
+from inference.engines.windowed import config_with_attention, with_windows
 
 if TYPE_CHECKING:
     from inference.engines.torch_engine import TorchEngine
@@ -309,7 +309,7 @@ def build_engine(
 ) -> Engine:
     if name not in _BUILDERS:
         raise ValueError(f"no engine is called {name!r}")
-    engine = _BUILDERS[name](folder, widened_config(config), precision, hardware)
+    engine = _BUILDERS[name](folder, config_with_attention(config), precision, hardware)
     return with_windows(engine, config)
 
 

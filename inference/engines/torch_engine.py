@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from common.text import segments_of, type_separator
 from common.weights import changes_nothing, read_weights
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
-from inference.engines.windowed import widened_config, widened_weights
+from inference.engines.windowed import config_with_attention, weights_with_attention
 
 # Errors are raised as one line. Progress bars and loading reports do not belong in a server's log.
 transformers_logging.disable_progress_bar()
@@ -60,7 +60,10 @@ class TorchEngine:
                 fit it.
         """
         state_dict = read_weights(weights) if isinstance(weights, Path) else dict(weights)
-        config, state_dict = widened_config(config), widened_weights(config, state_dict)
+        config, state_dict = (
+            config_with_attention(config),
+            weights_with_attention(config, state_dict),
+        )
         found = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(found if device == "auto" else device)
         self.batch_tokens = _GPU_BATCH_TOKENS if self.device.type == "cuda" else CPU_BATCH_TOKENS

@@ -77,7 +77,7 @@ def with_windows(engine: Engine, config: Mapping[str, Any]) -> Engine:
     return WindowedEngine(engine, windows, config.get("problem_type")) if windows else engine
 
 
-def widened_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_with_attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json for building an engine: one more output if the model reads windows."""
     if Windows.of(config) is None:
         return dict(config)
@@ -85,10 +85,10 @@ def widened_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "id2label": {**names, str(len(names)): ATTENTION_KEY}, "label2id": {}}
 
 
-def widened_weights(
+def weights_with_attention(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights that belong to `widened_config`.
+    """The weights that belong to `config_with_attention`.
 
     Raises:
         ValueError: The row of the attention is missing.

@@ -54,7 +54,7 @@ from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine
-from inference.engines.windowed import widened_config, widened_weights, with_windows
+from inference.engines.windowed import config_with_attention, weights_with_attention, with_windows
 from inference.errors import ExportRefusedError
 from inference.exporting.comparison import Comparison, compare
 
@@ -127,7 +127,10 @@ def export(
 
         with stages.stage(f"Write the {engine} {precision} files"):
             calibration = _calibration(saved, tokenizer, rows)
-            config, weights = widened_config(saved.config), widened_weights(saved.config, weights)
+            config, weights = (
+                config_with_attention(saved.config),
+                weights_with_attention(saved.config, weights),
+            )
             options = _write_engine_files(engine, precision, config, weights, calibration, folder)
             # Before the description is copied beside them: only what replaces the weights counts.
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.data_report import changed, judge, similarity, write_rows
 from common.rows import SAMPLE_NEWS
 from training.config import FAULTS, TrainConfig
-from training.data.dataset import load_news
+from training.data.dataset import load_data
 from training.data.duplicates import LEAST_SIMILARITY
 from training.data.report import measure_files
 
@@ -17,7 +17,7 @@ from training.data.report import measure_files
 def test_all_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> None:
     options = Namespace(seed=3, rows=1600, planted=20)
 
-    planted, (num_train, num_test), num_made = write_rows(load_news(str(SAMPLE_NEWS)), options, tmp_path)
+    planted, (num_train, num_test), num_made = write_rows(load_data(str(SAMPLE_NEWS)), options, tmp_path)
     figures = measure_files(TrainConfig(dataset=str(tmp_path), model="tiny"), lambda line: None)
 
     assert figures["rows"] == {"training": num_train, "test": num_test}

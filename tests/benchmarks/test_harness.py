@@ -13,7 +13,7 @@ from benchmarks.processes import Layout, run_ranks
 from benchmarks.studies import Figures, Study, Trial
 from common.errors import TrainingFailure, UserError
 from tests.benchmarks.rank_functions import fail_on_rank_1, which_rank
-from training.data.dataset import load_news
+from training.data.dataset import load_data
 
 
 def test_two_cases_swap_places_and_three_go_through_all_orders() -> None:
@@ -119,7 +119,7 @@ def test_ranks_return_their_results_in_order_and_a_failure_names_the_rank() -> N
 def measure(trial: Trial) -> Figures:
     """Half of what the seed says, or a quarter without flags."""
     rows = trial.write_rows(train=trial.data.train, test=trial.data.test)
-    assert load_news(str(rows)).test.texts == trial.data.test.texts
+    assert load_data(str(rows)).test.texts == trial.data.test.texts
     trial.output.mkdir()
     return {"accuracy": trial.seed / 2 if trial.flags else 0.25, "seconds": 3.0, "place": str(trial.output)}
 

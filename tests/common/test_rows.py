@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from common.errors import UserError
-from training.data.dataset import LoadOptions, load_news
+from training.data.dataset import LoadOptions, load_data
 
 GOOD = [f"Report number {i} on something that happened" for i in range(20)]
 TEST = "text,label\nA test,a\nAnother test,b\n"
@@ -53,7 +53,7 @@ def test_a_bad_csv_line_costs_no_good_one(tmp_path: Path, kind: str) -> None:
     line, why = CSV_LINES[kind]
     texts = write_csv(tmp_path, {3: line, 4: line, 17: line})
 
-    data = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+    data = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
     assert data.train.texts == texts
     assert data.train.labels.tolist() == [0, 1] * 10
@@ -67,7 +67,7 @@ def test_a_bad_csv_line_costs_no_good_one(tmp_path: Path, kind: str) -> None:
 def test_a_file_torn_in_its_last_line_loses_that_line_alone(tmp_path: Path) -> None:
     texts = write_csv(tmp_path, {len(GOOD): b'"Report number 20 on some'})
 
-    data = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+    data = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
     assert data.train.texts == texts
     assert f"{tmp_path}/train.csv line 22: not valid CSV (unexpected end of data)" in data.notes[-1]
@@ -76,7 +76,7 @@ def test_a_file_torn_in_its_last_line_loses_that_line_alone(tmp_path: Path) -> N
 def test_a_record_over_several_lines_is_read_whole_beside_bad_ones(tmp_path: Path) -> None:
     write_csv(tmp_path, {2: b'"Two\nlines","a"\n', 5: b'"stray "quote","b"\n'})
 
-    data = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+    data = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
     assert data.train.texts == [*GOOD[:2], "Two\nlines", *GOOD[2:]]
     assert data.left_out == 1
@@ -88,7 +88,7 @@ def test_bad_json_lines_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:7], *bad, *good[7:], '{"text": "x", "label": {}}']))
     (tmp_path / "test.jsonl").write_text("\n".join([*good[:4], '{"text": "another label", "label": 7}']))
 
-    data = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+    data = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
     assert data.train.texts == GOOD
     assert (len(data.test), data.left_out) == (4, 7)
@@ -98,7 +98,7 @@ def test_bad_json_lines_are_left_out(tmp_path: Path) -> None:
 def test_only_the_first_ten_are_named_and_all_are_counted(tmp_path: Path) -> None:
     write_csv(tmp_path, dict.fromkeys(range(12), b'"only one"\n'))
 
-    data = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+    data = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
     assert data.left_out == 12
     assert data.notes[-1].count("1 fields, but the header has 2") == 10
@@ -112,14 +112,14 @@ def test_data_that_is_bad_for_the_most_part_is_refused_all_the_same(tmp_path: Pa
     with pytest.raises(
         UserError, match=r"train\.csv: 21 of 41 rows cannot be used, .*more than half; .*csv line 2: 1 f"
     ):
-        load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+        load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
 
 def test_good_data_is_the_same_either_way(tmp_path: Path) -> None:
     write_csv(tmp_path, {})
 
-    skipping = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
-    stopping = load_news(str(tmp_path))
+    skipping = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
+    stopping = load_data(str(tmp_path))
 
     assert (skipping.train.texts, skipping.notes) == (stopping.train.texts, stopping.notes)
     assert skipping.left_out == 0
@@ -144,13 +144,13 @@ def test_a_parquet_row_group_that_cannot_be_read_is_left_out_and_named(tmp_path:
     damage(parquet(tmp_path / "train.parquet"), b"Report number 7 on")
     (tmp_path / "test.csv").write_text(TEST)
 
-    data = load_news(str(tmp_path), LoadOptions(bad_rows="skip"))
+    data = load_data(str(tmp_path), LoadOptions(bad_rows="skip"))
 
     assert data.train.texts == [*GOOD[:5], *GOOD[10:]]
     assert data.left_out == 5
     assert f"{tmp_path}/train.parquet rows 6 to 10: cannot be read (" in data.notes[-1]
     with pytest.raises(UserError, match=r"train\.parquet rows 6 to 10: cannot be read"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def saved_in_shards(folder: Path) -> Path:
@@ -174,8 +174,8 @@ def test_a_shard_that_cannot_be_read_is_named_by_its_file(tmp_path: Path, spoil:
     spoil(shard)
 
     with pytest.raises(UserError, match=rf"^{shard}: cannot be read \("):
-        load_news(str(folder))
-    data = load_news(str(folder), LoadOptions(bad_rows="skip"))
+        load_data(str(folder))
+    data = load_data(str(folder), LoadOptions(bad_rows="skip"))
 
     assert sorted(data.train.texts + data.test.texts) == sorted([*GOOD[:5], *GOOD[10:]])
     assert data.label_names == ["a", "b"]
@@ -189,7 +189,7 @@ def test_a_saved_dataset_with_few_readable_shards_is_refused(tmp_path: Path) -> 
         cut(folder / f"data-0000{number}-of-00004.arrow")
 
     with pytest.raises(UserError, match=r"3 of its shards cannot be read, and 1 can"):
-        load_news(str(folder), LoadOptions(bad_rows="skip"))
+        load_data(str(folder), LoadOptions(bad_rows="skip"))
 
 
 def test_rows_left_out_are_counted_in_the_report_the_card_and_the_file(

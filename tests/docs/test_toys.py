@@ -20,7 +20,7 @@ from learn.by_hand.ring_all_reduce import ring_steps
 from tests.docs.pages import REPOSITORY
 from tests.inference.demo_browser import chromium, contrasts
 from tests.processes import run_on_ranks
-from training.data.batching import DataShard, rank_share
+from training.data.batching import DataShard, micro_batches_of_rank
 from training.data.tokenized import TokenizedRows
 from training.parallelism.timeline import simulate
 from training.planning.memory import zero_states
@@ -253,7 +253,7 @@ def test_the_trainer_divides_each_global_batch_as_the_toy_shows(page: Page) -> N
             shares = [[one["row"] for one in own] for own in step["ranks"]]
             batch = np.array(list(chain.from_iterable(shares)))
             for rank, share in enumerate(shares):
-                (real,) = rank_share(rows, batch, DataShard(rank, ranks))
+                (real,) = micro_batches_of_rank(rows, batch, DataShard(rank, ranks))
                 assert share == [row for row in real.rows.tolist() if row >= 0]
         everything = [one["row"] for step in steps for own in step["ranks"] for one in own]
         assert sorted(everything) == list(range(count))

@@ -23,8 +23,8 @@ from tests.training.parallelism.small_models import LABELS, small_batch, small_m
 from training.config import TrainConfig
 from training.data.array_file import ArrayFile
 from training.data.batching import MicroBatch
-from training.data.dataset import NewsData, Rows
-from training.data.prepare import prepare_news
+from training.data.dataset import Rows, TextData
+from training.data.prepare import prepare_data
 from training.data.teacher import TeacherAnswers
 from training.data.unlabelled import add_unlabelled
 from training.model.classifier import Loading, NewsClassifier
@@ -86,8 +86,8 @@ def test_a_teacher_is_asked_once_and_another_student_finds_its_answers(
     def answers_for(**fields: Any) -> np.ndarray:
         said.clear()
         asked = {"dataset": str(weather), "model": "tiny", "distill": str(teacher), "cache_dir": tmp_path, **fields}
-        news = prepare_news(TrainConfig(**asked), ALONE, said.append)
-        return news.teacher.of(news.train_index)
+        data = prepare_data(TrainConfig(**asked), ALONE, said.append)
+        return data.teacher.of(data.train_index)
 
     # A start that fails leaves no answers.
     with monkeypatch.context() as patch:
@@ -146,10 +146,10 @@ def test_a_student_of_two_teachers_learns_from_the_mean_of_both(
     texts = [line.partition(";")[0] for line in (weather / "train.csv").read_text().splitlines()[1:]]
     asked = {"dataset": str(weather), "model": "tiny", "distill": both, "cache_dir": tmp_path / "cache"}
 
-    news = prepare_news(TrainConfig(**asked), ALONE, lambda line: None)
+    data = prepare_data(TrainConfig(**asked), ALONE, lambda line: None)
 
     mean = np.mean([_probabilities(folder, texts) for folder in (teacher, second)], axis=0)
-    assert news.teacher.of(news.train_index) == pytest.approx(mean, abs=1e-4)
+    assert data.teacher.of(data.train_index) == pytest.approx(mean, abs=1e-4)
     assert len(list((tmp_path / "cache").glob("teacher-*"))) == 2  # each has a file of its own
     student = tmp_path / "student"
     assert train_here(*flags, "--distill", both, "--cache_dir", tmp_path / "cache", "--output_dir", student) == 0
@@ -309,11 +309,11 @@ def test_a_row_with_a_label_learns_from_both_and_one_without_from_the_teacher_al
     torch.testing.assert_close(gradient, wanted)
 
 
-def _news(train: list[str], test: list[str], validation: list[str]) -> NewsData:
+def _data(train: list[str], test: list[str], validation: list[str]) -> TextData:
     def rows(texts: list[str]) -> Rows:
         return Rows(texts, np.arange(len(texts)) % 2)
 
-    return NewsData("news", ["a", "b"], rows(train), rows(test), validation=rows(validation))
+    return TextData("news", ["a", "b"], rows(train), rows(test), validation=rows(validation))
 
 
 def test_no_text_of_the_test_or_validation_rows_is_trained_on(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_no_text_of_the_test_or_validation_rows_is_trained_on(tmp_path: Path) ->
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("t1", "new 1", "x1")))
     (folder / "b.txt").write_text("v1\nnew 2\nnew 1\n")
     (folder / "c.csv").write_text("id,Text\n1,new 3\n2,x2\n")
-    data = _news(["x1", "x2"], ["t1", "t2"], ["v1", "v2"])
+    data = _data(["x1", "x2"], ["t1", "t2"], ["v1", "v2"])
 
     found = add_unlabelled(data, TrainConfig(distill="teacher", distill_texts=str(folder)), tmp_path / "cache")
 

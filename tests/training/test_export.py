@@ -36,7 +36,7 @@ from common.text import TextTokenizer
 from inference.engines.model_loader import ModelLoader
 from inference.http.schemas import ModelResponse
 from training.checkpointing.export import check_output, write_model
-from training.data.dataset import AG_NEWS_LABELS, load_news
+from training.data.dataset import AG_NEWS_LABELS, load_data
 from training.data.tokenized import load_tokenizer
 from training.model.classifier import NewsClassifier
 from training.publishing.model_card import is_on_the_hub, model_card, recorded_name
@@ -57,7 +57,7 @@ def write_tiny(
     folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int = 0, cleaning: str = "news", **size: int
 ) -> NewsClassifier:
     torch.manual_seed(seed)
-    tokenizer = load_tokenizer("tiny", load_news("sample").train.texts[:200], MAX_LENGTH)
+    tokenizer = load_tokenizer("tiny", load_data("sample").train.texts[:200], MAX_LENGTH)
     model = NewsClassifier(len(label_names), "tiny", label_names, vocab_size=len(tokenizer))
     if size:
         model._adopt(
@@ -91,7 +91,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NewsClassif
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return load_news("sample").test.texts[:8]
+    return load_data("sample").test.texts[:8]
 
 
 def logits_of(model: NewsClassifier, folder: Path, texts: list[str]) -> torch.Tensor:

@@ -64,10 +64,10 @@ print(json.dumps({
     "first_weight": model.network.distilbert.embeddings.word_embeddings.weight[5, :3].tolist(),
 }))
 """
-LOAD_NEWS = """
+LOAD_DATA = """
 import json
-from training.data.dataset import load_news
-data = load_news("ag_news")
+from training.data.dataset import load_data
+data = load_data("ag_news")
 print(json.dumps({
     "label_names": data.label_names,
     "train": [data.train.texts, data.train.labels.tolist()],
@@ -78,11 +78,11 @@ LOAD_REVIEWS = """
 import json
 from common.errors import UserError
 from training.config import Selection
-from training.data.dataset import LoadOptions, load_news
+from training.data.dataset import LoadOptions, load_data
 splits = {"train_split": "training", "test_split": "held_out"}
 for config in ("", "french", "german"):
     try:
-        data = load_news("acme/reviews", LoadOptions(selection=Selection(config, "v1", **splits)))
+        data = load_data("acme/reviews", LoadOptions(selection=Selection(config, "v1", **splits)))
         print(json.dumps([data.train.texts, data.test.texts]))
     except UserError as error:
         print(error.code, error)
@@ -264,17 +264,17 @@ def test_an_encoder_gets_a_new_head_and_ag_news_its_label_names(
     address, asked = hub
     original = DistilBertModel.from_pretrained(repositories / "models/acme/tiny-encoder")
 
-    run = with_hub(address, "-c", LOAD_MODEL + LOAD_NEWS)
+    run = with_hub(address, "-c", LOAD_MODEL + LOAD_DATA)
 
     assert run.returncode == 0, f"{run.stderr}\n{asked}"
-    model, news = map(json.loads, run.stdout.splitlines())
+    model, data = map(json.loads, run.stdout.splitlines())
     assert model["logits"] == [1, 3]
     assert model["max_length"] == 16
     assert len(model["ids"]) == 5
     assert model["first_weight"] == pytest.approx(original.embeddings.word_embeddings.weight[5, :3].tolist())
-    assert news["label_names"] == AG_NEWS_LABELS
-    assert news["train"] == [TEXTS, [i % 4 for i in range(12)]]
-    assert news["test"] == [TEXTS[:4], [0, 1, 2, 3]]
+    assert data["label_names"] == AG_NEWS_LABELS
+    assert data["train"] == [TEXTS, [i % 4 for i in range(12)]]
+    assert data["test"] == [TEXTS[:4], [0, 1, 2, 3]]
     for name in ("config.json", "model.safetensors", "tokenizer.json", "data/train-", "data/test-"):
         assert any("/resolve/" in line and name in line for line in asked), name
 
@@ -284,7 +284,7 @@ def test_a_hub_that_is_overloaded_for_a_while_is_asked_again(
 ) -> None:
     # The hub's library tries six times by itself.
     with serving(repositories, outage=[503, 429] * 4) as (address, asked):
-        run = with_hub(address, "-c", IMPATIENTLY + LOAD_NEWS)
+        run = with_hub(address, "-c", IMPATIENTLY + LOAD_DATA)
 
     assert run.returncode == 0, f"{run.stderr}\n{asked}"
     again, found = run.stdout.splitlines()
@@ -393,7 +393,7 @@ def test_without_a_network_a_name_missing_from_the_cache_fails_soon(
 def test_without_a_network_what_is_in_the_cache_is_used(
     hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    load = IMPATIENTLY + LOAD_NEWS + LOAD_MODEL
+    load = IMPATIENTLY + LOAD_DATA + LOAD_MODEL
     first = with_hub(hub[0], "-c", load)
     again = with_hub("http://hub.invalid", "-c", load)
 
@@ -406,11 +406,11 @@ PREPARE = """
 import os
 from training.config import TrainConfig
 from training.distributed.group import join_ranks, use_loopback
-from training.data.prepare import prepare_model, prepare_news
+from training.data.prepare import prepare_model, prepare_data
 use_loopback()
 with join_ranks("cpu") as mine:
     config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])
-    news = prepare_news(config, mine, print)
+    news = prepare_data(config, mine, print)
     print(len(news.train_index), prepare_model(config, mine, news, "fp32", print)[0].network.num_parameters())
 """
 

@@ -50,9 +50,9 @@ def test_two_ranks_train_as_one_does(
 
 def test_labels_that_yaml_takes_for_something_else_get_their_weights(tmp_path: Path) -> None:
     (tmp_path / "weights.yaml").write_text("no: 1\nyes: 2.5\n007: 3\n")
-    news: Any = SimpleNamespace(tokens=SimpleNamespace(label_names=["no", "yes", "007"]))
+    data: Any = SimpleNamespace(tokens=SimpleNamespace(label_names=["no", "yes", "007"]))
     config = TrainConfig(class_weights=str(tmp_path / "weights.yaml"))
-    assert class_weights_of(config, news, None).tolist() == [1, 2.5, 3]
+    assert class_weights_of(config, data, None).tolist() == [1, 2.5, 3]
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_a_causal_model_predicts_the_next_token_and_no_padding() -> None:
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     task = CausalLanguageModel([])
 
-    inputs, targets = task.ask(ids, mask, torch.zeros(2), np.arange(2), (1,))
+    inputs, targets = task.inputs_and_targets(ids, mask, torch.zeros(2), np.arange(2), (1,))
 
     assert inputs is ids
     assert targets.tolist() == [[6, 7, 8, -100], [4, -100, -100, -100]]
@@ -222,7 +222,7 @@ def test_the_scores_of_predicted_tokens_are_those_of_the_whole_network() -> None
     ids = torch.from_numpy(np.random.default_rng(0).integers(10, 90, (4, 20)))
     mask = torch.ones_like(ids)
     mask[1, 12:] = 0
-    marked, targets = model.task.ask(ids * mask, mask, torch.zeros(4), np.arange(4), (1,))
+    marked, targets = model.task.inputs_and_targets(ids * mask, mask, torch.zeros(4), np.arange(4), (1,))
 
     with torch.inference_mode():
         few = model(marked, mask)
@@ -240,9 +240,9 @@ def test_what_is_hidden_depends_on_the_step_and_the_row_and_not_on_its_batch() -
     ids[:, 0] = 2
     labels, rows = torch.zeros(8), np.arange(8)
 
-    inputs, targets = task.ask(ids, None, labels, rows, (1, 4, 7))
-    alone, alone_targets = task.ask(ids[5:6], None, labels[:1], rows[5:6], (1, 4, 7))
-    other, _ = task.ask(ids, None, labels, rows, (1, 4, 8))
+    inputs, targets = task.inputs_and_targets(ids, None, labels, rows, (1, 4, 7))
+    alone, alone_targets = task.inputs_and_targets(ids[5:6], None, labels[:1], rows[5:6], (1, 4, 7))
+    other, _ = task.inputs_and_targets(ids, None, labels, rows, (1, 4, 8))
 
     assert torch.equal(inputs[5:6], alone)
     assert torch.equal(targets[5:6], alone_targets)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from common.errors import UserError
 from tests.processes import save_blank
 from training.config import TrainConfig
-from training.data.dataset import SAMPLE, load_news
+from training.data.dataset import SAMPLE, load_data
 from training.data.unlabelled import in_sentences
 from training.distributed.ranks import Ranks
 from training.evaluation.evaluator import evaluate_saved
@@ -92,14 +92,14 @@ def test_texts_without_labels_show_what_the_names_mean(
 
 
 def test_names_alone_are_compared_with_texts_as_the_encoder_was_trained_to_be_read(run: Train, tmp_path: Path) -> None:
-    run(tmp_path / "model", labels=",".join(load_news(SAMPLE).label_names), model="starter")
+    run(tmp_path / "model", labels=",".join(load_data(SAMPLE).label_names), model="starter")
 
     # The mean of all tokens gives 0.33.
     assert evaluate_saved(tmp_path / "model", SAMPLE, ALONE, quiet=True)["accuracy"] > 0.55
 
 
 def test_a_label_without_rows_is_learned_from_its_name(run: Train, tmp_path: Path) -> None:
-    data = load_news(SAMPLE)
+    data = load_data(SAMPLE)
     for split, rows in (("train", data.train), ("test", data.test)):
         lines = []
         for label, name in enumerate(data.label_names):

@@ -22,7 +22,7 @@ from common.model_folder import read_saved_model
 from tests.deployment.documented import REPOSITORY, documented
 from tests.processes import save_blank
 from training import Subscriber, TrainConfig, train
-from training.data.dataset import AG_NEWS_LABELS, load_news
+from training.data.dataset import AG_NEWS_LABELS, load_data
 from training.monitoring import EpochMetrics
 
 PAGE = "docs/training.md"
@@ -105,7 +105,7 @@ def test_two_ranks_train_an_own_network_as_one_does_by_the_documented_command(
 
 
 def test_the_examples_of_the_page_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, names = load_news("sample").test, AG_NEWS_LABELS
+    rows, names = load_data("sample").test, AG_NEWS_LABELS
     lines = [json.dumps({"text": rows.texts[i][:40], "label": names[rows.labels[i]]}) for i in range(0, len(rows), 5)]
     (folder / "short.jsonl").write_text("\n".join(lines))
     for number, code in enumerate(code for code in EXAMPLES if "train(" in code):

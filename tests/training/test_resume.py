@@ -16,7 +16,7 @@ import yaml
 
 from common.model_folder import read_saved_model
 from tests.processes import made_once
-from training.data.dataset import load_news
+from training.data.dataset import load_data
 from training.other_names import FORMER_FIELDS
 
 LAST_STEP = 16
@@ -385,10 +385,10 @@ def test_a_run_of_an_earlier_version_with_fields_that_are_gone_resumes(
 def test_a_run_older_than_the_clean_flag_resumes_and_cleans_as_before(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
-    news, data, output = load_news("sample"), tmp_path / "mine.jsonl", tmp_path / "model"
+    sample, data, output = load_data("sample"), tmp_path / "mine.jsonl", tmp_path / "model"
     rows = [
         {"text": rf"{text} &amp;\n<b>more</b>", "label": f"topic {label}"}
-        for text, label in zip(news.train.texts[:120], news.train.labels.tolist(), strict=False)
+        for text, label in zip(sample.train.texts[:120], sample.train.labels.tolist(), strict=False)
     ]
     data.write_text("\n".join(json.dumps(row) for row in rows))
     few = ("--max_train_rows", 24, "--epochs", 1, "--save_every", 1)  # three steps

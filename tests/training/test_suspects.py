@@ -159,7 +159,7 @@ def test_the_accuracy_of_an_epoch_is_that_of_its_steps(
 def test_a_step_checks_each_label() -> None:
     scores = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, -1.0]])
 
-    checks = Classification(["a", "b", "c"]).check_labels(scores, torch.tensor([0, 2]))
+    checks = Classification(["a", "b", "c"]).label_logprobs(scores, torch.tensor([0, 2]))
 
     assert checks[:, 0].tolist() == pytest.approx(
         [float(scores[0].log_softmax(0)[0]), float(scores[1].log_softmax(0)[2])]

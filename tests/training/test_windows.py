@@ -25,7 +25,7 @@ from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_models import small_batch, small_model
 from tests.training.parallelism.small_runs import small_rows, take_steps
 from training.config import TrainConfig
-from training.data.batching import DataShard, rank_share
+from training.data.batching import DataShard, micro_batches_of_rank
 from training.evaluation.evaluator import evaluate_saved
 from training.model.classifier import NewsClassifier
 from training.model.window_attention import add_window_attention, pool_windows, split_head
@@ -100,7 +100,7 @@ def test_every_window_is_in_one_share_and_the_shares_have_equal_work() -> None:
     rows = replace(small_rows(), window=WINDOW)
     batch = np.argsort(rows.lengths, kind="stable")
 
-    shares = [rank_share(rows, batch, DataShard(rank, 3))[0] for rank in range(3)]
+    shares = [micro_batches_of_rank(rows, batch, DataShard(rank, 3))[0] for rank in range(3)]
 
     counts = [len(share.input_ids) for share in shares]
     assert np.concatenate([share.rows for share in shares]).tolist() == batch.tolist()

@@ -95,9 +95,9 @@ def state_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> dict[st
     return ranks.from_first(read)
 
 
-def cleaning_of(config: TrainConfig, began: Mapping[str, Any]) -> str:
-    """Resolve ``--clean auto``: a resumed run cleans as it did when it ``began``."""
-    return _cleaning(began["config"]) if began and config.clean == "auto" else config.clean
+def cleaning_of(config: TrainConfig, earlier: Mapping[str, Any]) -> str:
+    """Resolve ``--clean auto``: a resumed run cleans as it did when it ``earlier``."""
+    return _cleaning(earlier["config"]) if earlier and config.clean == "auto" else config.clean
 
 
 def _cleaning(config: Mapping[str, Any]) -> str:

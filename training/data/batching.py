@@ -198,7 +198,7 @@ class Targets:
         return weights / weights.sum()
 
 
-def rank_share(
+def micro_batches_of_rank(
     rows: TokenizedRows,
     batch: np.ndarray,
     data_shard: DataShard,
@@ -278,7 +278,7 @@ def _micro_batch(
     ids, mask = pad(rows, chosen, length)  # (inputs, seq)
     labels, originals = torch.from_numpy(rows.labels[chosen]), rows.originals(chosen)
     # The task may change the ids too: a masked language model hides some of them.
-    input_ids, asked = targets.task.ask(ids, mask, labels, chosen, targets.seed)
+    input_ids, asked = targets.task.inputs_and_targets(ids, mask, labels, chosen, targets.seed)
     teacher = targets.teacher
     return MicroBatch(
         input_ids=input_ids,

@@ -72,7 +72,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class NewsData:
+class TextData:
     """Training and test rows, validation rows if the data has any, and the label names.
 
     ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them.
@@ -150,9 +150,9 @@ class LoadOptions:
         )
 
 
-def load_news(
+def load_data(
     dataset: str, options: LoadOptions = LoadOptions(), say: Callable[[str], None] = print
-) -> NewsData:
+) -> TextData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path.
 
     Raises:
@@ -213,7 +213,7 @@ def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str 
     return "news" if files and ag_news_classes(files[0]) else "none"
 
 
-def cleaning_of_data(config: TrainConfig, data: NewsData) -> str:
+def cleaning_of_data(config: TrainConfig, data: TextData) -> str:
     """``--clean``, or what auto means for this data."""
     if config.clean != "auto":
         return config.clean
@@ -245,7 +245,7 @@ def split_rows(
     return numbers[~is_chosen], numbers[is_chosen]
 
 
-def _read_single(path: Path, options: LoadOptions) -> NewsData:
+def _read_single(path: Path, options: LoadOptions) -> TextData:
     reading = options.reading()
     # The folder knows best, then the caller; that AG News' numbers mean its classes is a guess.
     classes = class_names_beside(path) or options.class_names
@@ -261,7 +261,7 @@ def _read_single(path: Path, options: LoadOptions) -> NewsData:
     return replace(data, notes=[note, *data.notes])
 
 
-def _read_folder(name: str, folder: Path, options: LoadOptions) -> NewsData:
+def _read_folder(name: str, folder: Path, options: LoadOptions) -> TextData:
     reading, selection = options.reading(), options.selection
     if is_saved_by_datasets(folder):
         return _from_datasets(name, _saved_splits(name, folder, reading), reading, options)
@@ -369,7 +369,7 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
     return readable
 
 
-def _read_hub(name: str, options: LoadOptions, say: Callable[[str], None]) -> NewsData:
+def _read_hub(name: str, options: LoadOptions, say: Callable[[str], None]) -> TextData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
@@ -421,7 +421,7 @@ def _check_configuration(name: str, selection: Selection) -> None:
         )
 
 
-def _from_datasets(name: str, found: Any, reading: Reading, options: LoadOptions) -> NewsData:
+def _from_datasets(name: str, found: Any, reading: Reading, options: LoadOptions) -> TextData:
     splits = found if isinstance(found, dict) else {"train": found}
     used = _splits_used(name, splits, options.selection)
 
@@ -460,7 +460,7 @@ def _assemble(
     label_names: Sequence[str] | None,
     reading: Reading,
     options: LoadOptions,
-) -> NewsData:
+) -> TextData:
     """``splits``: by what they are for, their names for people and their rows."""
     task, places = options.task, {}
 
@@ -500,7 +500,7 @@ def _assemble(
         rest, held_out = _set_aside(train, fraction, options)
         if len(held_out):
             train, validation = rest, held_out
-    return NewsData(
+    return TextData(
         name,
         names,
         train,

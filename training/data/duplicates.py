@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from common.text import Text, texts_in
-from training.data.dataset import NewsData, row_numbers
+from training.data.dataset import TextData, row_numbers
 from training.data.stored_texts import JoinedTexts
 
 WORDS_PER_SHINGLE = 3
@@ -52,7 +52,7 @@ class Repeats:
         near: find near duplicates too.
     """
 
-    def __init__(self, data: NewsData, *, near: bool) -> None:
+    def __init__(self, data: TextData, *, near: bool) -> None:
         self.data, self.near = data, near
         texts = [rows.texts for rows in data.splits.values()]
         firsts = np.cumsum([0, *map(len, texts)])

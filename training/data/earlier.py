@@ -16,7 +16,7 @@ from common.problem_types import SINGLE_LABEL
 from common.rows import Columns
 from common.text import counted
 from training.config import Selection, TrainConfig
-from training.data.dataset import LoadOptions, NewsData, Rows, load_news
+from training.data.dataset import LoadOptions, Rows, TextData, load_data
 from training.data.duplicates import folded
 from training.data.stored_texts import JoinedTexts
 
@@ -58,7 +58,7 @@ def with_earlier_settings(config: TrainConfig) -> TrainConfig:
     )
 
 
-def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
+def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> TextData:
     """The new rows, and behind them rows of the data that the earlier model was trained on, with the labels of both.
 
     No row that the earlier model was trained on becomes a test row, and no test row of its own is trained on.
@@ -68,7 +68,7 @@ def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> NewsDa
     """
     saved = read_earlier(config)
     options = replace(LoadOptions.of(config), labels=saved.labels, more_labels=True)
-    new = load_news(config.dataset, options, say)
+    new = load_data(config.dataset, options, say)
     if added := new.label_names[len(saved.labels) :]:
         note = f"{some_of(added)}: new to {config.from_model}, which knows {some_of(saved.labels)}"
         new = replace(new, notes=[note, *new.notes])
@@ -109,8 +109,8 @@ def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> NewsDa
 
 def _read_again(
     config: TrainConfig, saved: SavedModel, labels: Sequence[str], say: Callable[[str], None]
-) -> NewsData:
-    found: list[NewsData] = []
+) -> TextData:
+    found: list[TextData] = []
     for about in sources_of(saved):
         if "dataset" not in about:
             raise UserError("it does not say which", code="data-not-found")
@@ -130,7 +130,7 @@ def _read_again(
             texts_in=config.cache_folder,
             labels=labels,
         )
-        data = load_news(about["dataset"], options, say)
+        data = load_data(about["dataset"], options, say)
         if found:
             joined = {
                 "train": _both(found[0].train, data.train),

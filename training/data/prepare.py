@@ -25,9 +25,9 @@ from training.config import STARTER, STARTER_FOLDER, TrainConfig
 from training.data.dataset import (
     SAMPLE,
     LoadOptions,
-    NewsData,
+    TextData,
     cleaning_of_data,
-    load_news,
+    load_data,
     row_numbers,
     split_rows,
 )
@@ -49,7 +49,7 @@ from training.data.token_check import check_tokens
 from training.data.tokenized import (
     Blocks,
     Copies,
-    TokenizedNews,
+    TokenizedData,
     TokenizedRows,
     cache_key,
     check_model_name,
@@ -95,22 +95,22 @@ UNCUT = 2**31 - 1  # tokens
 
 
 @dataclass(frozen=True)
-class PreparedNews:
+class PreparedData:
     """Tokens, and which rows are used for training and for validation.
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of
     :attr:`validation_rows`.
-    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token
+    ``cleaning``: how texts were cleaned, ``data`` or ``none``. ``separator``: the id of the token
     between the texts of a pair; None if there are no pairs. ``vocabulary``: of a language model.
     ``texts`` and ``tokenizer`` are only on the first rank of each machine. ``teacher``: its answers
     to the training rows, with ``--distill``. ``figures``: of the data report, on the first rank.
     """
 
-    tokens: TokenizedNews
+    tokens: TokenizedData
     train_index: np.ndarray
     validation_index: np.ndarray
     cleaning: str
-    texts: NewsData | None
+    texts: TextData | None
     tokenizer: PreTrainedTokenizerBase | None
     separator: int | None
     vocabulary: Vocabulary | None
@@ -121,7 +121,7 @@ class PreparedNews:
     def validation_rows(self) -> TokenizedRows:
         return self.tokens.validation or self.tokens.train
 
-    def cut(self, length: int) -> PreparedNews:
+    def cut(self, length: int) -> PreparedData:
         """The same rows with at most ``length`` tokens each."""
         tokens = self.tokens
         validation = tokens.validation and tokens.validation.cut(length)
@@ -146,9 +146,9 @@ class PreparedNews:
 
 
 def settle_model(
-    config: TrainConfig, ranks: Ranks, began: Mapping[str, Any], say: Callable[[str], None]
+    config: TrainConfig, ranks: Ranks, earlier: Mapping[str, Any], say: Callable[[str], None]
 ) -> TrainConfig:
-    """The configuration with the model that a run without ``--model`` gets: what it ``began`` with
+    """The configuration with the model that a run without ``--model`` gets: what it ``earlier`` with
     if it is resumed, the default one if it can be had, and otherwise the starter. A collective
     call.
     """
@@ -157,8 +157,8 @@ def settle_model(
         return config
 
     def choose() -> str:
-        if began:
-            return began["config"]["model"]
+        if earlier:
+            return earlier["config"]["model"]
         if (
             not STARTER_FOLDER.is_dir()
             or config.task_facts.needs_decoder
@@ -180,7 +180,7 @@ class Found:
     """What the first rank of a machine found and wrote into the cache, for the other ranks.
 
     ``key``: of the tokens in the cache; ``cleaning``, ``separator`` and ``vocabulary``: as in
-    :class:`PreparedNews`; ``vectors``: the file of the teacher's vectors, for ``--task embedding``.
+    :class:`PreparedData`; ``vectors``: the file of the teacher's vectors, for ``--task embedding``.
     """
 
     key: str
@@ -190,9 +190,9 @@ class Found:
     vectors: Path | None
 
 
-def prepare_news(
+def prepare_data(
     config: TrainConfig, ranks: Ranks, say: Callable[[str], None], own: Own = NOTHING_OWN
-) -> PreparedNews:
+) -> PreparedData:
     """Read and tokenize on the first rank of each machine; then every rank maps the tokens.
 
     Raises:
@@ -236,7 +236,7 @@ def prepare_news(
     teacher = None
     if config.is_distilled:
         teacher = ask_teachers(config, ranks, texts, tokens, train, say)
-    return PreparedNews(
+    return PreparedData(
         tokens=tokens,
         train_index=train,
         validation_index=validation,
@@ -252,7 +252,7 @@ def prepare_news(
 
 def _find(
     config: TrainConfig, ranks: Ranks, say: Callable[[str], None], *, for_own_network: bool
-) -> tuple[Found | None, NewsData | None, PreTrainedTokenizerBase | None]:
+) -> tuple[Found | None, TextData | None, PreTrainedTokenizerBase | None]:
     """Read the texts, choose the tokenizer, write the tokens into the cache; once per machine."""
     if ranks.local_rank != 0:
         return None, None, None
@@ -295,7 +295,7 @@ def _find(
 
 def _read_texts(
     config: TrainConfig, known: Mapping[str, Any], say: Callable[[str], None]
-) -> tuple[NewsData, Mapping[str, Any]]:
+) -> tuple[TextData, Mapping[str, Any]]:
     """The rows, from the cache if an earlier start put them there, and what is known of it."""
     data = read_texts(config.cache_folder, known["tokens"]) if known else None
     if data is None:  # the first time, or somebody cleared a part of the cache
@@ -305,13 +305,13 @@ def _read_texts(
     return data, known
 
 
-def _read_data(config: TrainConfig, say: Callable[[str], None]) -> NewsData:
+def _read_data(config: TrainConfig, say: Callable[[str], None]) -> TextData:
     """The rows of ``--dataset``, or the names of ``--labels``, with what other flags add."""
     names = names_of_labels(config.labels) if config.labels else []
     if config.from_model:
         data = with_earlier_rows(config, say)
     elif config.dataset:
-        data = load_news(config.dataset, replace(LoadOptions.of(config), labels=names), say)
+        data = load_data(config.dataset, replace(LoadOptions.of(config), labels=names), say)
     else:
         data = rows_of_names(names)
     if config.distill_texts or config.unlabelled:
@@ -344,7 +344,7 @@ def _vocabulary_of(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> V
 
 def _write_tokens(
     config: TrainConfig,
-    data: NewsData,
+    data: TextData,
     tokenizer_json: str,
     cleaning: str,
     vocabulary: Vocabulary | None,
@@ -363,7 +363,7 @@ def _write_tokens(
 
 def _write_vectors(
     config: TrainConfig,
-    data: NewsData,
+    data: TextData,
     cleaning: str,
     device: torch.device,
     say: Callable[[str], None],
@@ -383,7 +383,7 @@ def _asked(duplicates: str) -> tuple[bool, bool]:
 
 
 def _rows_to_drop(
-    config: TrainConfig, ranks: Ranks, key: str, texts: NewsData | None
+    config: TrainConfig, ranks: Ranks, key: str, texts: TextData | None
 ) -> tuple[list[int], list[str]]:
     """The training rows that ``--duplicates`` leaves out, and lines about them."""
     drops, near = _asked(config.duplicates)
@@ -395,7 +395,7 @@ def _rows_to_drop(
 
 
 def _measure(
-    config: TrainConfig, texts: NewsData, train: np.ndarray, validation: np.ndarray
+    config: TrainConfig, texts: TextData, train: np.ndarray, validation: np.ndarray
 ) -> dict[str, Any]:
     task = TASKS[config.task]
     if task.is_language_model or not config.dataset:
@@ -407,26 +407,26 @@ def _measure(
 
 
 def class_weights_of(
-    config: TrainConfig, news: PreparedNews, began: Sequence[float] | None = None
+    config: TrainConfig, data: PreparedData, earlier: Sequence[float] | None = None
 ) -> np.ndarray | None:
     """What a training row of each label weighs in the loss, float64 (labels,); None = all alike.
 
     With auto, the rows of all labels together weigh the same (King & Zeng, 2001, "Logistic
-    regression in rare events data"), and a row weighs 1 on average. ``began``: what a run that is
+    regression in rare events data"), and a row weighs 1 on average. ``earlier``: what a run that is
     resumed began with, which it keeps.
 
     Raises:
         UserError: the file cannot be read, or does not give each label a positive number.
     """
-    names = news.tokens.label_names
+    names = data.tokens.label_names
     if config.class_weights == "none":
         return None
-    if began is not None:
-        return np.array(began)
+    if earlier is not None:
+        return np.array(earlier)
     if config.class_weights == "auto":
-        counts = np.bincount(news.tokens.train.labels[news.train_index], minlength=len(names))
+        counts = np.bincount(data.tokens.train.labels[data.train_index], minlength=len(names))
         # A label without training rows gets any weight: no row asks for it.
-        return len(news.train_index) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+        return len(data.train_index) / (np.count_nonzero(counts) * np.maximum(counts, 1))
     given = _read_weights(config, names)
     if unknown := sorted(given.keys() - set(names)):
         raise _wrong_weights(
@@ -505,7 +505,7 @@ def _is_local(name: str) -> bool:
 
 
 def _split(
-    config: TrainConfig, tokens: TokenizedNews, world_size: int, chosen: np.ndarray
+    config: TrainConfig, tokens: TokenizedData, world_size: int, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """``chosen``: rows to choose from, ascending; those without a label are all trained on."""
     # Rows without a label are behind all others, so one position separates them.
@@ -571,7 +571,7 @@ def _check_no_validation_needed(config: TrainConfig) -> None:
 def prepare_model(
     config: TrainConfig,
     ranks: Ranks,
-    news: PreparedNews,
+    data: PreparedData,
     precision: str,
     say: Callable[[str], None],
     own: Own = NOTHING_OWN,
@@ -591,10 +591,10 @@ def prepare_model(
     """
 
     def load() -> tuple[NewsClassifier, str]:
-        stored = partial(_stored_model, config, news, pooling, say)
-        model = _network_of(config, ranks, news, own) if own.network else stored()
-        _fit_to_rows(model, config, news, own)
-        possible = _try_out(model, config, news, precision, own, say)
+        stored = partial(_stored_model, config, data, pooling, say)
+        model = _network_of(config, ranks, data, own) if own.network else stored()
+        _fit_to_rows(model, config, data, own)
+        possible = _try_out(model, config, data, precision, own, say)
         if config.lora:
             add_adapters(model, config)
         freeze_layers(model.network, config)
@@ -606,11 +606,11 @@ def prepare_model(
     return download_once(ranks, load, shared=cache_is_shared(ranks))
 
 
-def _network_of(config: TrainConfig, ranks: Ranks, news: PreparedNews, own: Own) -> NewsClassifier:
+def _network_of(config: TrainConfig, ranks: Ranks, data: PreparedData, own: Own) -> NewsClassifier:
     assert own.network
-    labels = news.tokens.label_names
+    labels = data.tokens.label_names
     model = NewsClassifier.around(
-        own.network(news.tokens.vocab_size, len(labels)), TASKS[config.task](labels)
+        own.network(data.tokens.vocab_size, len(labels)), TASKS[config.task](labels)
     )
     needs_gpu = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if needs_gpu and ranks.is_distributed and ranks.device.type == "cpu":
@@ -622,14 +622,14 @@ def _network_of(config: TrainConfig, ranks: Ranks, news: PreparedNews, own: Own)
 
 
 def _stored_model(
-    config: TrainConfig, news: PreparedNews, pooling: str, say: Callable[[str], None]
+    config: TrainConfig, data: PreparedData, pooling: str, say: Callable[[str], None]
 ) -> NewsClassifier:
     def read() -> NewsClassifier:
         return NewsClassifier(
-            len(news.tokens.label_names),
+            len(data.tokens.label_names),
             config.model,
-            news.tokens.label_names,
-            vocab_size=news.tokens.vocab_size,
+            data.tokens.label_names,
+            vocab_size=data.tokens.vocab_size,
             task=TASKS[config.task],
             loading=Loading(
                 config.model_revision, as_stored=True, layers=config.layers, pooling=pooling
@@ -642,7 +642,7 @@ def _stored_model(
     return model
 
 
-def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews, own: Own) -> None:
+def _fit_to_rows(model: NewsClassifier, config: TrainConfig, data: PreparedData, own: Own) -> None:
     """Set what the flags and the training rows say of the model, its task and its layers."""
     if config.max_length > model.max_positions:
         raise UserError(
@@ -651,7 +651,7 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
             code="max-length",
         )
     if isinstance(model.task, MaskedLanguageModel):
-        model.task.vocabulary = news.vocabulary
+        model.task.vocabulary = data.vocabulary
     check_depths(model.network, config)
     if config.dropout is not None and not model.set_dropout(config.dropout):
         raise UserError(
@@ -659,7 +659,7 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
             "it out",
             code="model-layers-unknown",
         )
-    targets = news.tokens.train.labels[news.labelled_index]
+    targets = data.tokens.train.labels[data.labelled_index]
     if not own.loss:  # which compares scores and targets as they are
         model.task.fit(targets, _head_of(model))
     # From everywhere, because rows may be sorted by label.
@@ -667,8 +667,8 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, news: PreparedNews,
     own.apply_to(model.task, targets[some], config.best_metric)
     for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
         model.config.__dict__.pop(key, None)
-    if news.separator is not None:
-        setattr(model.config, PAIR_KEY, news.separator)
+    if data.separator is not None:
+        setattr(model.config, PAIR_KEY, data.separator)
     if config.long == "windows":
         add_window_attention(model, config)
 
@@ -680,7 +680,7 @@ def _head_of(model: NewsClassifier) -> nn.Linear | None:
 def _try_out(
     model: NewsClassifier,
     config: TrainConfig,
-    news: PreparedNews,
+    data: PreparedData,
     precision: str,
     own: Own,
     say: Callable[[str], None],
@@ -688,7 +688,7 @@ def _try_out(
     """Compute the shortest row, so that what cannot be computed is told before the first step;
     returns the precision in which it can be.
     """
-    rows = news.tokens.train
+    rows = data.tokens.train
     row = int(np.argmin(rows.lengths))
     start, end = rows.offsets[row], rows.offsets[row + 1]
     ids = torch.from_numpy(rows.ids[start:end].astype(np.int64))[None]  # (1, tokens)

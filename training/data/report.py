@@ -24,15 +24,15 @@ from training.config import DATA_FLAGS, FAULTS, STARTER, TrainConfig
 from training.data.dataset import (
     TEST_SHARE,
     LoadOptions,
-    NewsData,
+    TextData,
     cleaning_of_data,
-    load_news,
+    load_data,
     split_rows,
 )
 from training.data.duplicates import Repeats
 from training.data.learning_curve import learning_curve
 from training.data.stored_texts import JoinedTexts
-from training.data.tokenized import TokenizedNews, load_tokenizer
+from training.data.tokenized import TokenizedData, load_tokenizer
 from training.tasks import TASKS, Task
 
 # Rows; with fewer, a label is hardly learned, and its score on the few test rows is chance.
@@ -140,7 +140,7 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     task = TASKS[config.task]
     say(f"Reading {config.dataset} ...")
     options = replace(LoadOptions.of(config), texts_in=None, as_found=True)
-    data = load_news(config.dataset, options, say)
+    data = load_data(config.dataset, options, say)
     texts = JoinedTexts(*(rows.texts for rows in data.splits.values()))
     say(f"Comparing {len(texts):,} texts ...")
     repeats = Repeats(data, near=True)
@@ -181,7 +181,7 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
 
 def measure_run(
     repeats: Repeats | None,
-    data: NewsData,
+    data: TextData,
     task: type[Task],
     train: np.ndarray,
     validation: np.ndarray,
@@ -234,7 +234,7 @@ def _label_of(repeats: Repeats, task: type[Task]) -> PlaceOf | None:
 
 
 def _measure_tokens(
-    config: TrainConfig, data: NewsData, texts: Sequence[Text], say: Callable[[str], None]
+    config: TrainConfig, data: TextData, texts: Sequence[Text], say: Callable[[str], None]
 ) -> dict[str, Any]:
     model = config.model if "model" in config.model_fields_set else STARTER
     cleaning = cleaning_of_data(config, data)
@@ -248,7 +248,7 @@ def _measure_tokens(
     return {"tokenizer": model, **length_figures([lengths], config.max_length)}
 
 
-def _predict(data: NewsData, rows: np.ndarray, config: TrainConfig) -> dict[str, Any]:
+def _predict(data: TextData, rows: np.ndarray, config: TrainConfig) -> dict[str, Any]:
     """What twice the rows would bring; ``rows``: training rows with different texts."""
     if config.columns.pair:
         return {"skipped": "a linear model of words cannot compare two texts"}
@@ -317,7 +317,7 @@ def length_figures(lengths: Iterable[np.ndarray], max_length: int) -> dict[str, 
     return {"texts": total, "median": median, "p95": p95, "longest": len(counts) - 1, **cut}
 
 
-def run_lengths(tokens: TokenizedNews, config: TrainConfig) -> dict[str, Any]:
+def run_lengths(tokens: TokenizedData, config: TrainConfig) -> dict[str, Any]:
     """The same of a run, whose tokens are what is left of texts that were cut."""
     splits = [tokens.train, tokens.test, *([tokens.validation] if tokens.validation else [])]
     figures = length_figures((rows.lengths for rows in splits), config.max_length)

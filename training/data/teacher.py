@@ -31,9 +31,9 @@ from common.problem_types import REGRESSION, SINGLE_LABEL
 from common.text import Text, counted, texts_in
 from training.config import TrainConfig
 from training.data.array_file import ArrayFile, write_arrays
-from training.data.dataset import NewsData
+from training.data.dataset import TextData
 from training.data.kept import digest_of, kept, measured
-from training.data.tokenized import TokenizedNews
+from training.data.tokenized import TokenizedData
 from training.distributed.ranks import Ranks
 from training.serving_commands import run_command_of_serving
 from training.tasks import TASKS
@@ -118,8 +118,8 @@ def notes_on_teachers(config: TrainConfig, unlabelled: int) -> Iterator[str]:
 def ask_teachers(
     config: TrainConfig,
     ranks: Ranks,
-    texts: NewsData | None,
-    tokens: TokenizedNews,
+    texts: TextData | None,
+    tokens: TokenizedData,
     train_index: np.ndarray,
     say: Callable[[str], None],
 ) -> TeacherAnswers:

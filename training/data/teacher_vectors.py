@@ -18,12 +18,12 @@ from common.files import sha256_of
 from common.model_folder import WEIGHTS_FILE
 from common.text import VERSION, Text, TextTokenizer, cleaner
 from training.data.array_file import ArrayFile, write_arrays
-from training.data.dataset import NewsData, Rows
+from training.data.dataset import Rows, TextData
 from training.data.kept import digest_of, kept, measured
 from training.data.stored_texts import JoinedTexts
 from training.data.tokenized import (
     Copies,
-    TokenizedNews,
+    TokenizedData,
     TokenizedRows,
     check_vocabulary,
     load_from,
@@ -36,7 +36,7 @@ BATCH_TOKENS = 8192
 TEXTS_AT_ONCE = 20_000  # sorted by length
 
 
-def with_copies(data: NewsData, copies: Copies, cleaning: str) -> NewsData:
+def with_copies(data: TextData, copies: Copies, cleaning: str) -> TextData:
     """``data`` with the rough copies of training rows, which get vectors of their own."""
     numbers, rough = copies.of(data, cleaner(cleaning))
     if not len(numbers):
@@ -59,7 +59,7 @@ class VectorTeacher:
         return Path(self.name).expanduser()
 
 
-def vectors_file(cache: Path, data: NewsData, teacher: VectorTeacher) -> Path:
+def vectors_file(cache: Path, data: TextData, teacher: VectorTeacher) -> Path:
     """Where the vectors of these texts by this teacher are kept, for students of any vocabulary.
 
     Raises:
@@ -79,7 +79,7 @@ def vectors_file(cache: Path, data: NewsData, teacher: VectorTeacher) -> Path:
 
 
 def write_vectors(
-    file: Path, teacher: VectorTeacher, data: NewsData, say: Callable[[str], None]
+    file: Path, teacher: VectorTeacher, data: TextData, say: Callable[[str], None]
 ) -> None:
     """Ask the teacher for all texts, unless an undamaged file has its answers.
 
@@ -169,7 +169,7 @@ class _Encoder:
         return F.normalize(pooled, dim=1).cpu().numpy()
 
 
-def with_vectors(tokens: TokenizedNews, file: Path) -> TokenizedNews:
+def with_vectors(tokens: TokenizedData, file: Path) -> TokenizedData:
     """The same rows with the teacher's vectors as their targets, mapped from the file."""
     vectors = ArrayFile.open(file)
 

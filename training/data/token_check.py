@@ -12,8 +12,8 @@ from common.errors import UserError
 from common.rows import evenly_spread
 from common.text import cleaner, texts_in
 from training.config import TrainConfig
-from training.data.dataset import NewsData
-from training.data.tokenized import TokenizedNews, TokenizedRows
+from training.data.dataset import TextData
+from training.data.tokenized import TokenizedData, TokenizedRows
 
 TEXTS_TRIED, CHARS_TRIED = 1000, 2000
 # Of the characters; a tokenizer for another language or alphabet knows less than half.
@@ -22,7 +22,7 @@ WORTH_A_NOTE = 0.05
 
 
 def check_tokens(
-    config: TrainConfig, tokenizer_json: str, cleaning: str, texts: NewsData, tokens: TokenizedNews
+    config: TrainConfig, tokenizer_json: str, cleaning: str, texts: TextData, tokens: TokenizedData
 ) -> list[str]:
     """Lines about unknown words and rows without tokens, for the user.
 
@@ -79,7 +79,7 @@ def _check_empty(
     return [f"{what}, so the model reads nothing of their texts"]
 
 
-def _unknown_share(tokenizer: Tokenizer, cleaning: str, texts: NewsData) -> float:
+def _unknown_share(tokenizer: Tokenizer, cleaning: str, texts: TextData) -> float:
     """The share of characters in unknown tokens, in some of the training texts."""
     unknown = _unknown_id(tokenizer)
     if unknown is None:

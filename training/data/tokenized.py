@@ -21,7 +21,7 @@ from common.text import VERSION, Text, TextTokenizer, cleaner, texts_in, vocabul
 from common.windows import count_windows, window_lengths
 from training.config import STARTER, STARTER_FOLDER, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
-from training.data.dataset import NewsData, Rows, row_numbers
+from training.data.dataset import Rows, TextData, row_numbers
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.data.kept import digest_of, kept
 from training.data.rough_text import rough_texts
@@ -119,7 +119,7 @@ class TokenizedRows:
 
 
 @dataclass(frozen=True)
-class TokenizedNews:
+class TokenizedData:
     """Tokenized training and test rows, and validation rows if the data has any.
 
     ``key`` identifies data, tokenizer and length together. ``num_unlabelled``: how many of the last
@@ -321,7 +321,7 @@ def _why_not_loaded(model: str, error: Exception) -> str:
 
 
 def cache_key(
-    data: NewsData,
+    data: TextData,
     tokenizer_json: str,
     max_length: int,
     cleaning: str = "news",
@@ -357,7 +357,7 @@ class Copies:
     seed: int
     VERSION: ClassVar[int] = 1  # raise it whenever the same row may give another rough text
 
-    def of(self, data: NewsData, clean: Callable[[str], str]) -> tuple[np.ndarray, Sequence[Text]]:
+    def of(self, data: TextData, clean: Callable[[str], str]) -> tuple[np.ndarray, Sequence[Text]]:
         """The numbers of the rows, ascending, and their rough texts."""
         drawn = np.random.default_rng([self.seed, 29]).random(len(data.train)) < self.share
         rows = row_numbers(len(drawn))[drawn]
@@ -387,7 +387,7 @@ class Blocks:
 def write_tokens(
     folder: Path,
     key: str,
-    data: NewsData,
+    data: TextData,
     tokenizer: TextTokenizer,
     say: Callable[[str], None],
     blocks: Blocks | None = None,
@@ -494,7 +494,7 @@ def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
     return TokenizedRows(np.concatenate(parts), offsets, rows.labels, sum(cut), window)
 
 
-def read_tokens(folder: Path, key: str) -> TokenizedNews:
+def read_tokens(folder: Path, key: str) -> TokenizedData:
     cached = ArrayFile.open(_file(folder, key))
     about = cached.about
 
@@ -504,7 +504,7 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
         return TokenizedRows(**arrays, num_cut=about["cut"][split], window=about.get("window", 0))
 
     validation = rows("validation") if "validation" in about["cut"] else None
-    return TokenizedNews(
+    return TokenizedData(
         key=key,
         name=about["name"],
         label_names=about["label_names"],
@@ -517,7 +517,7 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
     )
 
 
-def read_texts(folder: Path, key: str) -> NewsData | None:
+def read_texts(folder: Path, key: str) -> TextData | None:
     """The rows that were tokenized, whose texts stay in the file; None if it is damaged."""
     # Read from beginning to end once per start: later the file is only mapped, and a damaged page
     # of it would be trained on without a word.
@@ -533,7 +533,7 @@ def read_texts(folder: Path, key: str) -> NewsData | None:
         return Rows(texts, cached[f"{split}.labels"][: len(texts)])
 
     splits = {split: rows(split) for split in about["cut"]}
-    return NewsData(
+    return TextData(
         name=about["name"],
         label_names=about["label_names"],
         notes=about["notes"],

@@ -17,7 +17,7 @@ from common.problem_types import PLAIN_TEXT
 from common.rows import Columns, Reading, read_file
 from common.text import Text
 from training.config import TrainConfig
-from training.data.dataset import NewsData, Rows, texts_on_disk
+from training.data.dataset import Rows, TextData, texts_on_disk
 from training.data.duplicates import Repeats
 from training.data.stored_texts import ChosenTexts, JoinedTexts
 
@@ -57,7 +57,7 @@ def in_sentences(name: str) -> list[str]:
     return [f"This is about {words}." if words.isascii() else words for words in found]
 
 
-def rows_of_names(names: Sequence[str]) -> NewsData:
+def rows_of_names(names: Sequence[str]) -> TextData:
     """Data without rows: each label's name is the one training row that it has.
 
     Raises:
@@ -72,10 +72,10 @@ def rows_of_names(names: Sequence[str]) -> NewsData:
     # A row has one text. It only stands for its label: the head reads all sentences, see
     # run/head_start.py.
     texts, labels = [in_sentences(name)[0] for name in names], np.arange(len(names))
-    return NewsData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
+    return TextData("the labels' names", list(names), Rows(texts, labels), Rows([], labels[:0]))
 
 
-def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> NewsData:
+def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> TextData:
     """``data`` with the texts of ``--unlabelled`` or ``--distill_texts`` behind its training rows,
     whose labels there mean nothing.
 
@@ -130,7 +130,7 @@ def _files_in(place: Path, formats: Sequence[str], asked: str) -> list[Path]:
     raise UserError(f"{asked}: {what}", code="data-not-found")
 
 
-def _fresh_rows(joined: NewsData, num_labelled: int) -> tuple[np.ndarray, int]:
+def _fresh_rows(joined: TextData, num_labelled: int) -> tuple[np.ndarray, int]:
     """The training rows behind the labelled ones that have a new text, and how many there are."""
     repeats = Repeats(joined, near=False)
     known, new = np.split(repeats.rows["train"], [num_labelled])

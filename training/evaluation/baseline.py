@@ -20,7 +20,7 @@ import numpy as np
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.text import Text, cleaner, num_chars, texts_in
 from training.config import TrainConfig
-from training.data.prepare import PreparedNews
+from training.data.prepare import PreparedData
 from training.data.stored_texts import ChosenTexts
 from training.monitoring.records import METRICS, score_of
 from training.tasks import Task
@@ -132,14 +132,14 @@ class Baseline:
         }
 
 
-def seconds_for_baseline(config: TrainConfig, news: PreparedNews) -> float:
+def seconds_for_baseline(config: TrainConfig, data: PreparedData) -> float:
     """How long the baseline of a run takes at most; 0 if there is no time for one."""
     limits = [MOST_SECONDS, SHARE_OF_TIMEOUT * config.collective_timeout]
     limits += [SHARE_OF_BUDGET * config.budget_seconds] if config.budget else []
     letters = LETTERS_PER_TOKEN * sum(
-        float(rows.lengths.sum()) for rows in (news.tokens.train, news.tokens.test)
+        float(rows.lengths.sum()) for rows in (data.tokens.train, data.tokens.test)
     )
-    needed = STARTING_SECONDS + letters * _seconds_per_letter(len(news.tokens.label_names))
+    needed = STARTING_SECONDS + letters * _seconds_per_letter(len(data.tokens.label_names))
     return min(needed, *limits) if min(limits) > STARTING_SECONDS else 0.0
 
 
@@ -149,7 +149,7 @@ def _seconds_per_letter(num_labels: int) -> float:
 
 def measure_baseline(
     config: TrainConfig,
-    news: PreparedNews,
+    data: PreparedData,
     task: Task,
     class_weights: np.ndarray | None,
     scores_of_network: np.ndarray,
@@ -169,27 +169,27 @@ def measure_baseline(
     Raises:
         ValueError: the texts have no words.
     """
-    assert news.texts is not None
-    num_labels = len(news.tokens.label_names)
-    seconds = seconds_for_baseline(config, news) - STARTING_SECONDS
+    assert data.texts is not None
+    num_labels = len(data.tokens.label_names)
+    seconds = seconds_for_baseline(config, data) - STARTING_SECONDS
     letters = int(seconds / _seconds_per_letter(num_labels))
 
     def read(texts: Sequence[Text], index: np.ndarray) -> tuple[np.ndarray, list[Text]]:
         """As many of these rows as there is time for, and their texts as the network gets them."""
         heartbeat()
         rows = _draw(texts, index, letters, config.seed)
-        return rows, [_cleaned(text, news.cleaning) for text in ChosenTexts(texts, rows)]
+        return rows, [_cleaned(text, data.cleaning) for text in ChosenTexts(texts, rows)]
 
-    train, texts = read(news.texts.train.texts, news.labelled_index)
+    train, texts = read(data.texts.train.texts, data.labelled_index)
     weights = _class_weights(config, class_weights)
-    answer = fit_linear(texts, news.tokens.train.labels[train], num_labels, config.seed, weights)
+    answer = fit_linear(texts, data.tokens.train.labels[train], num_labels, config.seed, weights)
     validation: dict[str, Any] = {}
-    if len(news.validation_index):
-        rows, texts = read((news.texts.validation or news.texts.train).texts, news.validation_index)
-        validation = task.metrics(task.as_scores(answer(texts)), news.validation_rows.labels[rows])
+    if len(data.validation_index):
+        rows, texts = read((data.texts.validation or data.texts.train).texts, data.validation_index)
+        validation = task.metrics(task.as_scores(answer(texts)), data.validation_rows.labels[rows])
     # Thresholds were chosen on the validation rows, so the test rows are only measured.
-    rows, texts = read(news.texts.test.texts, np.arange(len(news.tokens.test)))
-    scores, targets = task.as_scores(answer(texts)), news.tokens.test.labels[rows]
+    rows, texts = read(data.texts.test.texts, np.arange(len(data.tokens.test)))
+    scores, targets = task.as_scores(answer(texts)), data.tokens.test.labels[rows]
     heartbeat()
 
     # The loss is one of probabilities, which distances from a plane are not.
@@ -201,7 +201,7 @@ def measure_baseline(
     test = task.metrics(scores, targets, validation)
     return Baseline(
         name=NAMES[task.problem_type.name],
-        rows=(len(train), len(news.labelled_index)),
+        rows=(len(train), len(data.labelled_index)),
         validation={name: validation[name] for name in names if validation},
         test={name: test[name] for name in ("rows", *names)},
         # Accuracy often cannot tell two models apart that macro-F1 can, because some labels are

@@ -20,7 +20,7 @@ from common.text import cleaner
 from common.windows import pool
 from training.config import Selection, TrainConfig
 from training.data.batching import DataShard, pad
-from training.data.dataset import LoadOptions, NewsData, Rows, load_news
+from training.data.dataset import LoadOptions, Rows, TextData, load_data
 from training.data.tokenized import TokenizedRows, encode_rows
 from training.distributed.ranks import Ranks
 from training.evaluation.robustness import measure_robustness
@@ -86,7 +86,7 @@ class ModelOnRanks:
         input_ids, mask = pad(rows, batch, int(rows.input_lengths(batch).max()))
         labels = torch.from_numpy(rows.labels[batch])
         # A masked language model hides tokens in the ids; what it hid are the targets.
-        asked, targets = self.task.ask(input_ids, mask, labels, batch, EVALUATION)
+        asked, targets = self.task.inputs_and_targets(input_ids, mask, labels, batch, EVALUATION)
         # Scores over a vocabulary are gigabytes, so the task sums them up before they leave the
         # device.
         finish = partial(self.task.summary, targets=targets.to(device))
@@ -185,7 +185,7 @@ def evaluate_saved(
     quiet_libraries()
     show = ranks.is_first and not quiet
 
-    def read() -> tuple[SavedModel, NewsData]:
+    def read() -> tuple[SavedModel, TextData]:
         saved = read_saved_model(path)
         return saved, _read_data(saved, dataset, columns, show_notes=show)
 
@@ -222,7 +222,7 @@ def _read_data(
     columns: tuple[str | None, str | None, str | None],
     *,
     show_notes: bool,
-) -> NewsData:
+) -> TextData:
     """The data, with the rows to evaluate as its test rows; read as for training, apart from what
     is given.
     """
@@ -247,7 +247,7 @@ def _read_data(
         # Numbers without a header mean AG News' classes to a model that answers with these.
         class_names=AG_NEWS_LABELS if set(saved.labels) <= set(AG_NEWS_LABELS) else None,
     )
-    data = load_news(name, options, say)
+    data = load_data(name, options, say)
     if not data.has_test_rows and recorded_name(name) != recorded.get("dataset"):
         # The model has seen none of these rows. A share that was just set aside would be a part of
         # them for nothing.
@@ -274,7 +274,7 @@ def _selection(recorded: Mapping[str, Any]) -> Selection:
     return Selection(**{flag: str(value) for flag, value in known.items() if value})
 
 
-def _relabelled(data: NewsData, task: Task) -> Rows:
+def _relabelled(data: TextData, task: Task) -> Rows:
     try:
         return Rows(data.test.texts, task.renamed(data.test.labels, data.label_names))
     except ValueError as error:

@@ -70,7 +70,7 @@ class Loading:
     Attributes:
         revision: of a model on the hub; empty for the newest.
         as_stored: keep weights that are stored in half precision memory-mapped from their file. A
-            strategy converts to fp32 only what a rank keeps (:func:`widen`), so that not every rank
+            strategy converts to fp32 only what a rank keeps (:func:`to_fp32`), so that not every rank
             of a machine holds the whole model.
         layers: how many of its blocks to keep; 0 for all.
         pooling: ``mean`` to let the head read the mean of all tokens, where that is possible.
@@ -130,7 +130,7 @@ class NewsClassifier(nn.Module):
             add_mean_block(network)
         self._adopt(network, task(names))
         if not loading.as_stored:
-            widen(self)
+            to_fp32(self)
 
     def set_dropout(self, share: float) -> bool:
         """Let all dropout layers leave out this share of the values; returns whether there are any."""
@@ -327,7 +327,7 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
         return []
     # In half precision, rounding alone would change the logits; and no strategy can shard such a
     # model.
-    widen(model)
+    to_fp32(model)
     alone, padded = _alone_and_padded(model, flag, input_ids)
     change = (padded - alone.detach()).abs().max().item()
     scale = max(alone.abs().max().item(), 1e-6)
@@ -491,14 +491,14 @@ def _tiny_config(task: type[Task], vocab_size: int, about: dict[str, Any]) -> Pr
     )
 
 
-def widen(module: nn.Module) -> None:
+def to_fp32(module: nn.Module) -> None:
     """Convert weights in half precision to fp32, in which everything is trained."""
     if any(parameter.dtype in HALF for parameter in module.parameters()):
         module.float()
 
 
-def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def to_fp32_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside and any(True for _ in module.parameters(recurse=False)):
-            widen(module)
+            to_fp32(module)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 from common.windows import ATTENTION_KEY, Windows
 from training.config import TrainConfig
-from training.model.classifier import NewsClassifier, widen
+from training.model.classifier import NewsClassifier, to_fp32
 
 
 def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
@@ -30,7 +30,7 @@ def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
     name = model.head
     head = model.network.get_submodule(name) if name else None
     if isinstance(head, nn.Linear):
-        widen(model)  # an encoder in half precision has a new head in fp32
+        to_fp32(model)  # an encoder in half precision has a new head in fp32
         row = torch.zeros_like(head.weight[:1])
         model.widen_head(Windows.of_length(config.max_length, name), row)
         was_training = model.training

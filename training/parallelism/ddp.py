@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.model.classifier import NewsClassifier, widen
+from training.model.classifier import NewsClassifier, to_fp32
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression
 from training.parallelism.state import SavedState, StrategyState
@@ -29,7 +29,7 @@ class DDPStrategy(Strategy):
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         model.to(self.ranks.device).train()
-        widen(model)
+        to_fp32(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
         self.unsynchronized_model = model  # only the backward pass waits for other ranks
         self.replica: nn.Module = model

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from common.errors import UserError
-from training.model.classifier import NewsClassifier, widen
+from training.model.classifier import NewsClassifier, to_fp32
 from training.model.optimizer import build_optimizer, parameter_groups
 from training.model.precision import LossScale
 from training.parallelism.blocks import apply_to_blocks
@@ -35,7 +35,7 @@ class DeepSpeedStrategy(Strategy):
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         deepspeed, settings = self.ranks.run_on_all_ranks(lambda: self._prepare(model))
         self.model = model.to(self.ranks.device).train()
-        widen(model)
+        to_fp32(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
         # A file may name one of DeepSpeed's own optimizers, which is then built from the groups.
         own, parameters = "optimizer" in settings, dict(model.named_parameters())

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from training.model.classifier import widen, widen_outside
+from training.model.classifier import to_fp32, to_fp32_outside
 from training.model.precision import DTYPES
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -56,14 +56,14 @@ def apply_fsdp(
         if cpu_offload
         else OffloadPolicy(),
     }
-    widen_outside(part, blocks)
+    to_fp32_outside(part, blocks)
     # PyTorch takes a half-precision input only if weights and running statistics are both in fp32.
     exact = settings | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     for module in part.modules():
         if isinstance(module, BATCH_NORMS):
             fully_shard(module, **exact)
     for block in blocks:
-        widen(block)  # one at a time: what is sharded already holds its share alone
+        to_fp32(block)  # one at a time: what is sharded already holds its share alone
         fully_shard(block, **settings)
     fully_shard(part, **settings)
 

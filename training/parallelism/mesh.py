@@ -19,7 +19,7 @@ from torch import nn
 from common.errors import UserError
 from training.data.batching import DataShard, MicroBatch
 from training.model.architectures import find_blocks
-from training.model.classifier import NewsClassifier, widen
+from training.model.classifier import NewsClassifier, to_fp32
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.dims import ParallelDims
 from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
@@ -72,7 +72,7 @@ class MeshStrategy(Strategy):
         self, logits: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         losses = row_losses(self.task, logits, batch, self.config)
-        checks = self.task.check_labels(logits.detach(), batch.labels)
+        checks = self.task.label_logprobs(logits.detach(), batch.labels)
         return loss_share(losses, batch.weights) * self.loss_factor, losses, checks
 
     def logits(
@@ -108,7 +108,7 @@ class MeshStrategy(Strategy):
             )
         if dims.dp == 1 or not config.cpu_offload:
             part.to(self.ranks.device)
-        widen(part)
+        to_fp32(part)
 
     def _split_tensors(self, part: nn.Module, model: NewsClassifier) -> None:
         config, tp = self.config, self.dims.tp

@@ -59,7 +59,7 @@ class Pipeline:
     Args:
         stages: from ``split_stages``, possibly wrapped for other kinds of parallelism.
         loss: from logits and their micro-batch to the scalar that the backward pass starts from,
-            (), each row's loss and, if the task has them, what ``check_labels`` returns.
+            (), each row's loss and, if the task has them, what ``label_logprobs`` returns.
         sequence_parts: over how many ranks the hidden states between stages are split (sequence
             parallelism).
     """

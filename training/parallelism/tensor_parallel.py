@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
 from common.errors import UserError
 from training.model.architectures import architecture_of, find_blocks
-from training.model.classifier import NewsClassifier, widen, widen_outside
+from training.model.classifier import NewsClassifier, to_fp32, to_fp32_outside
 from training.model.dropout import RowDropout
 from training.parallelism.blocks import LENGTH_MULTIPLE
 from training.parallelism.tensor_styles import ShareInput, VocabularyParallel, WholeParameters
@@ -77,10 +77,10 @@ def apply_tensor_parallel(
         )
     # How the hidden states between attention and feed-forward are placed.
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
-    widen_outside(network, find_blocks(network))
+    to_fp32_outside(network, find_blocks(network))
     _apply(network, _plan_of_ends(names, layout), names.head_dropout, mesh)
     for number, block in network.get_submodule(architecture_of(network).blocks).named_children():
-        widen(block)  # one at a time, so that a rank never holds the whole model in fp32
+        to_fp32(block)  # one at a time, so that a rank never holds the whole model in fp32
         if sequence_parallel and int(number) == network.config.num_hidden_layers - 1:
             # The head reads a single token of each row, which only one rank would have: gather the
             # sequence before.

@@ -33,7 +33,7 @@ def distribute(settled: Settled, monitors: Monitors) -> tuple[Settled, Strategy,
         What is settled, with a batch size; the strategy; how many rows a micro-batch may have on
         this rank.
     """
-    config, news, ranks = settled.config, settled.news, monitors.ranks
+    config, data, ranks = settled.config, settled.data, monitors.ranks
     make = partial(
         STRATEGIES[config.strategy],
         settled.model,
@@ -44,7 +44,7 @@ def distribute(settled: Settled, monitors: Monitors) -> tuple[Settled, Strategy,
     )
     with translate_errors(ranks, step=1):
         strategy = ranks.run_on_all_ranks(make)
-        targets = news.tokens.train.labels[news.train_index]
+        targets = data.tokens.train.labels[data.train_index]
         config, rows_that_fit = settle_batch_size(
             strategy, ranks, targets, settled.earlier, monitors.say
         )
@@ -66,14 +66,14 @@ def make_context(
     ``rows_that_fit``: in a micro-batch of this rank. ``resumed``: decides what plan and budget keep
     from before; the state is that of a new run until the checkpoint is restored.
     """
-    config, news, model, ranks = settled.config, settled.news, settled.model, monitors.ranks
+    config, data, model, ranks = settled.config, settled.data, settled.model, monitors.ranks
     saved = resumed.state if resumed else {}
     global_batch, accumulation = global_batch_size(
         rows_that_fit, config, strategy.data_shard, resumed
     )
-    train, labels = news.tokens.read_in_training, news.tokens.label_names
-    lengths = train.lengths[news.epoch_index]
-    balanced = train.labels[news.epoch_index] if config.sampling == "balanced" else None
+    train, labels = data.tokens.read_in_training, data.tokens.label_names
+    lengths = train.lengths[data.epoch_index]
+    balanced = train.labels[data.epoch_index] if config.sampling == "balanced" else None
     sampler = LengthBucketSampler(lengths, global_batch, config.seed, balanced)
     # Kept, because a resumed run may have another number of ranks, by which a new one would be
     # scaled.
@@ -88,7 +88,7 @@ def make_context(
     return RunContext(
         **vars(monitors),
         config=config,
-        news=news,
+        data=data,
         strategy=strategy,
         plan=StepPlan(
             global_batch_size=global_batch,
@@ -110,7 +110,7 @@ def make_context(
         state=RunState(),
         storage=storage,
         interruption=interruption,
-        suspects=suspects_of(config, news.tokens.train, news.train_index, len(labels)),
-        budget=start_budget(config, strategy, ranks, news, saved),
+        suspects=suspects_of(config, data.tokens.train, data.train_index, len(labels)),
+        budget=start_budget(config, strategy, ranks, data, saved),
         balance=Balance(timed, ranks, strategy.data_shard, least_share, monitors.say),
     )

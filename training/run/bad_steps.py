@@ -70,7 +70,7 @@ class BadSteps:
         self.context = context
         self.budget = context.config.bad_steps
         self.file = JsonLines(context.config.run_dir / BAD_ROWS_FILE)
-        texts = context.news.texts
+        texts = context.data.texts
         # What the data left out comes first in the file, once: a resumed run finds it there.
         if context.ranks.is_first and texts.left_out and not context.state.step:
             self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})

@@ -124,20 +124,20 @@ def settle_batch_size(
     strategy: Strategy,
     ranks: Ranks,
     targets: np.ndarray,
-    began: Mapping[str, Any],
+    earlier: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> tuple[TrainConfig, int]:
     """The strategy's configuration with a number for ``auto``, and how many rows a micro-batch may
     have here.
 
-    ``targets``: of the training rows, (rows, ...). A resumed run, which ``began`` with these
+    ``targets``: of the training rows, (rows, ...). A resumed run, which ``earlier`` with these
     values, keeps its size; only if that no longer fits are its micro-batches smaller, and more of
     them.
     """
     config = strategy.config
     if config.batch_size != "auto":
         return config, config.batch_size
-    kept = began["config"]["batch_size"] if began else None
+    kept = earlier["config"]["batch_size"] if earlier else None
     most = most_rows(len(targets), strategy.data_shard.size, config.gradient_accumulation)
     found = find_batch_size(strategy, ranks, targets[:1], most, kept)
     if kept and found.rows < kept:
@@ -198,7 +198,9 @@ def _full_batch(rows: int, length: int, target: np.ndarray, task: Task) -> Micro
     mask[0, -1] = 0
     weights = torch.full((rows,), 1 / rows)
     labels = torch.from_numpy(np.repeat(target, rows, axis=0))
-    ids, labels = task.ask(torch.ones_like(mask), mask, labels, np.zeros(rows, np.int64), seed=(0,))
+    ids, labels = task.inputs_and_targets(
+        torch.ones_like(mask), mask, labels, np.zeros(rows, np.int64), seed=(0,)
+    )
     return MicroBatch(ids, mask, labels, weights, np.full(rows, -1), 0, rows * length)
 
 

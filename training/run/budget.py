@@ -29,13 +29,13 @@ import torch
 
 from common.errors import UserError
 from training.config import TrainConfig
-from training.data.prepare import PreparedNews
+from training.data.prepare import PreparedData
 from training.data.tokenized import TokenizedRows
 from training.distributed.ranks import Ranks
 from training.evaluation.baseline import seconds_for_baseline
 from training.evaluation.evaluator import ModelOnRanks, evaluate
 from training.facts import STRATEGY_FACTS, TINY
-from training.model.classifier import NewsClassifier, widen
+from training.model.classifier import NewsClassifier, to_fp32
 from training.model.layers import FAMILY_OF, freeze_layers
 from training.model.precision import autocast
 from training.monitoring.events import process_started
@@ -128,30 +128,30 @@ def _seconds_since_start(ranks: Ranks) -> float:
 
 
 def settle_flags(
-    config: TrainConfig, news: PreparedNews, began: Mapping[str, Any]
-) -> tuple[TrainConfig, PreparedNews]:
+    config: TrainConfig, data: PreparedData, earlier: Mapping[str, Any]
+) -> tuple[TrainConfig, PreparedData]:
     """Choose what ``--budget`` leaves open about the rows: where texts are cut. The same on every rank."""
     if (
         not config.budget
         or "max_length" in config.model_fields_set
-        or not _can_be_cut(config, news)
+        or not _can_be_cut(config, data)
     ):
-        return config, news
+        return config, data
     length = (
-        began["config"]["max_length"]
-        if began
-        else _length_that_holds(news.tokens.train, config.max_length)
+        earlier["config"]["max_length"]
+        if earlier
+        else _length_that_holds(data.tokens.train, config.max_length)
     )
     if length >= config.max_length:
-        return config, news
-    if news.tokenizer is not None:
-        news.tokenizer.model_max_length = length
-    return config.model_copy(update={"max_length": length}), news.cut(length)
+        return config, data
+    if data.tokenizer is not None:
+        data.tokenizer.model_max_length = length
+    return config.model_copy(update={"max_length": length}), data.cut(length)
 
 
-def _can_be_cut(config: TrainConfig, news: PreparedNews) -> bool:
+def _can_be_cut(config: TrainConfig, data: PreparedData) -> bool:
     plain = not (config.columns.pair or config.is_language_model or config.long == "windows")
-    return plain and len(news.tokens.train.ids) <= MOST_TOKENS_CUT
+    return plain and len(data.tokens.train.ids) <= MOST_TOKENS_CUT
 
 
 def _length_that_holds(rows: TokenizedRows, longest: int) -> int:
@@ -166,9 +166,9 @@ def settle_learning(
     config: TrainConfig,
     model: NewsClassifier,
     ranks: Ranks,
-    news: PreparedNews,
+    data: PreparedData,
     precision: str,
-    began: Mapping[str, Any],
+    earlier: Mapping[str, Any],
 ) -> TrainConfig:
     """Choose what ``--budget`` leaves open about how rows are learned; a collective call.
 
@@ -194,20 +194,20 @@ def settle_learning(
     can_be_timed = (
         is_plain and STRATEGY_FACTS[config.strategy].copies and ranks.device.type == "cpu"
     )
-    if began:
+    if earlier:
         # A checkpoint of an older version does not know all flags; that run did as the default
         # does.
-        chosen = {name: began["config"].get(name, getattr(config, name)) for name in _LEARNING}
+        chosen = {name: earlier["config"].get(name, getattr(config, name)) for name in _LEARNING}
     else:
         chosen = {"learning_rate": rate_for(config, model)}
         if can_be_timed:
             per_row = (
-                _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
+                _seconds_per_row(model, data.tokens.train, precision, ranks) / ranks.world_size
             )
-            testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
+            testing = per_row * len(data.tokens.test) / FORWARD_AND_BACKWARD
             left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing
             rows = SHARE_OF_FORWARD_AND_BACKWARD * left / per_row
-            chosen |= _learning_of(rows, len(news.train_index), model, chosen["learning_rate"])
+            chosen |= _learning_of(rows, len(data.train_index), model, chosen["learning_rate"])
         chosen = ranks.broadcast(chosen)
     chosen = {name: value for name, value in chosen.items() if not config.gives(name)}
     config = config.model_copy(update=chosen)
@@ -242,7 +242,7 @@ def _seconds_per_row(
     some = rows.ids[: min(16, len(rows.ids) // length) * length].astype(np.int64)
     ids = torch.from_numpy(some).view(-1, length)  # any tokens take as long
     seconds = math.inf
-    widen(model)  # as ddp and zero1 would
+    to_fp32(model)  # as ddp and zero1 would
     with torch.random.fork_rng([]):
         for _ in range(2):
             began = time.perf_counter()
@@ -258,8 +258,8 @@ def start_budget(
     config: TrainConfig,
     strategy: Strategy,
     ranks: Ranks,
-    news: PreparedNews,
-    began: Mapping[str, Any],
+    data: PreparedData,
+    earlier: Mapping[str, Any],
 ) -> Budget | None:
     """Measure how long the end will take; a collective call. None without ``--budget``.
 
@@ -268,20 +268,20 @@ def start_budget(
     """
     if not config.budget:
         return None
-    budget = Budget(config.budget_seconds, _seconds_since_start(ranks), began.get("budget") or {})
-    per_token = _seconds_per_token(strategy, news)
-    validation = news.validation_rows.lengths[news.validation_index]
+    budget = Budget(config.budget_seconds, _seconds_since_start(ranks), earlier.get("budget") or {})
+    per_token = _seconds_per_token(strategy, data)
+    validation = data.validation_rows.lengths[data.validation_index]
     weights = sum(parameter.numel() for parameter in strategy.parameters.values())
     budget.closing = (
         CLOSING_SECONDS
         + weights * BYTES_PER_WEIGHT / BYTES_PER_SECOND
-        + per_token * float(news.tokens.test.lengths.sum() + validation.sum())
+        + per_token * float(data.tokens.test.lengths.sum() + validation.sum())
         + MARGIN * budget.seconds
-        + (seconds_for_baseline(config, news) if strategy.task.has_labels else 0.0)
+        + (seconds_for_baseline(config, data) if strategy.task.has_labels else 0.0)
     )
     budget.seconds_per_token = budget.seconds_per_token or FORWARD_AND_BACKWARD * per_token
     left = ranks.broadcast(budget.left_for_steps)
-    if left <= 0 and not began:
+    if left <= 0 and not earlier:
         needed = budget.spent + budget.closing
         raise UserError(
             f"--budget {config.budget}: the start took {format_time(budget.spent)} and the test rows need "
@@ -292,9 +292,9 @@ def start_budget(
     return budget
 
 
-def _seconds_per_token(strategy: Strategy, news: PreparedNews) -> float:
+def _seconds_per_token(strategy: Strategy, data: PreparedData) -> float:
     """That all ranks together need for a token of the test rows. What they answer is thrown away."""
-    rows, size = news.tokens.test, strategy.data_shard.size
+    rows, size = data.tokens.test, strategy.data_shard.size
     # Every so many of the batches that the test will have: rows drawn one by one would share
     # batches with longer ones.
     batch = np.arange(len(rows)) // strategy.task.rows_at_once
@@ -324,7 +324,7 @@ BEST, WORST = 0.65, 1.05
 PER_ROWS = -0.1
 
 
-def expect_accuracy(config: TrainConfig, news: PreparedNews, rows_seen: int) -> Expectation | None:
+def expect_accuracy(config: TrainConfig, data: PreparedData, rows_seen: int) -> Expectation | None:
     """Guess from the words of the training rows; None if that cannot be told, as for a network from
     scratch.
 
@@ -340,17 +340,17 @@ def expect_accuracy(config: TrainConfig, news: PreparedNews, rows_seen: int) -> 
         or not rows_seen
     ):
         return None
-    index = news.labelled_index
+    index = data.labelled_index
     some = np.sort(
         np.random.default_rng(config.seed).permutation(index)[: min(ROWS_READ, rows_seen)]
     )
-    rows = news.tokens.train
+    rows = data.tokens.train
     wrong = (
-        ask_words(rows, some, len(news.tokens.label_names)).argmax(axis=1) != rows.labels[some]
+        ask_words(rows, some, len(data.tokens.label_names)).argmax(axis=1) != rows.labels[some]
     ).mean()
     expected = float(wrong) * (min(rows_seen, len(index)) / len(some)) ** PER_ROWS
     chance = 1.3 * math.sqrt(
-        max(expected * (1 - expected), 1e-6) / len(news.tokens.test)
+        max(expected * (1 - expected), 1e-6) / len(data.tokens.test)
     )  # of the test rows
     return Expectation(
         max(0.0, 1 - WORST * expected - chance), min(1.0, 1 - BEST * expected + chance)

@@ -14,7 +14,7 @@ from training.checkpointing import Storage
 from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
-from training.data.prepare import PreparedNews
+from training.data.prepare import PreparedData
 from training.distributed.ranks import Ranks
 from training.fault_tolerance.interruption import Interruption
 from training.monitoring.monitors import Monitors
@@ -79,7 +79,7 @@ class RunContext(Monitors):
     """
 
     config: TrainConfig
-    news: PreparedNews
+    data: PreparedData
     strategy: Strategy
     plan: StepPlan
     sampler: LengthBucketSampler  # of the global batches of an epoch
@@ -98,7 +98,7 @@ class RunContext(Monitors):
     def samples_done(self) -> int:
         """Rows trained on so far, those of a batch counted as often as it was seen."""
         epochs_done, steps = divmod(self.state.step, self.plan.steps_per_epoch)
-        return epochs_done * len(self.news.epoch_index) + steps * self.plan.global_batch_size
+        return epochs_done * len(self.data.epoch_index) + steps * self.plan.global_batch_size
 
     def validates_at(self, step: int) -> bool:
         """Whether the run validates after this step; step 0 tells what the fitted head is worth without training."""
@@ -130,5 +130,5 @@ class RunContext(Monitors):
 
     def describe_row(self, row: int) -> str:
         """How a training row begins, if this rank has its text; otherwise nothing."""
-        texts = self.news.texts
+        texts = self.data.texts
         return f'; row {row} reads "{in_one_line(texts.train.texts[row])[:80]}"' if texts else ""

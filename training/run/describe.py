@@ -26,10 +26,10 @@ def describe_device(ranks: Ranks) -> str:
 
 
 def describe_run(context: RunContext) -> dict[str, str]:
-    config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
+    config, ranks, data, tokens = context.config, context.ranks, context.data, context.data.tokens
     shares = context.strategy.data_shard.size
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
-    validation = f"{len(news.validation_index):,}" if len(news.validation_index) else "no"
+    validation = f"{len(data.validation_index):,}" if len(data.validation_index) else "no"
     who = f"share{'s' * (shares > 1)}"
     rows_each = f"{rows_per_shard:g} row{'s' * (rows_per_shard != 1)}"
     batch = f"{shares} {who} x {rows_each} x {context.plan.accumulation} accumulation"
@@ -39,7 +39,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
         else ""
     )
     rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
-    num_unlabelled = news.num_unlabelled
+    num_unlabelled = data.num_unlabelled
     unlabelled = f" ({num_unlabelled:,} of them without a label)" if num_unlabelled else ""
     size = {"Global batch": f"{counted(context.plan.global_batch_size, 'row')} = {batch}"}
     learning = {
@@ -61,7 +61,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
             if config.is_distilled
             else {}
         ),
-        "Data": f"{tokens.name}: {len(news.train_index):,} training{unlabelled}, {validation} validation, "
+        "Data": f"{tokens.name}: {len(data.train_index):,} training{unlabelled}, {validation} validation, "
         f"{len(tokens.test):,} test {rows}"
         if config.dataset
         else f"no rows, {len(tokens.label_names):,} names of labels, {tokens.num_unlabelled:,} texts without a label",
@@ -80,7 +80,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
 
 
 def _rough(context: RunContext) -> dict[str, str]:
-    copies = len(context.news.epoch_index) - len(context.news.train_index)
+    copies = len(context.data.epoch_index) - len(context.data.train_index)
     return (
         {
             "Rough texts": f"{counted(copies, 'row')} of each epoch, the same texts as people type them"
@@ -112,8 +112,8 @@ def _steps(context: RunContext) -> dict[str, str]:
             "Steps": f"{plan.total_steps:,} = {counted(config.epochs, 'epoch')} x {plan.steps_per_epoch:,}"
         }
     epochs = plan.total_steps / plan.steps_per_epoch
-    rows = min(len(context.news.train_index), plan.total_steps * plan.global_batch_size)
-    expected = expect_accuracy(config, context.news, rows)
+    rows = min(len(context.data.train_index), plan.total_steps * plan.global_batch_size)
+    expected = expect_accuracy(config, context.data, rows)
     end = f"{format_time(budget.closing)} of it set aside to test and write"
     facts = {
         "Steps": f"about {plan.total_steps:,} = {epochs:.2f} epochs x {plan.steps_per_epoch:,}; "
@@ -140,7 +140,7 @@ def describe_warmup(config: TrainConfig, plan: StepPlan) -> dict[str, str]:
 
 def _reads(context: RunContext) -> dict[str, str]:
     """What the model reads and answers; of a language model the blocks say it all."""
-    tokens = context.news.tokens
+    tokens = context.data.tokens
     if context.config.is_language_model:
         return {}
     answers = {"Labels": some_of(tokens.label_names)}

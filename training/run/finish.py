@@ -75,7 +75,7 @@ class _Result:
 
 
 def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
-    config, task, tokens = context.config, context.strategy.task, context.news.tokens
+    config, task, tokens = context.config, context.strategy.task, context.data.tokens
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is
     # an honest one.
     test, logits = _test(context, best)
@@ -101,7 +101,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
 
 
 def _test(context: RunContext, best: EpochMetrics) -> tuple[dict[str, Any], np.ndarray]:
-    tokens, console, data_shard = context.news.tokens, context.console, context.strategy.data_shard
+    tokens, console, data_shard = context.data.tokens, context.console, context.strategy.data_shard
     if len(tokens.test):
         context.say(f"Testing epoch {best.epoch} on {counted(len(tokens.test), 'row')} ...")
     counting = (
@@ -124,7 +124,7 @@ def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor
         write_model(
             context.model_config,
             _finished(weights, context.strategy),
-            context.news.tokenizer,
+            context.data.tokenizer,
             metrics,
             config.output_dir,
             {CLEANING_KEY: config.clean, **task.settings(result.best.validation)},
@@ -150,7 +150,7 @@ def _metrics(context: RunContext, result: _Result) -> dict[str, Any]:
     test, start = result.test, context.plan.start
     return {
         "task": config.task,
-        **({"dataset": recorded_name(context.news.tokens.name)} if config.dataset else {}),
+        **({"dataset": recorded_name(context.data.tokens.name)} if config.dataset else {}),
         "text_column": config.text_column,
         **({"label_column": config.label_column} if task.has_labels else {}),
         **asdict(config.selection),
@@ -165,9 +165,9 @@ def _metrics(context: RunContext, result: _Result) -> dict[str, Any]:
         **({"fitted_head": asdict(start)} if start else {}),
         "created": datetime.now(UTC).date().isoformat(),
         **({"version": config.model_version} if config.model_version else {}),
-        "train_rows": len(context.news.train_index) if config.dataset else 0,
+        "train_rows": len(context.data.train_index) if config.dataset else 0,
         **_distilled_from(context),
-        "rows_left_out": context.news.texts.left_out + len(state.bad.excluded_rows),
+        "rows_left_out": context.data.texts.left_out + len(state.bad.excluded_rows),
         "test": test,
         "test_precision": context.strategy.test_precision,
         "validation": result.best.validation or None,
@@ -200,9 +200,9 @@ def _show(context: RunContext, result: _Result, report: Path) -> None:
 def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Baseline | None:
     """What a linear model makes of the same rows, on rank 0, which has the texts; None if there is none."""
     config, task = context.config, context.strategy.task
-    if not task.has_labels or not len(context.news.tokens.test):
+    if not task.has_labels or not len(context.data.tokens.test):
         return None
-    seconds = seconds_for_baseline(config, context.news)
+    seconds = seconds_for_baseline(config, context.data)
     if not seconds:
         flag = (
             f"--budget {config.budget}"
@@ -214,7 +214,7 @@ def _baseline(context: RunContext, best: EpochMetrics, logits: np.ndarray) -> Ba
     weights, heartbeat = context.plan.class_weights, context.phases.heartbeat
     try:
         return measure_baseline(
-            config, context.news, task, weights, logits, best.validation, heartbeat
+            config, context.data, task, weights, logits, best.validation, heartbeat
         )
     except (
         Exception
@@ -229,10 +229,10 @@ def _evidence(
     answers: Sequence[RowAnswer],
     baseline: Baseline | None,
 ) -> Evidence:
-    config, tokens, task = context.config, context.news.tokens, context.strategy.task
+    config, tokens, task = context.config, context.data.tokens, context.strategy.task
     chance_loss, confidence = None, None
     if not task.own_loss:  # whose scores may be no logits
-        chance_loss = task.chance_loss(tokens.train.labels[context.news.labelled_index])
+        chance_loss = task.chance_loss(tokens.train.labels[context.data.labelled_index])
         if chance_loss and (
             context.plan.class_weights is not None or config.sampling == "balanced"
         ):
@@ -257,7 +257,7 @@ def _distilled_from(context: RunContext) -> dict[str, Any]:
     if not context.config.is_distilled:
         return {}
     names = ",".join(map(recorded_name, context.config.teachers))
-    return {"distilled_from": names, "unlabelled_rows": context.news.num_unlabelled}
+    return {"distilled_from": names, "unlabelled_rows": context.data.num_unlabelled}
 
 
 def export_model(config: TrainConfig) -> None:
@@ -308,10 +308,10 @@ def _load_best(context: RunContext) -> EpochMetrics:
 def _report_data(
     context: RunContext, result: _Result, doubted: Sequence[DoubtedText]
 ) -> ReportData:
-    config, news, task = context.config, context.news, context.strategy.task
-    figures = {**news.figures}
+    config, data, task = context.config, context.data, context.strategy.task
+    figures = {**data.figures}
     if config.dataset and not config.is_language_model:
-        figures["tokens"] = run_lengths(news.tokens, config)
+        figures["tokens"] = run_lengths(data.tokens, config)
     return ReportData(
         title=config.output_dir.name,
         configuration=config.model_dump(mode="json"),
@@ -320,7 +320,7 @@ def _report_data(
         baseline=result.baseline and result.baseline.tile,
         wrong_texts=[
             WrongText(in_one_line(text), answer, task.certainty)
-            for text, answer in zip(news.texts.test.texts, result.answers, strict=task.has_labels)
+            for text, answer in zip(data.texts.test.texts, result.answers, strict=task.has_labels)
             if answer.surprise
         ],
         doubted_texts=[text for text in doubted if text.is_flagged],
@@ -333,7 +333,7 @@ def _report_data(
 
 def _notes(context: RunContext, result: _Result) -> list[str]:
     """What a reader of the report should know, told by each part of the run."""
-    config, tokens, plan, change = context.config, context.news.tokens, context.plan, result.change
+    config, tokens, plan, change = context.config, context.data.tokens, context.plan, result.change
     blocks = f"Rows are blocks of {config.max_length} tokens, into which all texts of a split were joined."
     return [
         *result.hints,
@@ -344,7 +344,7 @@ def _notes(context: RunContext, result: _Result) -> list[str]:
         *context.strategy.notes(),
         *plan.notes(tokens.label_names),
         *context.state.notes(config),
-        *notes_on_teachers(config, context.news.num_unlabelled),
+        *notes_on_teachers(config, context.data.num_unlabelled),
         *notes_on_suspects(config),
     ]
 
@@ -355,14 +355,14 @@ def _write_predictions(context: RunContext, answers: Sequence[RowAnswer]) -> Non
     rows = (
         [row, answer.label, answer.predicted, f"{answer.certainty:.6f}", in_one_line(text)]
         for row, (answer, text) in enumerate(
-            zip(answers, context.news.texts.test.texts, strict=True)
+            zip(answers, context.data.texts.test.texts, strict=True)
         )
     )
     write_csv(context.config.run_dir / "predictions.csv", header, rows)
 
 
 def _doubted_texts(context: RunContext) -> list[DoubtedText]:
-    names, texts = context.news.tokens.label_names, context.news.texts.train.texts
+    names, texts = context.data.tokens.label_names, context.data.texts.train.texts
     return [
         DoubtedText(
             one.row,

@@ -11,11 +11,11 @@ import numpy as np
 
 from common.text import counted
 from training.config import TrainConfig, model_place
-from training.data.prepare import PreparedNews
+from training.data.prepare import PreparedData
 from training.data.tokenized import TokenizedRows
 from training.data.unlabelled import WORD, in_sentences
 from training.distributed.ranks import Ranks
-from training.model.classifier import NewsClassifier, widen
+from training.model.classifier import NewsClassifier, to_fp32
 from training.model.pooling import FIRST, MEAN, POOLING_KEY, trained_pooling
 from training.monitoring.records import METRICS
 from training.run.extend import earlier_head
@@ -57,7 +57,7 @@ def start_from_head(
     config: TrainConfig,
     model: NewsClassifier,
     ranks: Ranks,
-    news: PreparedNews,
+    data: PreparedData,
     precision: str,
     load: Callable[[], NewsClassifier],
     say: Callable[[str], None],
@@ -72,21 +72,21 @@ def start_from_head(
     """
     if not can_be_fitted(model):
         return None
-    widen(model)
-    index, texts = _rows_to_read(config, news), _texts_to_read(config, news)
+    to_fp32(model)
+    index, texts = _rows_to_read(config, data), _texts_to_read(config, data)
     say(_announcement(config, len(index), len(texts)))
     read = partial(read_on_all_ranks, model, ranks=ranks, precision=precision)
-    rows = read(news.tokens.train, index)
+    rows = read(data.tokens.train, index)
     finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
     if "head" not in rows or 2 * finite.sum() < len(index):  # training says at which row
         return None
     # Reading is a collective call, so each rank must come to the same decision about what is read.
     nothing = {name: states[:0] for name, states in rows.items()}
-    names = ranks.broadcast(_names(config, model.label_names, news) if ranks.is_first else None)
+    names = ranks.broadcast(_names(config, model.label_names, data) if ranks.is_first else None)
     of_names = nothing
     if names is not None:
         of_names = _mean_of_each(names.labels, read(names, np.arange(len(names))))
-    of_texts = read(news.tokens.train, texts) if len(texts) else nothing
+    of_texts = read(data.tokens.train, texts) if len(texts) else nothing
     head = None
     if ranks.is_first:
         # Without a dataset the rows are the names themselves.
@@ -95,7 +95,7 @@ def start_from_head(
         head = fit_head(
             model,
             (of_rows, _finite(of_names), _finite(of_texts)),
-            news.tokens.train.labels[index[own]],
+            data.tokens.train.labels[index[own]],
             trained=MEAN if model.has_own_mean_block else _pooling_of_files(config),
             is_final=config.method == "head",
             seed=config.seed,
@@ -106,7 +106,7 @@ def start_from_head(
     has_block = getattr(model.config, POOLING_KEY, None) == MEAN
     if has_block and head.pooling != MEAN:  # the block is not needed
         model = load()
-        widen(model)
+        to_fp32(model)
     head.apply_to(model)
     known = {one.name: getattr(head, one.name) for one in fields(Start) if one.name != "num_texts"}
     return model, Start(**known, num_texts=len(texts))
@@ -133,23 +133,23 @@ def _finite(read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.nan_to_num(states) for name, states in read.items()}
 
 
-def _rows_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
+def _rows_to_read(config: TrainConfig, data: PreparedData) -> np.ndarray:
     """All training rows with a label, or where the head is only a start, some, drawn with the seed."""
-    index = news.labelled_index
-    most = max(ROWS_TO_START, ROWS_PER_LABEL * len(news.tokens.label_names))
+    index = data.labelled_index
+    most = max(ROWS_TO_START, ROWS_PER_LABEL * len(data.tokens.label_names))
     if config.method == "head" or len(index) <= most:
         return index
     return np.sort(np.random.default_rng([config.seed, 13]).permutation(index)[:most])
 
 
-def _texts_to_read(config: TrainConfig, news: PreparedNews) -> np.ndarray:
+def _texts_to_read(config: TrainConfig, data: PreparedData) -> np.ndarray:
     """The texts of ``--unlabelled``; of many, a sample that is drawn with the seed."""
-    index = np.arange(news.tokens.num_labelled, len(news.tokens.train) if config.unlabelled else 0)
+    index = np.arange(data.tokens.num_labelled, len(data.tokens.train) if config.unlabelled else 0)
     drawn = np.random.default_rng([config.seed, 17]).permutation(index)[:ROWS_TO_START]
     return np.sort(drawn)
 
 
-def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> TokenizedRows | None:
+def _names(config: TrainConfig, labels: list[str], data: PreparedData) -> TokenizedRows | None:
     """Sentences about the labels as rows, with the numbers of these; None if a name is no word, or
     rows are pairs, or an earlier model is extended, whose rows say more.
     """
@@ -157,10 +157,10 @@ def _names(config: TrainConfig, labels: list[str], news: PreparedNews) -> Tokeni
         return None
     if config.dataset and (config.columns.pair or not all(WORD.search(name) for name in labels)):
         return None
-    assert news.tokenizer is not None
+    assert data.tokenizer is not None
     texts = [(text, label) for label, name in enumerate(labels) for text in in_sentences(name)]
     found = [
-        news.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"]
+        data.tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"]
         for text, _ in texts
     ]
     offsets = np.cumsum([0, *map(len, found)])

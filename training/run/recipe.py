@@ -73,7 +73,7 @@ def settle_recipe(
     labels: np.ndarray,
     num_rows: int,
     num_train: int,
-    began: Mapping[str, Any],
+    earlier: Mapping[str, Any],
 ) -> TrainConfig:
     """The configuration with what its flags leave open; a run that is resumed keeps what it began
     with.
@@ -85,8 +85,8 @@ def settle_recipe(
     """
     if config.budget:  # which makes its own choices, see budget.py
         return config
-    if began:  # a run of an older version did as the defaults then were
-        chosen = {name: began["config"].get(name, getattr(config, name)) for name in CHOSEN}
+    if earlier:  # a run of an older version did as the defaults then were
+        chosen = {name: earlier["config"].get(name, getattr(config, name)) for name in CHOSEN}
     else:
         chosen = _choose(config, model, labels, num_rows, num_train)
     return config.model_copy(

@@ -22,10 +22,10 @@ from training.checkpointing.resume import cleaning_of, state_of_run
 from training.config import TrainConfig
 from training.data.earlier import with_earlier_settings
 from training.data.prepare import (
-    PreparedNews,
+    PreparedData,
     class_weights_of,
+    prepare_data,
     prepare_model,
-    prepare_news,
     settle_model,
 )
 from training.data.teacher import read_teachers
@@ -74,7 +74,7 @@ class Settled:
     """
 
     config: TrainConfig
-    news: PreparedNews
+    data: PreparedData
     model: NewsClassifier
     precision: str  # of the training steps
     earlier: Mapping[str, Any]
@@ -106,20 +106,20 @@ def settle(
     )
     earlier = state_of_run(config, ranks, storage)
     asked = _with_earlier_choices(config, ranks, earlier, say)
-    read = prepare_news(asked, ranks, say, own)
-    of_data, news = settle_flags(asked.model_copy(update={"clean": read.cleaning}), read, earlier)
+    read = prepare_data(asked, ranks, say, own)
+    of_data, data = settle_flags(asked.model_copy(update={"clean": read.cleaning}), read, earlier)
     given = earlier.get("class_weights")
-    class_weights = ranks.from_first(lambda: class_weights_of(of_data, news, given))
+    class_weights = ranks.from_first(lambda: class_weights_of(of_data, data, given))
 
     fits = of_data.fits_head
     pooling = earlier.get("pooling", "") if earlier else wanted_pooling(of_data) if fits else ""
-    load = partial(prepare_model, of_data, ranks, news, wanted, own=own)
+    load = partial(prepare_model, of_data, ranks, data, wanted, own=own)
     model, precision = load(say, pooling=pooling)
-    settled = _with_recipe(of_data, ranks, news, model, precision, earlier)
+    settled = _with_recipe(of_data, ranks, data, model, precision, earlier)
     start = Start(**earlier["start"]) if earlier.get("start") else None
     if fits and not earlier:
         again = partial(load, _say_nothing)
-        found = start_from_head(settled, model, ranks, news, precision, lambda: again()[0], say)
+        found = start_from_head(settled, model, ranks, data, precision, lambda: again()[0], say)
         model, start = found or (model, None)
         if start is None:
             _do_without_fitted_head(settled, ranks, say)
@@ -128,10 +128,10 @@ def settle(
     ideal_seconds = None
     if settled.is_language_model:
         ideal_seconds = flops_per_token(model, settled.max_length) / peak_flops(ranks, precision)
-    teacher = news.teacher.key if news.teacher else None
-    sources = {"data_key": news.tokens.key, "frozen_hash": frozen, "teacher_key": teacher}
+    teacher = data.teacher.key if data.teacher else None
+    sources = {"data_key": data.tokens.key, "frozen_hash": frozen, "teacher_key": teacher}
     return Settled(
-        settled, news, model, precision, earlier, class_weights, sources, ideal_seconds, start
+        settled, data, model, precision, earlier, class_weights, sources, ideal_seconds, start
     )
 
 
@@ -155,16 +155,16 @@ def _with_earlier_choices(
 def _with_recipe(
     config: TrainConfig,
     ranks: Ranks,
-    news: PreparedNews,
+    data: PreparedData,
     model: NewsClassifier,
     precision: str,
     earlier: Mapping[str, Any],
 ) -> TrainConfig:
-    num_validated = 0 if news.tokens.validation else len(news.validation_index)
-    labels = news.tokens.train.labels[news.labelled_index]
-    num_rows = len(news.labelled_index) + num_validated
-    chosen = settle_recipe(config, model, labels, num_rows, len(news.train_index), earlier)
-    return settle_learning(chosen, model, ranks, news, precision, earlier)
+    num_validated = 0 if data.tokens.validation else len(data.validation_index)
+    labels = data.tokens.train.labels[data.labelled_index]
+    num_rows = len(data.labelled_index) + num_validated
+    chosen = settle_recipe(config, model, labels, num_rows, len(data.train_index), earlier)
+    return settle_learning(chosen, model, ranks, data, precision, earlier)
 
 
 def _do_without_fitted_head(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.errors import TrainingFailure
-from training.data.batching import MicroBatch, Padding, Targets, rank_share
+from training.data.batching import MicroBatch, Padding, Targets, micro_batches_of_rank
 from training.distributed.failures import translate_errors
 from training.distributed.ranks import Ranks
 from training.model.optimizer import learning_rate_at
@@ -63,13 +63,13 @@ def train_step(
         TrainingFailure: no memory, a lost rank, an fp16 overflow at the smallest loss scale.
     """
     config, plan, strategy, ranks = context.config, context.plan, context.strategy, context.ranks
-    tokens, step = context.news.tokens.read_in_training, context.state.step + 1
+    tokens, step = context.data.tokens.read_in_training, context.state.step + 1
     originals, suspects = tokens.originals(batch), context.suspects
 
     # This rank's share of the batch, cut into micro-batches. All ranks pad to the same length, so
     # all have equal work.
     with context.phases("data"):
-        micro_batches = rank_share(
+        micro_batches = micro_batches_of_rank(
             tokens,
             batch,
             strategy.data_shard,
@@ -81,7 +81,7 @@ def train_step(
                 seed=(config.seed, 4, step),
                 class_weights=plan.class_weights,
                 row_weights=suspects.weights(originals) if suspects else None,
-                teacher=context.news.teacher,
+                teacher=context.data.teacher,
             ),
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
@@ -213,7 +213,9 @@ def forward_backward(
             with phases("backward"):
                 strategy.backward(loss_share(losses[-1], batch.weights) * strategy.loss_factor)
             losses[-1] = losses[-1].detach()
-            if (of_batch := strategy.task.check_labels(logits.detach(), batch.labels)) is not None:
+            if (
+                of_batch := strategy.task.label_logprobs(logits.detach(), batch.labels)
+            ) is not None:
                 checks.append(of_batch)
     return losses, checks
 

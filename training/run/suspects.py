@@ -97,7 +97,9 @@ class Suspects:
         self._new: list[np.ndarray] = []
 
     def add(self, step: int, rows: np.ndarray, checks: np.ndarray) -> None:
-        """Take what this rank found in a step: row numbers, -1 for a dummy row, and what ``check_labels`` returned."""
+        """Take what this rank found in a step: row numbers, -1 for a dummy row, and what
+        ``label_logprobs`` returned.
+        """
         is_real = rows >= 0
         self._new.append(
             np.column_stack([np.full(is_real.sum(), step), rows[is_real], checks[is_real, :2]])

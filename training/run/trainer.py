@@ -181,7 +181,7 @@ class Trainer:
         # The order of an epoch's batches is a function of seed and epoch, so a resumed run skips
         # those it has seen.
         for batch in islice(sampler, steps_done, None):
-            self._train_step(epoch, self._remaining(context.news.epoch_index[batch]))
+            self._train_step(epoch, self._remaining(context.data.epoch_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             due = self._agree_on_what_is_due()
             if due.rollback:
@@ -204,7 +204,7 @@ class Trainer:
     def _remaining(self, rows: np.ndarray) -> np.ndarray:
         """Without what the run leaves out, and its rough copies."""
         suspects = self.context.suspects
-        originals = self.context.news.tokens.read_in_training.originals(rows)
+        originals = self.context.data.tokens.read_in_training.originals(rows)
         is_left = self.bad_steps.is_left(originals)
         return rows[is_left & suspects.is_left(originals)] if suspects else rows[is_left]
 

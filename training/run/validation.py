@@ -23,15 +23,15 @@ def validate(context: RunContext) -> EpochMetrics:
     state, averaged = context.state, context.strategy.averaged()
     epochs = state.step / context.plan.steps_per_epoch
     epoch = int(epochs) if epochs == int(epochs) else round(epochs, 3)
-    if not len(context.news.validation_index):
+    if not len(context.data.validation_index):
         return EpochMetrics(
             epoch, state.step, state.epoch_loss.average, state.epoch_seconds, {}, is_best=True
         )
     with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1), averaged:
         validation, _ = evaluate(
             ModelOnRanks.of_run(context.strategy, context.precision),
-            context.news.validation_rows,
-            context.news.validation_index,
+            context.data.validation_rows,
+            context.data.validation_index,
             stops=context.stop_agreed,
         )
     if not math.isfinite(validation["loss"]):

@@ -68,7 +68,7 @@ class Classification(Task):
         shares = np.unique(targets, return_counts=True)[1] / len(targets)
         return float(-(shares * np.log(shares)).sum())
 
-    def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def label_logprobs(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         log_probabilities, given = scores.float().log_softmax(dim=1), targets[:, None]
         own = log_probabilities.gather(1, given)
         # The strongest of the others: the row's own label is taken out of the maximum.

@@ -123,7 +123,7 @@ class CausalLanguageModel(LanguageModel):
     def predicted(self, lengths: np.ndarray) -> np.ndarray:
         return lengths - 1
 
-    def ask(
+    def inputs_and_targets(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -142,7 +142,7 @@ class MaskedLanguageModel(LanguageModel):
     """Hidden tokens are predicted from all others.
 
     The vocabulary is by far the widest layer, and six of seven tokens are not predicted. So
-    :meth:`ask` marks those that are (``~id`` in place of ``id``, which is negative), and the
+    :meth:`inputs_and_targets` marks those that are (``~id`` in place of ``id``, which is negative), and the
     model's scores are theirs alone, one token after the other: (tokens that are predicted,
     vocabulary).
     """
@@ -165,7 +165,7 @@ class MaskedLanguageModel(LanguageModel):
         # mask.
         return np.maximum(1, np.round(MASKED_SHARE * lengths).astype(np.int64))
 
-    def ask(
+    def inputs_and_targets(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,

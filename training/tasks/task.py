@@ -78,7 +78,7 @@ class Task:
         """
         return np.ones(len(lengths))
 
-    def ask(
+    def inputs_and_targets(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -206,7 +206,7 @@ class Task:
         """
         return None
 
-    def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    def label_logprobs(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """What a step finds out about each row's label: its log-probability, the number of the
         strongest other label, and whether it is the answer (0 or 1): fp32, (rows, 3). None unless
         each row has one label.

@@ -12,7 +12,7 @@ from torch import nn
 from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.data.balance import Balance, Stopwatch
-from training.data.batching import DataShard, MicroBatch, rank_share
+from training.data.batching import DataShard, MicroBatch, micro_batches_of_rank
 from training.run.step import forward_backward
 
 Gradients = dict[str, torch.Tensor]
@@ -32,7 +32,9 @@ def _agreed(seconds: Sequence[float]) -> tuple[list[float] | None, int, list[int
     """The speeds agreed upon, how often that was said, and the rows of each rank by them."""
     balance, size = _balance(said := []), here().world_size
     balance.agree(100.0, seconds[here().rank])
-    shares = [rank_share(small_rows(), BATCH, DataShard(rank, size), speeds=balance.speeds) for rank in range(size)]
+    shares = [
+        micro_batches_of_rank(small_rows(), BATCH, DataShard(rank, size), speeds=balance.speeds) for rank in range(size)
+    ]
     return balance.speeds, len(said), [_real_rows(share) for share in shares]
 
 
@@ -72,7 +74,7 @@ def _trained(name: str, speeds: list[float] | None, accumulation: int) -> tuple[
     """The gradients of a first step, and the losses of five."""
     strategy = small_strategy(strategy=name)
     forward_backward(
-        strategy, rank_share(small_rows(), BATCH, strategy.data_shard, accumulation, speeds=speeds), step=1
+        strategy, micro_batches_of_rank(small_rows(), BATCH, strategy.data_shard, accumulation, speeds=speeds), step=1
     )
     gradients = {name: parameter.grad.clone() for name, parameter in strategy.parameters.items()}
     strategy.optimizer.zero_grad()

@@ -11,10 +11,10 @@ from training.data.batching import (
     MicroBatch,
     Padding,
     Targets,
+    micro_batches_of_rank,
     pad,
-    rank_share,
 )
-from training.data.dataset import load_news
+from training.data.dataset import load_data
 from training.data.teacher import TeacherAnswers
 from training.data.tokenized import TokenizedRows, encode_rows, load_tokenizer
 from training.model.architectures import mask_of
@@ -29,7 +29,7 @@ def random_rows(count: int, seed: int = 0) -> TokenizedRows:
 
 @pytest.fixture(scope="module")
 def sample_rows() -> TokenizedRows:
-    data = load_news("sample")
+    data = load_data("sample")
     tokenizer = load_tokenizer("tiny", data.train.texts, 128).backend_tokenizer.to_str()
     return encode_rows(TextTokenizer.from_json(tokenizer, 128), data.train)
 
@@ -103,7 +103,7 @@ def test_class_weights_give_the_weighted_mean_whatever_the_shares() -> None:
         found: dict[int, float] = {}
         for rank in range(size):
             shard, targets = DataShard(rank, size, stages=stages), Targets(class_weights=class_weights)
-            for part in rank_share(rows, batch, shard, 2, targets=targets):
+            for part in micro_batches_of_rank(rows, batch, shard, 2, targets=targets):
                 real = part.rows >= 0
                 found |= dict(zip(part.rows[real].tolist(), part.weights[real].tolist(), strict=True))
                 assert not part.weights[~real].any()
@@ -136,7 +136,9 @@ def test_padding_wastes_less_than_12_percent_on_the_sample(sample_rows: Tokenize
 
 
 def shares(rows: TokenizedRows, batch: np.ndarray, world_size: int, accumulation: int) -> list[MicroBatch]:
-    parts = (rank_share(rows, batch, DataShard(rank, world_size), accumulation) for rank in range(world_size))
+    parts = (
+        micro_batches_of_rank(rows, batch, DataShard(rank, world_size), accumulation) for rank in range(world_size)
+    )
     return [micro_batch for part in parts for micro_batch in part]
 
 
@@ -217,7 +219,7 @@ def test_all_ranks_pad_to_the_same_length(multiple: int) -> None:
     lengths = {
         share.input_ids.shape[1]
         for rank in range(4)
-        for share in rank_share(rows, batch, DataShard(rank, 4), 2, padding=Padding(multiple))
+        for share in micro_batches_of_rank(rows, batch, DataShard(rank, 4), 2, padding=Padding(multiple))
     }
 
     (length,) = lengths
@@ -243,7 +245,7 @@ def test_without_padding_there_is_no_mask() -> None:
 
     assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]))[1] is None
     assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]) + 1)[1] is not None
-    (share,) = rank_share(rows, np.array([longest]), DataShard(0, 1))
+    (share,) = micro_batches_of_rank(rows, np.array([longest]), DataShard(0, 1))
     assert share.attention_mask is None
 
 
@@ -255,7 +257,7 @@ def test_a_rough_copy_has_the_label_and_the_number_of_its_row_and_its_teachers_a
     read = TokenizedRows(ids, offsets, np.concatenate([rows.labels, rows.labels[copies]]), 0, copies_of=copies)
     teacher = TeacherAnswers("key", [np.eye(10)], np.arange(10), [np.arange(10)], num_labelled=5)
 
-    [batch] = rank_share(read, np.array([10, 2, 11]), DataShard(0, 1), targets=Targets(teacher=teacher))
+    [batch] = micro_batches_of_rank(read, np.array([10, 2, 11]), DataShard(0, 1), targets=Targets(teacher=teacher))
 
     assert batch.rows.tolist() == [2, 2, 7]
     assert batch.labels.tolist() == rows.labels[[2, 2, 7]].tolist()

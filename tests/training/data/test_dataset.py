@@ -20,9 +20,9 @@ from training.config import Selection, TrainConfig
 from training.data.dataset import (
     AG_NEWS_LABELS,
     LoadOptions,
-    NewsData,
+    TextData,
     default_cleaning,
-    load_news,
+    load_data,
     split_rows,
 )
 from training.data.source_cache import source_file
@@ -42,7 +42,7 @@ def ag_folder(folder: Path, train: list[list[str]], test: list[list[str]] | None
     return folder
 
 
-def texts_and_names(data: NewsData) -> list[tuple[str, str]]:
+def texts_and_names(data: TextData) -> list[tuple[str, str]]:
     return [
         (text, data.label_names[label])
         for rows in (data.train, data.test)
@@ -57,7 +57,7 @@ def test_ag_news_layout_joins_title_and_description(tmp_path: Path) -> None:
         [["1", "Cease-fire", "holds"], ["3", "", "Only a description"]],
     )
 
-    data = load_news(str(folder))
+    data = load_data(str(folder))
 
     assert data.label_names == ["1", "3"]
     assert data.train.texts == ['Oil, again Prices "soar"\nin Asia', "Talks Ministers meet"]
@@ -68,7 +68,7 @@ def test_ag_news_layout_joins_title_and_description(tmp_path: Path) -> None:
 def test_ag_news_labels_keep_their_order_whatever_comes_first(tmp_path: Path) -> None:
     folder = ag_folder(tmp_path, [[str(i % 4 + 1), "title", f"text {i}"] for i in (3, 2, 1, 0)], [["4", "a", "b"]])
 
-    data = load_news(str(folder))
+    data = load_data(str(folder))
 
     assert data.label_names == AG_NEWS_LABELS
     assert data.train.labels.tolist() == [3, 2, 1, 0]
@@ -83,7 +83,7 @@ def test_classes_txt_names_the_labels(tmp_path: Path) -> None:
     folder = ag_folder(tmp_path, [["1", "a", "b"], ["2", "c", "d"], ["3", "e", "f"]], [["3", "g", "h"]])
     (folder / "classes.txt").write_text("calm\nmixed\r\nstormy\n\n")
 
-    data = load_news(str(folder))
+    data = load_data(str(folder))
 
     assert data.label_names == ["calm", "mixed", "stormy"]
     assert texts_and_names(data)[-1] == ("g h", "stormy")
@@ -94,23 +94,23 @@ def test_classes_txt_counts_for_a_single_file_too_and_may_begin_with_a_mark(tmp_
     rows = "".join(f'"{1 + i % 2}","title {i}","text {i}"\n' for i in range(20))
     (tmp_path / "train.csv").write_text(rows)
     for dataset in (tmp_path, tmp_path / "train.csv"):
-        assert load_news(str(dataset)).label_names == ["negative", "positive"]
+        assert load_data(str(dataset)).label_names == ["negative", "positive"]
 
     (tmp_path / "classes.txt").write_bytes("Économie\nSport\n".encode("latin-1"))
     with pytest.raises(UserError, match=r"classes\.txt: must be UTF-8 text"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def test_half_a_character_in_json_is_replaced_as_no_file_could_hold_it(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"torn {i} \ud83d", "label": "ab"[i % 2]}) for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    assert load_news(str(tmp_path / "rows.jsonl")).train.texts[0] == "torn 0 \ufffd"
+    assert load_data(str(tmp_path / "rows.jsonl")).train.texts[0] == "torn 0 \ufffd"
 
 
 def test_a_header_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes("Überschrift,text,label\n".encode("latin-1") + b"x,A text,a\n" * 20)
     with pytest.raises(UserError, match=r"rows\.csv line 1: not UTF-8 text"):
-        load_news(str(tmp_path / "rows.csv"))
+        load_data(str(tmp_path / "rows.csv"))
 
 
 def test_splits_that_number_their_classes_differently_keep_their_names(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_splits_that_number_their_classes_differently_keep_their_names(tmp_path:
 
     found = datasets.DatasetDict(train=split(("apple", "bear", "cat")), test=split(("apple", "cat")))
     found.class_encode_column("label").save_to_disk(tmp_path / "encoded")
-    data = load_news(str(tmp_path / "encoded"))
+    data = load_data(str(tmp_path / "encoded"))
     assert [data.label_names[label] for label in data.test.labels[:2]] == ["apple", "cat"]
 
     found["test"] = found["test"].remove_columns("label")
     found.save_to_disk(tmp_path / "unlabelled")
     with pytest.raises(UserError, match="test: no column label among text"):
-        load_news(str(tmp_path / "unlabelled"))
+        load_data(str(tmp_path / "unlabelled"))
 
 
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([column, column, column], names=["text", "text", "label"])
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(UserError, match="2 columns are named text; rename one"):
-        load_news(str(tmp_path / "rows.parquet"))
+        load_data(str(tmp_path / "rows.parquet"))
 
 
 def test_columns_of_a_csv_with_a_header_may_come_in_any_order(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_columns_of_a_csv_with_a_header_may_come_in_any_order(tmp_path: Path) ->
     path.write_text("\ufeffid,Label,source,Text\n7,ham,web,Hello there\n8,spam,web,Buy now\n", encoding="utf-8")
     (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
 
     assert texts_and_names(data) == [("Hello there", "ham"), ("Buy now", "spam"), ("Buy", "spam")]
 
@@ -154,7 +154,7 @@ def test_json_lines_with_names_or_numbers(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"train.{suffix}").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     (tmp_path / f"test.{suffix}").write_text(json.dumps(rows[0]))
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
 
     assert data.label_names == ["9", "10"]
     assert data.train.labels.tolist() == [1, 0, 1]
@@ -167,7 +167,7 @@ def test_parquet(tmp_path: Path) -> None:
         table = pyarrow.table({"text": texts, "label": labels, "id": list(range(len(texts)))})
         pyarrow.parquet.write_table(table, tmp_path / f"{split}.parquet")
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
 
     assert data.label_names == ["even", "odd"]
     assert (len(data.train), len(data.test)) == (20, 3)
@@ -184,7 +184,7 @@ def test_a_folder_saved_by_datasets_keeps_its_class_names(tmp_path: Path) -> Non
     splits = {"train": saved_dataset([0, 1, 1, 0], names), "test": saved_dataset([1, 0], names)}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
 
-    data = load_news(str(tmp_path / "saved"))
+    data = load_data(str(tmp_path / "saved"))
 
     assert data.label_names == names
     assert data.train.labels.tolist() == [0, 1, 1, 0]
@@ -194,7 +194,7 @@ def test_a_folder_saved_by_datasets_keeps_its_class_names(tmp_path: Path) -> Non
 def test_a_single_split_saved_by_datasets_gets_a_test_set(tmp_path: Path) -> None:
     saved_dataset([0, 1] * 10, ["zebra", "ant"]).save_to_disk(tmp_path / "saved")
 
-    data = load_news(str(tmp_path / "saved"))
+    data = load_data(str(tmp_path / "saved"))
 
     assert (len(data.train), len(data.test)) == (18, 2)
 
@@ -207,7 +207,7 @@ def test_a_row_of_a_saved_dataset_without_a_label_is_named(tmp_path: Path, label
     with pytest.raises(
         UserError, match=r"test row 1: label None must be a name .* if these rows have no labels, test on"
     ):
-        load_news(str(tmp_path / "saved"))
+        load_data(str(tmp_path / "saved"))
 
 
 def single_file(path: Path, labels: list[Any]) -> Path:
@@ -218,18 +218,18 @@ def single_file(path: Path, labels: list[Any]) -> Path:
 def test_a_stratified_test_set_is_split_off_a_single_file(tmp_path: Path) -> None:
     path = single_file(tmp_path / "news.jsonl", ["a", "b"] * 10)
 
-    data = load_news(str(path), LoadOptions(seed=5))
+    data = load_data(str(path), LoadOptions(seed=5))
 
     assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
     assert sorted(data.test.labels.tolist()) == [0, 1]
     assert data.notes == ["no test rows in the data: 2 of the 20 rows were set aside as the test set"]
-    assert texts_and_names(data) == texts_and_names(load_news(str(path), LoadOptions(seed=5)))
-    others = [load_news(str(path), LoadOptions(seed=seed)) for seed in range(6, 9)]
+    assert texts_and_names(data) == texts_and_names(load_data(str(path), LoadOptions(seed=5)))
+    others = [load_data(str(path), LoadOptions(seed=seed)) for seed in range(6, 9)]
     assert any(other.test.texts != data.test.texts for other in others)
 
 
 def test_the_sample_is_read_by_name() -> None:
-    data = load_news("sample")
+    data = load_data("sample")
 
     assert data.name == "sample"
     assert data.label_names == AG_NEWS_LABELS
@@ -266,7 +266,7 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(
     (tmp_path / name).write_text(content)
 
     with pytest.raises(UserError, match=message):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def test_a_test_label_that_training_does_not_have_is_named(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_test_label_that_training_does_not_have_is_named(tmp_path: Path) -> No
     (tmp_path / "test.csv").write_text("text,label\nhello,a\nworld,c\n")
 
     with pytest.raises(UserError, match=r"test.csv line 3: label 'c' is not one of the training labels a, b"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_semicolons_and_tabs_separate_fields_too(tmp_path: Path, name: str, cont
     (tmp_path / name).write_text(content)
     (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
 
     assert texts_and_names(data)[:2] == [("Hello, there", "ham"), ("Buy; now", "spam")]
     assert data.notes == []
@@ -299,7 +299,7 @@ def test_rows_without_a_header_may_be_separated_by_tabs(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("3\tOil, again\tPrices; up\n1\tTalks\tMinisters\n")
     (tmp_path / "test.csv").write_text('"1","Talks; more","again; and again"\n')
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
 
     assert data.train.texts == ["Oil, again Prices; up", "Talks Ministers"]
     assert data.test.texts == ["Talks; more again; and again"]
@@ -321,9 +321,9 @@ def test_columns_of_other_names_are_listed_and_can_be_named(tmp_path: Path, name
         match=r"line 1: no column text and no column label among (id, )?headline, category; "
         "name yours with --text_column and --label_column$",
     ):
-        load_news(str(path))
+        load_data(str(path))
     columns = Columns("headline", "Category" if name.endswith("csv") else "category")
-    data = load_news(str(path), LoadOptions(columns=columns))
+    data = load_data(str(path), LoadOptions(columns=columns))
 
     assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
     assert data.label_names == ["a", "b"]
@@ -335,10 +335,10 @@ def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
 
     for path in (tmp_path / "news.parquet", tmp_path / "saved"):
-        data = load_news(str(path), LoadOptions(columns=Columns("headline", "category")))
+        data = load_data(str(path), LoadOptions(columns=Columns("headline", "category")))
         assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
         with pytest.raises(UserError, match=r"no column text and no column label among Headline, category; name"):
-            load_news(str(path))
+            load_data(str(path))
 
 
 def test_texts_of_several_columns_are_joined_without_those_that_are_empty(tmp_path: Path) -> None:
@@ -356,17 +356,17 @@ def test_texts_of_several_columns_are_joined_without_those_that_are_empty(tmp_pa
     (tmp_path / "test.csv").write_text("title,body,label\nx,y,a\n")
 
     for name in ("news.csv", "news.jsonl", "news.parquet", "saved"):
-        data = load_news(str(tmp_path / name), LoadOptions(columns=Columns("title, body")))
+        data = load_data(str(tmp_path / name), LoadOptions(columns=Columns("title, body")))
         assert sorted(data.train.texts + data.test.texts) == ["No title", "Oil Prices soar", "Talks"], name
     with pytest.raises(UserError, match=r"no column summary among Title, label, body; name yours with"):
-        load_news(str(tmp_path / "news.csv"), LoadOptions(columns=Columns("title,summary")))
+        load_data(str(tmp_path / "news.csv"), LoadOptions(columns=Columns("title,summary")))
 
 
 def test_a_column_with_a_comma_in_its_name_is_one_column(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("title, body\tlabel\nA text\ta\nAnother\tb\n")
     (tmp_path / "test.tsv").write_text("Title, Body\tLABEL\nMore\ta\n")
 
-    data = load_news(str(tmp_path), LoadOptions(columns=Columns("title, body")))
+    data = load_data(str(tmp_path), LoadOptions(columns=Columns("title, body")))
 
     assert data.train.texts == ["A text", "Another"]
     assert data.test.texts == ["More"]
@@ -389,7 +389,7 @@ def test_a_tsv_may_have_quotes_in_its_texts_or_around_its_fields(
     (tmp_path / "train.tsv").write_bytes(b"Text\tLabel\n" + content.encode())
     (tmp_path / "test.tsv").write_text("text\tlabel\nBuy\ta\n")
 
-    assert load_news(str(tmp_path)).train.texts == texts
+    assert load_data(str(tmp_path)).train.texts == texts
 
 
 SPLITS = {"training": 8, "validation": 6, "held_out": 4, "unlabelled": 2}
@@ -411,8 +411,8 @@ def write_splits(folder: Path, kind: str) -> Path:
 def test_splits_are_chosen_by_name_and_none_is_used_twice(tmp_path: Path, kind: str) -> None:
     folder = str(write_splits(tmp_path, kind))
 
-    def load(**chosen: str) -> NewsData:
-        return load_news(folder, LoadOptions(selection=Selection(**chosen)))
+    def load(**chosen: str) -> TextData:
+        return load_data(folder, LoadOptions(selection=Selection(**chosen)))
 
     named = load(train_split="training", validation_split="validation", test_split="held_out")
     assert [len(rows) for rows in named.splits.values()] == [8, 4, 6]
@@ -441,7 +441,7 @@ def test_a_choice_that_the_data_does_not_have_is_refused_instead_of_ignored(
     place = dataset if dataset == "sample" else str(tmp_path / dataset)
 
     with pytest.raises(UserError, match=message) as refused:
-        load_news(place, LoadOptions(selection=Selection(**chosen)))
+        load_data(place, LoadOptions(selection=Selection(**chosen)))
 
     assert refused.value.code == "flags-conflict"
 
@@ -460,7 +460,7 @@ def test_columns_that_are_not_read_are_noted(tmp_path: Path) -> None:
     )
 
     for name in ("news.parquet", "saved", "news.csv", "news.jsonl"):
-        assert "columns that are not used: text_pair, id" in load_news(str(tmp_path / name)).notes
+        assert "columns that are not used: text_pair, id" in load_data(str(tmp_path / name)).notes
 
 
 def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text(f'text,label\n"{long}",a\nshort,b\n')
     (tmp_path / "test.csv").write_text("text,label\nshort,b\n")
 
-    assert load_news(str(tmp_path)).train.texts == [long, "short"]
+    assert load_data(str(tmp_path)).train.texts == [long, "short"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
@@ -476,7 +476,7 @@ def test_a_byte_order_mark_tells_the_encoding(tmp_path: Path, encoding: str) -> 
     (tmp_path / "train.csv").write_bytes("text\tlabel\nUn café\ta\nZwei\tb\n".encode(encoding))
     (tmp_path / "test.csv").write_text("text,label\nshort,b\n")
 
-    assert load_news(str(tmp_path)).train.texts == ["Un café", "Zwei"]
+    assert load_data(str(tmp_path)).train.texts == ["Un café", "Zwei"]
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_an_encoding_that_is_not_read_is_named_with_a_remedy(tmp_path: Path, con
     (tmp_path / "train.csv").write_bytes(content)
 
     with pytest.raises(UserError, match=message):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def split_texts(split: str, count: int) -> str:
@@ -513,7 +513,7 @@ def test_a_validation_split_in_the_data_is_used_and_reported(
     for split in (*splits, name):
         (tmp_path / f"{split}.csv").write_text(split_texts(split, 40 if split == "train" else 10))
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
 
     assert data.validation is not None
     assert data.validation.texts == [f"{name} row {i}" for i in range(10)]
@@ -527,7 +527,7 @@ def test_a_validation_split_saved_by_datasets_is_kept_apart(tmp_path: Path) -> N
     splits = {name: saved_dataset([0, 1] * 5, ["a", "b"]) for name in ("train", "validation", "test")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
 
-    data = load_news(str(tmp_path / "saved"))
+    data = load_data(str(tmp_path / "saved"))
 
     assert data.validation is not None
     assert (len(data.train), len(data.validation), len(data.test)) == (10, 10, 10)
@@ -545,7 +545,7 @@ def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -
         UserError,
         match=r"400 different labels in 400 rows; is the label column free text, or a number to predict",
     ):
-        load_news(str(path))
+        load_data(str(path))
 
 
 @pytest.mark.parametrize(
@@ -561,14 +561,14 @@ def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -
     ],
 )
 def test_labels_that_hardly_look_like_classes_are_noted(tmp_path: Path, labels: list[str], note: str) -> None:
-    assert load_news(str(labelled(tmp_path / "rows.csv", labels))).notes[0].startswith(note)
+    assert load_data(str(labelled(tmp_path / "rows.csv", labels))).notes[0].startswith(note)
 
 
 @pytest.mark.parametrize(
     "labels", [["1", "2", "3"], ["World", "Sci/Tech"], ["Paris, Texas", "Rome, Italy"], ["1.0", "2.0"]]
 )
 def test_labels_that_are_classes_are_not_doubted(tmp_path: Path, labels: list[str]) -> None:
-    [note] = load_news(str(labelled(tmp_path / "rows.csv", labels * 10))).notes
+    [note] = load_data(str(labelled(tmp_path / "rows.csv", labels * 10))).notes
     assert note.startswith("no test rows")
 
 
@@ -576,16 +576,16 @@ def test_too_few_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"two.csv: 2 rows leave none for validation and test; at least 3 rows of each label are needed"
     ):
-        load_news(str(labelled(tmp_path / "two.csv", ["a", "b"])))
+        load_data(str(labelled(tmp_path / "two.csv", ["a", "b"])))
 
 
 def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "news.xml").write_text("<news/>")
 
     with pytest.raises(UserError, match=r"news.xml: must end in .csv, .tsv, .jsonl, .json, .parquet; save a"):
-        load_news(str(tmp_path / "news.xml"))
+        load_data(str(tmp_path / "news.xml"))
     with pytest.raises(UserError, match=r"--dataset ag_mews: no such dataset; did you mean ag_news\?; use ag_news"):
-        load_news("ag_mews")
+        load_data("ag_mews")
 
 
 @pytest.mark.parametrize(
@@ -593,7 +593,7 @@ def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path
 )
 def test_a_missing_file_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
-        load_news(name)
+        load_data(name)
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5])
@@ -652,7 +652,7 @@ def headless(path: Path, classes: Sequence[int], copies: int = 5) -> Path:
 @pytest.mark.parametrize("classes", [[1, 2], [0, 1], [1, 2, 3, 4, 5], [2, 3, 4], [0, 1, 2, 3, 4]])
 @pytest.mark.parametrize("bad_rows", ["stop", "skip"])
 def test_a_file_without_a_header_keeps_its_own_classes(tmp_path: Path, classes: list[int], bad_rows: str) -> None:
-    data = load_news(str(headless(tmp_path / "rows.csv", classes)), LoadOptions(bad_rows=bad_rows))
+    data = load_data(str(headless(tmp_path / "rows.csv", classes)), LoadOptions(bad_rows=bad_rows))
 
     assert data.label_names == [str(one) for one in classes]
     assert len(data.train) + len(data.test) == 5 * len(classes)
@@ -663,7 +663,7 @@ def test_a_file_without_a_header_keeps_its_own_classes(tmp_path: Path, classes: 
 
 def test_two_fields_are_not_ag_news_layout(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("".join(f"{one},text {i}\n" for i in range(5) for one in (1, 2, 3, 4)))
-    assert load_news(str(tmp_path / "rows.csv")).label_names == ["1", "2", "3", "4"]
+    assert load_data(str(tmp_path / "rows.csv")).label_names == ["1", "2", "3", "4"]
 
 
 def test_a_header_that_numbers_its_columns_is_not_taken_for_a_row(tmp_path: Path) -> None:
@@ -671,8 +671,8 @@ def test_a_header_that_numbers_its_columns_is_not_taken_for_a_row(tmp_path: Path
     path.write_text("0,1\n" + "".join(f"{i % 2},text {i}\n" for i in range(20)))
 
     with pytest.raises(UserError, match=r"the header only numbers the columns: 0, 1; name yours with --text_column"):
-        load_news(str(path))
-    assert load_news(str(path), LoadOptions(columns=Columns("1", "0"))).label_names == ["0", "1"]
+        load_data(str(path))
+    assert load_data(str(path), LoadOptions(columns=Columns("1", "0"))).label_names == ["0", "1"]
 
 
 def test_ids_in_front_of_rows_without_a_header_are_doubted_with_the_remedy(tmp_path: Path) -> None:
@@ -680,14 +680,14 @@ def test_ids_in_front_of_rows_without_a_header_are_doubted_with_the_remedy(tmp_p
     with pytest.raises(
         UserError, match=r"29 different labels in 29 rows.*rows.csv has no header line.*give it a header"
     ):
-        load_news(str(tmp_path / "rows.csv"))
+        load_data(str(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize("first", ["-1,poor", "0.0,poor", "neg,a poor lamp indeed"])
 def test_a_first_row_in_place_of_a_header_is_called_one(tmp_path: Path, first: str) -> None:
     (tmp_path / "rows.csv").write_text(f"{first}\n1,fine\n")
     with pytest.raises(UserError, match=r"no column text .* \(the first line must be a header such as text,label\)"):
-        load_news(str(tmp_path / "rows.csv"))
+        load_data(str(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize(
@@ -708,7 +708,7 @@ def test_labels_mean_the_same_in_every_format(tmp_path: Path, cells: list[Any], 
     table = pyarrow.table({"text": [text for text, _ in rows], "label": labels})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
 
-    found = [load_news(str(tmp_path / name)) for name in ("rows.csv", "lower.csv", "rows.jsonl", "rows.parquet")]
+    found = [load_data(str(tmp_path / name)) for name in ("rows.csv", "lower.csv", "rows.jsonl", "rows.parquet")]
 
     assert [data.label_names for data in found] == [names] * 4
     assert all(texts_and_names(data) == texts_and_names(found[0]) for data in found)
@@ -758,12 +758,12 @@ def test_a_broken_list_of_labels_is_no_label(cell: str) -> None:
     ],
 )
 def test_labels_that_may_be_a_mistake_are_noted(tmp_path: Path, labels: list[str], note: str) -> None:
-    assert re.match(note, load_news(str(labelled(tmp_path / "rows.csv", labels * 8))).notes[0])
+    assert re.match(note, load_data(str(labelled(tmp_path / "rows.csv", labels * 8))).notes[0])
 
 
 @pytest.mark.parametrize("labels", [["good", "1.5"], ["1.5", "good"], ["inf", "1"], ["nan", "0.5x"]])
 def test_labels_with_a_word_among_them_are_not_numbers_in_any_order(tmp_path: Path, labels: list[str]) -> None:
-    notes = load_news(str(labelled(tmp_path / "rows.csv", labels * 8))).notes
+    notes = load_data(str(labelled(tmp_path / "rows.csv", labels * 8))).notes
     assert not any("numbers to predict" in note for note in notes)
 
 
@@ -771,7 +771,7 @@ def test_rows_left_out_never_take_most_of_a_class_away(tmp_path: Path) -> None:
     rows = [f"text {i},common" for i in range(40)] + ["rare one,rare", ",rare", ",rare"]
     (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
     with pytest.raises(UserError, match=r"2 of the 3 rows with the label 'rare' cannot be used.*the text is empty"):
-        load_news(str(tmp_path / "rows.csv"), LoadOptions(bad_rows="skip"))
+        load_data(str(tmp_path / "rows.csv"), LoadOptions(bad_rows="skip"))
 
 
 def test_rows_of_a_class_in_another_encoding_are_not_left_out_in_silence(tmp_path: Path) -> None:
@@ -779,17 +779,17 @@ def test_rows_of_a_class_in_another_encoding_are_not_left_out_in_silence(tmp_pat
     bad = "".join(f"caf\u00e9 {i},fr\n" for i in range(20)).encode("latin-1")
     (tmp_path / "rows.csv").write_bytes(b"text,label\n" + good + bad)
     with pytest.raises(UserError, match=r"20 of the 20 rows with the label 'fr' cannot be used"):
-        load_news(str(tmp_path / "rows.csv"), LoadOptions(bad_rows="skip"))
+        load_data(str(tmp_path / "rows.csv"), LoadOptions(bad_rows="skip"))
 
 
 def test_test_rows_without_labels_are_refused_with_what_to_do(tmp_path: Path) -> None:
     labelled(tmp_path / "train.csv", ["a", "b"] * 8)
     (tmp_path / "test.csv").write_text("id,text\n1,hello\n")
     with pytest.raises(UserError, match=r"no column label among id, text; .*test on others with --test_split, or give"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
     labelled(tmp_path / "test.csv", ["-1"] * 4)
     with pytest.raises(UserError, match=r"label '-1' is not one of the training labels a, b; if these rows have no"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
@@ -804,30 +804,30 @@ def test_the_shards_of_a_split_are_read_as_one(tmp_path: Path, suffix: str) -> N
         else:
             path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
 
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
     assert sorted([*data.train.texts, *data.test.texts]) == sorted(TEXTS)
-    alone = load_news(str(tmp_path / f"train-00000-of-00002{suffix}"))
+    alone = load_data(str(tmp_path / f"train-00000-of-00002{suffix}"))
     assert alone.notes[0].startswith(f"the file train-00000-of-00002{suffix} is one of 2 shards; --dataset")
     (tmp_path / f"train-00001-of-00002{suffix}").unlink()
     with pytest.raises(UserError, match=r"is not one file, nor all shards in one format"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
     labelled(tmp_path / "train.csv", ["a", "b"] * 8)
     (tmp_path / "train.jsonl").write_text('{"text": "x", "label": "a"}\n')
     with pytest.raises(UserError, match=r"of the split train it has train.csv, train.jsonl, which is not one file"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def test_parquet_written_by_datasets_keeps_its_class_names(tmp_path: Path) -> None:
     saved_dataset([1, 0] * 10, ["negative", "positive"]).to_parquet(tmp_path / "train.parquet")
-    data = load_news(str(tmp_path))
+    data = load_data(str(tmp_path))
     assert data.label_names == ["negative", "positive"]
     assert data.train.labels[0] == 1
     saved_dataset([1, 0, -1, 1] * 5, ["negative", "positive"]).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(UserError, match=r"row 3: label None must be a name"):
-        load_news(str(tmp_path))
+        load_data(str(tmp_path))
 
 
 def test_a_number_that_training_cannot_compute_with_is_no_label() -> None:

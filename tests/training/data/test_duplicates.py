@@ -13,17 +13,17 @@ import torch
 
 from common.errors import UserError
 from training.config import TrainConfig
-from training.data.dataset import NewsData, Rows
+from training.data.dataset import Rows, TextData
 from training.data.duplicates import LEAST_SIMILARITY, Repeats
-from training.data.prepare import prepare_news
+from training.data.prepare import prepare_data
 from training.distributed.ranks import Ranks
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 
 
-def data_of(train: list[str], test: list[str], labels: list[int] | None = None) -> NewsData:
+def data_of(train: list[str], test: list[str], labels: list[int] | None = None) -> TextData:
     rows = Rows(train, np.array(labels or [0] * len(train)))
-    return NewsData("texts", ["calm", "storm"], rows, Rows(test, np.zeros(len(test), dtype=np.int64)))
+    return TextData("texts", ["calm", "storm"], rows, Rows(test, np.zeros(len(test), dtype=np.int64)))
 
 
 def triples(text: str) -> set[tuple[str, ...]]:
@@ -117,9 +117,9 @@ def prepare(folder: Path, **fields: object) -> tuple[list[str], list[str], list[
     """The training and the validation texts, and what was said."""
     said: list[str] = []
     config = TrainConfig(dataset=str(folder), model="tiny", max_length=16, cache_dir=folder / "cache", **fields)
-    news = prepare_news(config, ALONE, said.append)
-    assert news.texts is not None
-    return *(list(news.texts.train.take(rows).texts) for rows in (news.train_index, news.validation_index)), said
+    data = prepare_data(config, ALONE, said.append)
+    assert data.texts is not None
+    return *(list(data.texts.train.take(rows).texts) for rows in (data.train_index, data.validation_index)), said
 
 
 def test_repeated_training_rows_and_other_labels_are_reported_with_the_command_that_shows_them(repeated: Path) -> None:

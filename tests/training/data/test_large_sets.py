@@ -21,9 +21,9 @@ from training.config import FAULTS, TrainConfig
 from training.data import stored_texts
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.batching import LengthBucketSampler
-from training.data.dataset import LoadOptions, NewsData, Rows, load_news, split_rows
+from training.data.dataset import LoadOptions, Rows, TextData, load_data, split_rows
 from training.data.duplicates import Repeats
-from training.data.prepare import PreparedNews, prepare_news
+from training.data.prepare import PreparedData, prepare_data
 from training.data.report import measure_run
 from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts, in_chunks
 from training.data.tokenized import load_tokenizer, write_tokens
@@ -115,7 +115,7 @@ def test_reading_needs_less_memory_than_the_texts(tmp_path: Path, suffix: str) -
     header = {".csv": "text,label\n", ".tsv": "text\tlabel\n", ".jsonl": ""}[suffix]
     path.write_text(header + "".join(line % (text, i, "ab"[i % 2]) for i in range(4000)))
 
-    data, most = with_peak(lambda: load_news(str(path), LoadOptions(texts_in=tmp_path / "cache")))
+    data, most = with_peak(lambda: load_data(str(path), LoadOptions(texts_in=tmp_path / "cache")))
 
     assert (len(data.train), data.train.texts[0], data.train.texts[5]) == (3600, f"{text} 0", f"{text} 6")
     assert most < path.stat().st_size / 3
@@ -128,7 +128,7 @@ def test_each_further_row_needs_few_bytes_of_memory_to_be_read_and_tokenised(tmp
     def start(num_rows: int) -> int:
         path = tmp_path / f"{num_rows}.csv"
         path.write_text("text,label\n" + "".join(f"word {i % 9},{'ab'[i % 2]}\n" for i in range(num_rows)))
-        data, to_read = with_peak(lambda: load_news(str(path), LoadOptions(texts_in=tmp_path)))
+        data, to_read = with_peak(lambda: load_data(str(path), LoadOptions(texts_in=tmp_path)))
         _, to_write = with_peak(lambda: write_tokens(tmp_path, path.stem, data, tokenizer, lambda line: None))
         return max(to_read, to_write)
 
@@ -139,7 +139,7 @@ def test_each_further_row_needs_few_bytes_of_memory_to_be_read_and_tokenised(tmp
 def test_looking_for_repeats_needs_few_bytes_of_memory_per_row() -> None:
     num_rows = 200_000
     texts, labels = [f"text {i}" for i in range(num_rows)], np.zeros(num_rows, dtype=np.int64)
-    data = NewsData("some", ["a", "b"], Rows(texts[:-9], labels[:-9]), Rows(texts[-9:], labels[-9:]))
+    data = TextData("some", ["a", "b"], Rows(texts[:-9], labels[:-9]), Rows(texts[-9:], labels[-9:]))
     train, validation = split_rows(data.train.labels, 0.1, seed=0)
 
     measure = partial(measure_run, data=data, task=Classification, train=train, validation=validation)
@@ -160,24 +160,24 @@ def test_the_order_of_an_epoch_needs_few_bytes_of_memory_per_row() -> None:
 
 
 @pytest.fixture
-def prepare(tmp_path: Path) -> Callable[..., PreparedNews]:
+def prepare(tmp_path: Path) -> Callable[..., PreparedData]:
     """`prepare(**fields)`: read and tokenize `rows.csv`, of which `write` changes the content."""
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"text {i:03},{'ab'[i % 2]}\n" for i in range(200)))
 
-    def start(**fields: object) -> PreparedNews:
+    def start(**fields: object) -> PreparedData:
         same = {"dataset": str(tmp_path / "rows.csv"), "model": "tiny", "max_length": 16}
-        return prepare_news(TrainConfig(**same | fields, cache_dir=tmp_path / "cache"), ALONE, lambda line: None)
+        return prepare_data(TrainConfig(**same | fields, cache_dir=tmp_path / "cache"), ALONE, lambda line: None)
 
     return start
 
 
-def texts_of(news: PreparedNews) -> list[str]:
-    assert news.texts is not None
-    return [*news.texts.train.texts, *news.texts.test.texts]
+def texts_of(data: PreparedData) -> list[str]:
+    assert data.texts is not None
+    return [*data.texts.train.texts, *data.texts.test.texts]
 
 
 def test_a_later_start_reads_the_rows_again_only_if_the_file_or_a_flag_has_changed(
-    tmp_path: Path, prepare: Callable[..., PreparedNews]
+    tmp_path: Path, prepare: Callable[..., PreparedData]
 ) -> None:
     path = tmp_path / "rows.csv"
     first = prepare()
@@ -199,7 +199,7 @@ def test_a_later_start_reads_the_rows_again_only_if_the_file_or_a_flag_has_chang
 
 
 def test_a_later_start_reads_the_rows_again_if_the_cached_file_is_damaged_or_gone(
-    tmp_path: Path, prepare: Callable[..., PreparedNews]
+    tmp_path: Path, prepare: Callable[..., PreparedData]
 ) -> None:
     first = texts_of(prepare())
     (cached,) = (tmp_path / "cache").glob("v*.safetensors")
@@ -210,7 +210,7 @@ def test_a_later_start_reads_the_rows_again_if_the_cached_file_is_damaged_or_gon
     assert texts_of(prepare()) == first
 
 
-def test_what_repeats_is_looked_for_once(tmp_path: Path, prepare: Callable[..., PreparedNews]) -> None:
+def test_what_repeats_is_looked_for_once(tmp_path: Path, prepare: Callable[..., PreparedData]) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(path.read_text() + "text 003,b\n" * 10)
     first = prepare(duplicates="drop")

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, DebertaConfig, Dist
 from common.errors import UserError
 from common.rows import Columns
 from training.config import TrainConfig
-from training.data.dataset import LoadOptions, load_news
-from training.data.prepare import class_weights_of, prepare_model, prepare_news
+from training.data.dataset import LoadOptions, load_data
+from training.data.prepare import class_weights_of, prepare_data, prepare_model
 from training.data.teacher_vectors import VectorTeacher, write_vectors
 from training.data.tokenized import load_tokenizer
 from training.distributed.ranks import Ranks
@@ -37,12 +37,12 @@ def test_validation_rows_that_the_data_brings_are_validated_on_and_train_on_none
         write_rows(tmp_path / f"{split}.csv", [f"{split} {i}" for i in range(count)])
     said: list[str] = []
 
-    news = prepare_news(config_for(tmp_path, max_train_rows=10), ALONE, said.append)
+    data = prepare_data(config_for(tmp_path, max_train_rows=10), ALONE, said.append)
 
-    assert len(news.train_index) == 10
-    assert news.validation_index.tolist() == [*range(6)]
-    assert news.validation_rows is news.tokens.validation
-    assert (len(news.tokens.train), len(news.tokens.validation or []), len(news.tokens.test)) == (20, 6, 4)
+    assert len(data.train_index) == 10
+    assert data.validation_index.tolist() == [*range(6)]
+    assert data.validation_rows is data.tokens.validation
+    assert (len(data.tokens.train), len(data.tokens.validation or []), len(data.tokens.test)) == (20, 6, 4)
     assert f"Validation on the 6 rows of {tmp_path}/validation.csv" in said
 
 
@@ -52,11 +52,11 @@ def test_texts_repeated_between_training_and_other_splits_are_counted_in_one_lin
     write_rows(tmp_path / "test.csv", [f"row {i}" for i in range(5)])
     said: list[str] = []
 
-    news = prepare_news(config_for(tmp_path), ALONE, said.append)
+    data = prepare_data(config_for(tmp_path), ALONE, said.append)
 
     line = "2 of 6 validation rows and 5 of 5 test rows repeat the text of a training row, so their scores are too good"
     assert [one for one in said if one.startswith(line)] == said[-1:]
-    assert news.figures["leakage"]["splits"] == {"validation": {"count": 2, "of": 6}, "test": {"count": 5, "of": 5}}
+    assert data.figures["leakage"]["splits"] == {"validation": {"count": 2, "of": 6}, "test": {"count": 5, "of": 5}}
 
 
 def test_repeated_texts_are_counted_between_the_parts_of_the_training_rows_too(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_repeated_texts_are_counted_between_the_parts_of_the_training_rows_too(t
     write_rows(tmp_path / "test.csv", ["another text", "one more"])
     said: list[str] = []
 
-    prepare_news(config_for(tmp_path), ALONE, said.append)
+    prepare_data(config_for(tmp_path), ALONE, said.append)
 
     assert "4 of 4 validation rows repeat the text of a training row, so their scores are too good" in said
 
@@ -78,13 +78,13 @@ def _rare(folder: Path) -> None:
 def test_automatic_class_weights_make_all_labels_together_count_alike(tmp_path: Path) -> None:
     _rare(tmp_path)
     config = config_for(tmp_path, class_weights="auto")
-    news = prepare_news(config, ALONE, lambda text: None)
+    data = prepare_data(config, ALONE, lambda text: None)
 
-    weights = class_weights_of(config, news)
+    weights = class_weights_of(config, data)
 
-    counts = np.bincount(news.tokens.train.labels[news.train_index])
+    counts = np.bincount(data.tokens.train.labels[data.train_index])
     assert weights is not None
-    assert (weights * counts).tolist() == pytest.approx([len(news.train_index) / 2] * 2)
+    assert (weights * counts).tolist() == pytest.approx([len(data.train_index) / 2] * 2)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_a_file_of_class_weights_that_cannot_be_used_is_one_line(
     if content is not None:
         file.write_text(content)
     config = config_for(tmp_path, class_weights=str(file))
-    news = prepare_news(config, ALONE, lambda text: None)
+    data = prepare_data(config, ALONE, lambda text: None)
 
     with pytest.raises(UserError) as refused:
-        class_weights_of(config, news)
+        class_weights_of(config, data)
 
     assert what in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -123,7 +123,7 @@ def test_class_weights_are_read_by_the_names_of_the_labels(tmp_path: Path) -> No
     (tmp_path / "weights.json").write_text('{"b": 9, "a": 0.5}')
     config = config_for(tmp_path, class_weights=str(tmp_path / "weights.json"))
 
-    weights = class_weights_of(config, prepare_news(config, ALONE, lambda text: None))
+    weights = class_weights_of(config, prepare_data(config, ALONE, lambda text: None))
 
     assert weights is not None
     assert weights.tolist() == [0.5, 9]
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_reason(
     config = config_for(tmp_path).model_copy(update={"model": str(model)})
 
     with pytest.raises(UserError) as refusal:
-        prepare_model(config, ALONE, prepare_news(config, ALONE, print), "fp32", print)
+        prepare_model(config, ALONE, prepare_data(config, ALONE, print), "fp32", print)
 
     assert str(refusal.value) == f"--model {model}: {message}"
 
@@ -206,7 +206,7 @@ def test_a_model_that_no_hub_can_have_is_refused_before_the_data_are_read(
     said: list[str] = []
 
     with pytest.raises(UserError) as refusal:
-        prepare_news(config_for(tmp_path).model_copy(update={"model": model}), ALONE, said.append)
+        prepare_data(config_for(tmp_path).model_copy(update={"model": model}), ALONE, said.append)
 
     assert str(refusal.value).startswith(f"--model {model}{message}")
     assert said == []
@@ -227,23 +227,23 @@ def test_a_model_that_half_precision_breaks_is_trained_in_fp32_or_refused_in_one
     model = write_deberta(tmp_path / "model", ["row 0 1 2 3 4 5 6 7 8 9"])
     said: list[str] = []
     config = config_for(tmp_path).model_copy(update={"model": str(model)})
-    news = prepare_news(config, ALONE, print)
+    data = prepare_data(config, ALONE, print)
 
-    assert prepare_model(config, ALONE, news, "bf16", said.append)[1] == "fp32"
-    assert prepare_model(config, ALONE, news, "fp32", said.append)[1] == "fp32"
+    assert prepare_model(config, ALONE, data, "bf16", said.append)[1] == "fp32"
+    assert prepare_model(config, ALONE, data, "fp32", said.append)[1] == "fp32"
     assert [
         line for line in said if line.startswith(f"--model {model}: cannot be computed in bf16 (") and "fp32" in line
     ]
     asked = config.model_copy(update={"precision": "bf16"})
     with pytest.raises(UserError, match=r"cannot be computed in bf16 \(.*\); use --precision fp32"):
-        prepare_model(asked, ALONE, news, "bf16", print)
+        prepare_model(asked, ALONE, data, "bf16", print)
 
 
 def test_a_teacher_that_half_precision_breaks_is_asked_in_fp32(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
     teacher = write_deberta(tmp_path / "teacher", ["row 0 1 2 3 4 5 6 7 8 9"])
     columns = Columns("text", "")
-    data = load_news(str(tmp_path), LoadOptions(columns=columns, task=Embedding))
+    data = load_data(str(tmp_path), LoadOptions(columns=columns, task=Embedding))
 
     asked = VectorTeacher(str(teacher), "none", 16, ALONE.device, "bf16")
     write_vectors(tmp_path / "v.safetensors", asked, data, print)
@@ -256,4 +256,4 @@ def test_a_model_that_half_precision_does_not_break_keeps_it(tmp_path: Path) -> 
     model = write_model(tmp_path / "model")
     config = config_for(tmp_path).model_copy(update={"model": str(model)})
 
-    assert prepare_model(config, ALONE, prepare_news(config, ALONE, print), "bf16", print)[1] == "bf16"
+    assert prepare_model(config, ALONE, prepare_data(config, ALONE, print), "bf16", print)[1] == "bf16"

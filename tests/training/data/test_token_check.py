@@ -22,7 +22,7 @@ from transformers import (
 from common.errors import UserError
 from tests.training.data.test_prepare import ALONE, config_for, write_rows
 from training.config import TrainConfig
-from training.data.prepare import prepare_news
+from training.data.prepare import prepare_data
 from training.data.tokenized import load_tokenizer, make_tokenizer
 from training.model.own import Own
 
@@ -43,7 +43,7 @@ def save(folder: Path, texts: list[str], *, rows: int = 0) -> Path:
 def prepare(folder: Path, model: Path, own: Own | None = None) -> list[str]:
     said: list[str] = []
     config = config_for(folder).model_copy(update={"model": str(model)})
-    prepare_news(config, ALONE, said.append, *([own] if own else []))
+    prepare_data(config, ALONE, said.append, *([own] if own else []))
     return said
 
 
@@ -117,7 +117,7 @@ def test_a_teacher_of_vectors_needs_its_own_tokenizer_too(tmp_path: Path) -> Non
     BertModel(BertConfig(vocab_size=9, **small)).save_pretrained(folder)
 
     with pytest.raises(UserError, match=r"^--distill .*: the tokenizer has \d+ token ids, the model only 9"):
-        prepare_news(config_for(tmp_path, task="embedding", distill=folder), ALONE, print)
+        prepare_data(config_for(tmp_path, task="embedding", distill=folder), ALONE, print)
 
 
 def test_a_network_of_the_users_own_is_made_for_the_tokenizer_and_not_compared_with_it(tmp_path: Path) -> None:
@@ -211,4 +211,4 @@ def test_a_file_of_rows_that_git_has_not_fetched_is_named(tmp_path: Path) -> Non
     (tmp_path / "train.csv").write_text(POINTER)
 
     with pytest.raises(UserError, match=r"train\.csv: is only a pointer of Git LFS .* git lfs pull"):
-        prepare_news(TrainConfig(dataset=tmp_path, model="tiny", cache_dir=tmp_path / "cache"), ALONE, print)
+        prepare_data(TrainConfig(dataset=tmp_path, model="tiny", cache_dir=tmp_path / "cache"), ALONE, print)

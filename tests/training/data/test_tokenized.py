@@ -15,11 +15,11 @@ import pytest
 
 from common.errors import UserError
 from common.text import TextTokenizer
-from training.data.dataset import NewsData, Rows, load_news, texts_on_disk
+from training.data.dataset import Rows, TextData, load_data, texts_on_disk
 from training.data.rough_text import cleaned, rough_version
 from training.data.tokenized import (
     Copies,
-    TokenizedNews,
+    TokenizedData,
     cache_key,
     encode_rows,
     load_tokenizer,
@@ -31,12 +31,12 @@ from training.data.tokenized import (
 LENGTH = 24
 
 
-def small_news() -> NewsData:
-    data = load_news("sample")
-    return NewsData("small", data.label_names, data.train.take(np.arange(60)), data.test.take(np.arange(20)))
+def small_data() -> TextData:
+    data = load_data("sample")
+    return TextData("small", data.label_names, data.train.take(np.arange(60)), data.test.take(np.arange(20)))
 
 
-NEWS = small_news()
+NEWS = small_data()
 TOKENIZER = load_tokenizer("tiny", NEWS.train.texts, LENGTH).backend_tokenizer.to_str()
 
 
@@ -47,14 +47,14 @@ class Told(list[str]):
         self.append(line)
 
 
-def write(folder: Path, news: NewsData = NEWS, told: Told | None = None) -> str:
-    key = cache_key(news, TOKENIZER, LENGTH)
+def write(folder: Path, data: TextData = NEWS, told: Told | None = None) -> str:
+    key = cache_key(data, TOKENIZER, LENGTH)
     tokenizer = TextTokenizer.from_json(TOKENIZER, LENGTH)
-    write_tokens(folder, key, news, tokenizer, Told() if told is None else told)
+    write_tokens(folder, key, data, tokenizer, Told() if told is None else told)
     return key
 
 
-def assert_same_news(found: TokenizedNews, expected: TokenizedNews) -> None:
+def assert_same_data(found: TokenizedData, expected: TokenizedData) -> None:
     assert (found.key, found.name, found.label_names) == (expected.key, expected.name, expected.label_names)
     assert (found.notes, found.vocab_size) == (expected.notes, expected.vocab_size)
     for mine, other in ((found.train, expected.train), (found.test, expected.test)):
@@ -74,7 +74,7 @@ def test_a_second_run_reads_the_same_from_the_cache_and_writes_nothing(tmp_path:
     assert again == key
     assert file.stat().st_mtime_ns == written
     assert len(told) == said == 2
-    assert_same_news(read_tokens(tmp_path, again), first)
+    assert_same_data(read_tokens(tmp_path, again), first)
 
 
 @pytest.mark.parametrize("keep", [write, texts_on_disk], ids=["tokens", "texts"])
@@ -93,16 +93,16 @@ def test_a_new_cache_folder_is_for_its_owner_alone_and_one_that_is_shared_stays_
 
 
 def test_what_is_read_is_what_was_tokenised(tmp_path: Path) -> None:
-    news = read_tokens(tmp_path, write(tmp_path))
+    data = read_tokens(tmp_path, write(tmp_path))
 
     expected = encode_rows(TextTokenizer.from_json(TOKENIZER, LENGTH), NEWS.train)
 
-    np.testing.assert_array_equal(news.train.ids, expected.ids)
-    np.testing.assert_array_equal(news.train.labels, NEWS.train.labels)
-    assert (len(news.train), len(news.test)) == (60, 20)
-    assert (news.train.ids.dtype, news.train.offsets.dtype, news.train.labels.dtype) == (np.uint16, np.int64, np.int64)
-    assert news.vocab_size == TextTokenizer.from_json(TOKENIZER, LENGTH).vocab_size
-    assert news.label_names == NEWS.label_names
+    np.testing.assert_array_equal(data.train.ids, expected.ids)
+    np.testing.assert_array_equal(data.train.labels, NEWS.train.labels)
+    assert (len(data.train), len(data.test)) == (60, 20)
+    assert (data.train.ids.dtype, data.train.offsets.dtype, data.train.labels.dtype) == (np.uint16, np.int64, np.int64)
+    assert data.vocab_size == TextTokenizer.from_json(TOKENIZER, LENGTH).vocab_size
+    assert data.label_names == NEWS.label_names
 
 
 @pytest.mark.parametrize(("highest", "kind"), [(2**16 - 1, np.uint16), (2**16, np.int32)])
@@ -120,8 +120,8 @@ def test_cached_ids_take_two_bytes_if_the_highest_fits(tmp_path: Path, highest: 
     assert highest in ids
 
 
-def changed(**changes: object) -> NewsData:
-    return NewsData(**{**vars(NEWS), **changes})
+def changed(**changes: object) -> TextData:
+    return TextData(**{**vars(NEWS), **changes})
 
 
 def test_another_text_label_name_length_or_tokenizer_gives_another_key() -> None:
@@ -142,7 +142,7 @@ def test_another_text_label_name_length_or_tokenizer_gives_another_key() -> None
     ]
 
     assert len(set(keys)) == len(keys)
-    assert cache_key(small_news(), TOKENIZER, LENGTH) == keys[0]
+    assert cache_key(small_data(), TOKENIZER, LENGTH) == keys[0]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_damaged_cache_file_is_reported_and_written_again(
 
     assert told[0].startswith(f"The cached tokens {file} are damaged ({why}")
     assert file.read_bytes() == content
-    assert_same_news(read_tokens(tmp_path, key), whole)
+    assert_same_data(read_tokens(tmp_path, key), whole)
 
 
 def test_cut_texts_are_counted() -> None:
@@ -197,9 +197,9 @@ def test_ids_are_those_that_serving_gives(tmp_path: Path) -> None:
 
 def test_the_tiny_vocabulary_repeats_exactly_in_another_process() -> None:
     program = (
-        "import hashlib\nfrom training.data.dataset import load_news\n"
+        "import hashlib\nfrom training.data.dataset import load_data\n"
         "from training.data.tokenized import load_tokenizer\n"
-        f"text = load_tokenizer('tiny', load_news('sample').train.texts[:60], {LENGTH}).backend_tokenizer.to_str()\n"
+        f"text = load_tokenizer('tiny', load_data('sample').train.texts[:60], {LENGTH}).backend_tokenizer.to_str()\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
     # This process has another hash seed, so a set's order would show.
@@ -210,7 +210,7 @@ def test_the_tiny_vocabulary_repeats_exactly_in_another_process() -> None:
 
 
 def test_the_tiny_vocabulary_knows_every_letter_and_the_common_words() -> None:
-    tokenizer = load_tokenizer("tiny", load_news("sample").train.texts, LENGTH)
+    tokenizer = load_tokenizer("tiny", load_data("sample").train.texts, LENGTH)
 
     ids = tokenizer("The president said on Tuesday that oil prices fell").input_ids
 
@@ -242,7 +242,7 @@ def test_rough_copies_stand_behind_the_rows_and_the_rows_are_what_they_are_witho
     write_tokens(tmp_path, key, NEWS, tokenizer, print, copies=copies)
     found = read_tokens(tmp_path, key)
 
-    assert_same_news(replace(found, read_in_training=found.train, key=plain.key), plain)
+    assert_same_data(replace(found, read_in_training=found.train, key=plain.key), plain)
     read = found.read_in_training
     assert read.copies_of.tolist() == list(range(len(NEWS.train)))
     for row, text in enumerate(NEWS.train.texts):

@@ -17,7 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.svm import LinearSVC
 
 from training.config import TrainConfig
-from training.data.prepare import PreparedNews, prepare_news
+from training.data.prepare import PreparedData, prepare_data
 from training.distributed.ranks import Ranks
 from training.evaluation import baseline as module
 from training.evaluation.baseline import Baseline, Gain, fit_linear, measure_baseline, seconds_for_baseline
@@ -138,10 +138,10 @@ def test_the_line_says_what_it_read_and_who_is_better(
     assert baseline.tile[0] == "87.50%"
 
 
-def _prepared(tmp_path: Path, **flags: Any) -> tuple[TrainConfig, PreparedNews, Task]:
+def _prepared(tmp_path: Path, **flags: Any) -> tuple[TrainConfig, PreparedData, Task]:
     config = TrainConfig(model="tiny", cache_dir=tmp_path, **flags)
-    news = prepare_news(config, ALONE, lambda text: None)
-    return config, news, TASKS[config.task](news.tokens.label_names)
+    data = prepare_data(config, ALONE, lambda text: None)
+    return config, data, TASKS[config.task](data.tokens.label_names)
 
 
 def _rows_of(task: str, folder: Path) -> dict[str, Any]:
@@ -166,26 +166,26 @@ def _rows_of(task: str, folder: Path) -> dict[str, Any]:
     ],
 )
 def test_every_task_with_labels_has_one_that_learns(task: str, metric: str, at_least: float, tmp_path: Path) -> None:
-    config, news, own = _prepared(tmp_path, **_rows_of(task, tmp_path))
-    own.fit(news.tokens.train.labels[news.train_index], torch.nn.Linear(1, 1))
-    knows_nothing = np.zeros((len(news.tokens.test), len(news.tokens.label_names)), np.float32)
+    config, data, own = _prepared(tmp_path, **_rows_of(task, tmp_path))
+    own.fit(data.tokens.train.labels[data.train_index], torch.nn.Linear(1, 1))
+    knows_nothing = np.zeros((len(data.tokens.test), len(data.tokens.label_names)), np.float32)
 
-    found = measure_baseline(config, news, own, None, knows_nothing, {})
+    found = measure_baseline(config, data, own, None, knows_nothing, {})
 
     assert found.test[metric] >= at_least
     assert found.validation[metric] >= at_least
-    assert found.rows == (len(news.train_index),) * 2
+    assert found.rows == (len(data.train_index),) * 2
     assert found.wins
-    assert json.loads(json.dumps(found.to_plain()))["test"]["rows"] == len(news.tokens.test)
+    assert json.loads(json.dumps(found.to_plain()))["test"]["rows"] == len(data.tokens.test)
 
 
 def test_a_short_budget_has_it_read_some_rows_only(tmp_path: Path) -> None:
-    config, news, task = _prepared(tmp_path, dataset="sample", budget="41s")
-    scores = np.zeros((len(news.tokens.test), 4), np.float32)
-    found, again = (measure_baseline(config, news, task, None, scores, {}) for _ in range(2))
+    config, data, task = _prepared(tmp_path, dataset="sample", budget="41s")
+    scores = np.zeros((len(data.tokens.test), 4), np.float32)
+    found, again = (measure_baseline(config, data, task, None, scores, {}) for _ in range(2))
 
     read, there = found.rows
-    assert 50 < read < there == len(news.train_index)
+    assert 50 < read < there == len(data.train_index)
     assert found == again
 
 
@@ -196,8 +196,8 @@ def test_a_short_budget_has_it_read_some_rows_only(tmp_path: Path) -> None:
 def test_it_takes_a_small_share_of_the_time_there_is(
     flags: dict[str, Any], seconds: tuple[float, float], tmp_path: Path
 ) -> None:
-    config, news, _ = _prepared(tmp_path, dataset="sample", **flags)
-    assert seconds[0] <= seconds_for_baseline(config, news) <= seconds[1]
+    config, data, _ = _prepared(tmp_path, dataset="sample", **flags)
+    assert seconds[0] <= seconds_for_baseline(config, data) <= seconds[1]
 
 
 def test_scikit_learn_is_imported_only_when_it_is_fitted() -> None:

@@ -22,8 +22,8 @@ from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import ALONE
 from training.checkpointing.resume import newest_checkpoint, open_checkpoint
 from training.config import TrainConfig
-from training.data.batching import LengthBucketSampler, rank_share
-from training.data.prepare import PreparedNews, prepare_model, prepare_news
+from training.data.batching import LengthBucketSampler, micro_batches_of_rank
+from training.data.prepare import PreparedData, prepare_data, prepare_model
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
 from training.parallelism.registry import STRATEGIES
@@ -55,14 +55,14 @@ class Bench:
 
     def __init__(self, folder: Path, bad: Sequence[int], *, wholly: bool = False) -> None:
         self.folder = folder
-        news = prepare_news(self.config(model="tiny"), ALONE, lambda line: None)
-        steps = [batch.tolist() for batch in batches(news)]
-        taken = set() if wholly else {*news.tokens.test.ids.tolist(), *words(news, news.validation_index)}
+        data = prepare_data(self.config(model="tiny"), ALONE, lambda line: None)
+        steps = [batch.tolist() for batch in batches(data)]
+        taken = set() if wholly else {*data.tokens.test.ids.tolist(), *words(data, data.validation_index)}
         self.rows, bad_words = [], set()
         for step in bad:
             others = [row for i, batch in enumerate(steps) if i < bad[0] - 1 or not wholly for row in batch]
             own = {
-                row: words(news, [row]) - taken - words(news, [r for r in others if r != row])
+                row: words(data, [row]) - taken - words(data, [r for r in others if r != row])
                 for row in steps[step - 1]
             }
             chosen = [row for row in own if own[row]][: None if wholly else 1]
@@ -70,12 +70,12 @@ class Bench:
             assert not wholly or len(chosen) == len(own)
             self.rows += chosen
             bad_words |= {min(own[row]) for row in chosen}
-        network = NewsClassifier(4, "tiny", vocab_size=news.tokens.vocab_size).network
+        network = NewsClassifier(4, "tiny", vocab_size=data.tokens.vocab_size).network
         with torch.no_grad():
             # Not NaN, with which no training may begin; a sum of so large numbers is infinite.
             network.get_input_embeddings().weight[sorted(bad_words)] = torch.finfo(torch.float32).max
         network.save_pretrained(folder / "start")
-        news.tokenizer.save_pretrained(folder / "start")
+        data.tokenizer.save_pretrained(folder / "start")
 
     def config(self, **fields: Any) -> TrainConfig:
         """Two epochs of eight steps; ``model`` is the folder's unless another is named."""
@@ -95,16 +95,16 @@ class Bench:
         return [json.loads(line) for line in (self.folder / "model.run" / name).read_text().splitlines()]
 
 
-def batches(news: PreparedNews, epoch: int = 1) -> list[np.ndarray]:
+def batches(data: PreparedData, epoch: int = 1) -> list[np.ndarray]:
     """The global batches of an epoch, in row numbers of the training split."""
-    sampler = LengthBucketSampler(news.tokens.train.lengths[news.train_index], GLOBAL_BATCH, seed=42)
+    sampler = LengthBucketSampler(data.tokens.train.lengths[data.train_index], GLOBAL_BATCH, seed=42)
     sampler.set_epoch(epoch)
-    return [news.train_index[batch] for batch in sampler]
+    return [data.train_index[batch] for batch in sampler]
 
 
-def words(news: PreparedNews, rows: Sequence[int]) -> set[int]:
+def words(data: PreparedData, rows: Sequence[int]) -> set[int]:
     """The token ids of training rows."""
-    ids, offsets = news.tokens.train.ids, news.tokens.train.offsets
+    ids, offsets = data.tokens.train.ids, data.tokens.train.offsets
     return {word for row in rows for word in ids[offsets[row] : offsets[row + 1]].tolist()}
 
 
@@ -125,14 +125,14 @@ def train(config: TrainConfig) -> Ended:
 
 def train_without(config: TrainConfig, rows: Sequence[int]) -> State:
     """Every step by hand, with batches that never had ``rows``."""
-    news = prepare_news(config, here(), lambda line: None)
-    model, _ = prepare_model(config, here(), news, "fp32", lambda line: None)
+    data = prepare_data(config, here(), lambda line: None)
+    model, _ = prepare_model(config, here(), data, "fp32", lambda line: None)
     strategy = STRATEGIES[config.strategy](model, config, here(), "fp32")
-    order = [batch for epoch in (1, 2) for batch in batches(news, epoch)]
+    order = [batch for epoch in (1, 2) for batch in batches(data, epoch)]
     for step, batch in enumerate(order, start=1):
         left = batch[~np.isin(batch, rows)]
         if len(left):
-            share = rank_share(news.tokens.train, left, strategy.data_shard)
+            share = micro_batches_of_rank(data.tokens.train, left, strategy.data_shard)
             rate = learning_rate_at(step, LAST_STEP, config.learning_rate or 1e-3, config.warmup, config.schedule)
             optimizer_step(strategy, share, step, rate)
     return strategy.state_dict().tensors
@@ -289,7 +289,7 @@ def test_a_skipped_step_is_reported_with_its_text(
 
     assert code == 0
     [line] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Skipped ")]
-    text = prepare_news(bench.config(), ALONE, lambda line: None).texts.train.texts[bench.rows[0]]
+    text = prepare_data(bench.config(), ALONE, lambda line: None).texts.train.texts[bench.rows[0]]
     assert line.startswith(f"Skipped step 3: the loss is nan (rank 0, training rows {bench.rows[0]}); row ")
     assert line.endswith(f'reads "{text[:80]}"')
 

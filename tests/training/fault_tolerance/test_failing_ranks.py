@@ -25,14 +25,14 @@ Error while creating shared memory segment /dev/shm/nccl-aBcDeF (size 33030528),
 
 def _fail_on_rank_1(rank: int, error: Exception) -> None:
     """Let one rank fail, where leaving the process group waits for the others, as NCCL's teardown does."""
-    share, calls = step_module.rank_share, itertools.count(1)
+    share, calls = step_module.micro_batches_of_rank, itertools.count(1)
 
     def fails(*arguments: Any, **options: Any) -> Any:
         if rank == 1 and next(calls) > 3:
             raise error
         return share(*arguments, **options)
 
-    step_module.rank_share = fails
+    step_module.micro_batches_of_rank = fails
     dist.destroy_process_group = lambda *group: time.sleep(3600)
 
 

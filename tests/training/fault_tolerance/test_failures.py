@@ -15,7 +15,7 @@ import torch
 from common.errors import UserError
 from common.rows import SAMPLE_NEWS
 from training import train_ddp
-from training.data.dataset import LoadOptions, load_news
+from training.data.dataset import LoadOptions, load_data
 from training.data.tokenized import load_tokenizer
 from training.distributed.group import _choose_device
 from training.model.classifier import NewsClassifier
@@ -192,7 +192,7 @@ def poisoned(tmp_path: Path) -> tuple[Path, Path]:
     rows.insert(40, ["2", "zebra zebra", ""])
     data = _write_csv(tmp_path / "data", rows)
     (data / "test.csv").write_text('"1","Prices rise","as the season opens"\n')
-    tokenizer = load_tokenizer("tiny", load_news(str(data), LoadOptions(seed=42)).train.texts, 48)
+    tokenizer = load_tokenizer("tiny", load_data(str(data), LoadOptions(seed=42)).train.texts, 48)
     network = NewsClassifier(4, "tiny", vocab_size=len(tokenizer)).network
     with torch.no_grad():
         # Not NaN, with which no training may begin; a sum of so large numbers is infinite.

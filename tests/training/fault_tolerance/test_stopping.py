@@ -69,13 +69,13 @@ def test_interrupted_evaluations_are_repeated_on_resume(
 def test_a_run_stopped_while_data_is_prepared_leaves_nothing_behind(
     train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    load = prepare.load_news
+    load = prepare.load_data
 
     def loads(*arguments: Any, **flags: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
         return load(*arguments, **flags)
 
-    monkeypatch.setattr(prepare, "load_news", loads)
+    monkeypatch.setattr(prepare, "load_data", loads)
 
     # A cache of its own: what another test has read is not read again.
     code = train_here(*FLAGS, "--output_dir", tmp_path / "model", "--cache_dir", tmp_path / "cache")
@@ -108,13 +108,13 @@ def test_all_ranks_interrupt_an_evaluation_if_one_of_them_is_asked_to_stop(
 def _takes_its_time_between_agreements(rank: int) -> None:
     """As on a GPU, where agreeing costs a wait for the device: not after each step. Rank 1 is the slow one."""
     agreement.Agreement._syncs_each_step = False
-    share = step_module.rank_share
+    share = step_module.micro_batches_of_rank
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.4 * rank)
         return share(*arguments, **options)
 
-    step_module.rank_share = slow
+    step_module.micro_batches_of_rank = slow
 
 
 def test_a_stop_does_not_wait_for_the_next_line_of_the_log(

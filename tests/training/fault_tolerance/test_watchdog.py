@@ -31,25 +31,25 @@ def _status(run_dir: Path, rank: int) -> RankStatus:
 
 
 def _loop_for_ever(rank: int, busy: int = 1, steps: int = 3) -> None:
-    share, calls = step_module.rank_share, itertools.count(1)
+    share, calls = step_module.micro_batches_of_rank, itertools.count(1)
 
     def loops(*arguments: Any, **options: Any) -> Any:
         while rank == busy and next(calls) > steps:
             time.sleep(0.01)
         return share(*arguments, **options)
 
-    step_module.rank_share = loops
+    step_module.micro_batches_of_rank = loops
 
 
 def _raise(rank: int) -> None:
-    share, calls = step_module.rank_share, itertools.count(1)
+    share, calls = step_module.micro_batches_of_rank, itertools.count(1)
 
     def raises(*arguments: Any, **options: Any) -> Any:
         if rank == 1 and next(calls) > 3:
             raise ValueError("row 7 has no text")
         return share(*arguments, **options)
 
-    step_module.rank_share = raises
+    step_module.micro_batches_of_rank = raises
 
 
 def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives(

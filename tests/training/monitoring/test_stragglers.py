@@ -18,7 +18,7 @@ from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.small_runs import small_rows, small_strategy, take_steps
 from training.config import TrainConfig
-from training.data.batching import rank_share
+from training.data.batching import micro_batches_of_rank
 from training.model.architectures import find_blocks
 from training.monitoring import Exporter
 from training.monitoring.events import (
@@ -96,7 +96,9 @@ def _take_steps(context: SimpleNamespace, steps: range, *, slow_data: bool) -> N
     for step in steps:
         context.events.publish(StepStarted(step))
         with context.phases("data"):
-            share = rank_share(rows, np.arange(12), strategy.data_shard, strategy.config.gradient_accumulation)
+            share = micro_batches_of_rank(
+                rows, np.arange(12), strategy.data_shard, strategy.config.gradient_accumulation
+            )
             if slow_data and here().rank == 1:
                 _wait()
         with context.phases("step"):

@@ -12,7 +12,7 @@ import torch
 from tests.processes import here
 from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_model
 from training.config import TrainConfig
-from training.data.batching import rank_share
+from training.data.batching import micro_batches_of_rank
 from training.data.tokenized import TokenizedRows
 from training.distributed.ranks import Ranks
 from training.parallelism.registry import STRATEGIES
@@ -51,7 +51,7 @@ def take_steps(
     ranks = ranks or here()
     for number in numbers:
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
-        share = rank_share(rows, batch, strategy.data_shard, accumulation, speeds=speeds)
+        share = micro_batches_of_rank(rows, batch, strategy.data_shard, accumulation, speeds=speeds)
         moved = [micro_batch.to(ranks.device) for micro_batch in share]
         result = optimizer_step(strategy, moved, number, learning_rate=1e-3)
         losses.append(ranks.sum_(result.loss.clone()).item())

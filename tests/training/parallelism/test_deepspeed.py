@@ -19,7 +19,7 @@ from tests.processes import here, run_on_ranks
 from tests.training.conftest import TRAINING, Run
 from tests.training.parallelism.saved_states import WholeState, whole_state
 from training.config import TrainConfig
-from training.data.batching import pad, rank_share
+from training.data.batching import micro_batches_of_rank, pad
 from training.data.tokenized import TokenizedRows
 from training.distributed.ranks import Ranks
 from training.model.classifier import NewsClassifier
@@ -62,7 +62,7 @@ def _train(strategy: Any, fields: Fields, steps: range, ranks: Ranks) -> dict[st
     made: dict[str, Any] = {"losses": [], "norms": []}
     for step in steps:
         batch = np.arange(7 * (step - 1), 7 * step)
-        share = rank_share(_rows(), batch, strategy.data_shard, fields.get("gradient_accumulation", 1))
+        share = micro_batches_of_rank(_rows(), batch, strategy.data_shard, fields.get("gradient_accumulation", 1))
         result = optimizer_step(strategy, share, step, LEARNING_RATE)
         made["losses"].append(float(result.loss))
         made["norms"].append(float(result.grad_norm))
@@ -219,7 +219,9 @@ def _meet_a_bad_step(all_fields: list[tuple[str, Fields]]) -> list[tuple[float, 
     for precision, fields in all_fields:
         config = _config(strategy="deepspeed", **fields)
         strategy, spared = (DeepSpeedStrategy(_model(), config, here(), precision) for _ in range(2))
-        first, second, third = (rank_share(_rows(), np.arange(i, i + 7), strategy.data_shard) for i in (0, 7, 14))
+        first, second, third = (
+            micro_batches_of_rank(_rows(), np.arange(i, i + 7), strategy.data_shard) for i in (0, 7, 14)
+        )
         if here().rank == 1:
             second = [replace(batch, weights=batch.weights * math.inf) for batch in second]
         optimizer_step(strategy, first, 1, LEARNING_RATE)

@@ -48,7 +48,7 @@ def _micro_batches(step: int, count: int) -> list[MicroBatch]:
 def _loss(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     task = Classification(LABELS)
     losses = task.row_losses(logits, batch.labels, label_smoothing=0.1)
-    return (losses * batch.weights).sum(), losses, task.check_labels(logits.detach(), batch.labels)
+    return (losses * batch.weights).sum(), losses, task.label_logprobs(logits.detach(), batch.labels)
 
 
 def _collect(parts: list[nn.Module], losses: list[list[torch.Tensor]], logits: torch.Tensor) -> Found:

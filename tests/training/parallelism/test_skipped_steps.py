@@ -12,7 +12,7 @@ import torch
 
 from tests.processes import run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
-from training.data.batching import rank_share
+from training.data.batching import micro_batches_of_rank
 from training.parallelism.strategy import StepResult, Strategy, loss_share
 from training.run.step import optimizer_step
 from training.tasks import Classification
@@ -39,7 +39,7 @@ BAD_STEP, NEXT_STEP = 13, 14
 
 def _bad_step(strategy: Strategy, accumulation: int) -> StepResult:
     """A step whose rows weigh infinitely much on the last rank that shares them out."""
-    share = rank_share(small_rows(), np.arange(GLOBAL_BATCH), strategy.data_shard, accumulation)
+    share = micro_batches_of_rank(small_rows(), np.arange(GLOBAL_BATCH), strategy.data_shard, accumulation)
     if strategy.data_shard.rank == strategy.data_shard.size - 1:
         share = [replace(batch, weights=batch.weights * math.inf) for batch in share]
     return optimizer_step(strategy, share, BAD_STEP, learning_rate=1e-3)

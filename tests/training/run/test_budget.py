@@ -23,8 +23,8 @@ from common.text import TextTokenizer
 from tests.deployment.documented import documented
 from training.checkpointing.saver import STATE_FILE
 from training.config import TrainConfig, parse_config
-from training.data.dataset import Rows, load_news
-from training.data.prepare import PreparedNews, prepare_model, prepare_news
+from training.data.dataset import Rows, load_data
+from training.data.prepare import PreparedData, prepare_data, prepare_model
 from training.data.tokenized import encode_rows, load_tokenizer
 from training.distributed.ranks import Ranks
 from training.model.dropout import RowDropout
@@ -66,9 +66,9 @@ def only_steps_take_time(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     monkeypatch.setattr(module, "_seconds_per_token", lambda *_: 1e-6)
 
 
-def _prepared(model: str, tmp_path: Path, **flags: Any) -> tuple[TrainConfig, PreparedNews]:
+def _prepared(model: str, tmp_path: Path, **flags: Any) -> tuple[TrainConfig, PreparedData]:
     config = TrainConfig(model=model, dataset="sample", cache_dir=tmp_path, **flags)
-    return config, prepare_news(config, ALONE, print)
+    return config, prepare_data(config, ALONE, print)
 
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 4.0])
@@ -142,7 +142,7 @@ def test_the_documented_command_trains(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with (tmp_path / "my_rows.csv").open("w", newline="") as file:
-        rows = load_news("sample").train
+        rows = load_data("sample").train
         csv.writer(file).writerows([("text", "label"), *zip(rows.texts, rows.labels, strict=True)])
     flags = shlex.split(documented("docs/training.md", "budget"))[2:]
 
@@ -175,7 +175,7 @@ def test_a_budget_in_which_nothing_can_be_trained_is_refused_before_anything_is_
 @pytest.mark.parametrize("length", [8, 20, 33])
 @pytest.mark.parametrize("model", ["starter", "tiny"])
 def test_rows_that_are_cut_are_those_that_a_tokenizer_of_that_length_gives(model: str, length: int) -> None:
-    data = load_news("sample")
+    data = load_data("sample")
     some = Rows(data.train.texts[:200], data.train.labels[:200])
     json = load_tokenizer(model, data.train.texts, 64).backend_tokenizer.to_str()
     long, short = (encode_rows(TextTokenizer.from_json(json, size, "news"), some) for size in (64, length))
@@ -186,9 +186,9 @@ def test_rows_that_are_cut_are_those_that_a_tokenizer_of_that_length_gives(model
 
 
 def test_texts_are_cut_where_most_of_their_tokens_are_before_the_cut(tmp_path: Path) -> None:
-    config, news = _prepared("starter", tmp_path, budget="1m")
-    chosen, cut = settle_flags(config, news, {})
-    kept = cut.tokens.train.lengths.sum() / news.tokens.train.lengths.sum()
+    config, data = _prepared("starter", tmp_path, budget="1m")
+    chosen, cut = settle_flags(config, data, {})
+    kept = cut.tokens.train.lengths.sum() / data.tokens.train.lengths.sum()
     assert 32 <= chosen.max_length < config.max_length == 128
     assert 0.95 <= kept < 1
     assert cut.tokenizer is not None
@@ -196,35 +196,35 @@ def test_texts_are_cut_where_most_of_their_tokens_are_before_the_cut(tmp_path: P
 
 
 def test_a_resumed_run_cuts_where_it_did_before(tmp_path: Path) -> None:
-    config, news = _prepared("starter", tmp_path, budget="1m")
-    chosen, cut = settle_flags(config, news, {"config": {"max_length": 40}})
+    config, data = _prepared("starter", tmp_path, budget="1m")
+    chosen, cut = settle_flags(config, data, {"config": {"max_length": 40}})
     assert chosen.max_length == 40
     assert cut.tokens.test.lengths.max() == 40
 
 
 def test_a_length_and_a_rate_that_were_given_are_kept(tmp_path: Path) -> None:
-    config, news = _prepared("starter", tmp_path, budget="10h", max_length=100, learning_rate=1e-5)
-    assert settle_flags(config, news, {}) == (config, news)
-    model, _ = prepare_model(config, ALONE, news, "fp32", print)
-    assert settle_learning(config, model, ALONE, news, "fp32", {}).learning_rate == 1e-5
+    config, data = _prepared("starter", tmp_path, budget="10h", max_length=100, learning_rate=1e-5)
+    assert settle_flags(config, data, {}) == (config, data)
+    model, _ = prepare_model(config, ALONE, data, "fp32", print)
+    assert settle_learning(config, model, ALONE, data, "fp32", {}).learning_rate == 1e-5
 
 
 def test_a_narrow_encoder_gets_a_higher_rate_than_a_wide_one(tmp_path: Path) -> None:
     rates = []
-    config, news = _prepared("starter", tmp_path, budget="10m", strategy="zero3")
+    config, data = _prepared("starter", tmp_path, budget="10m", strategy="zero3")
     for width in (256, 384, 768, 1024):
         model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=width, num_hidden_layers=12), network=None)
-        rates.append(settle_learning(config, model, ALONE, news, "fp32", {}).learning_rate)
+        rates.append(settle_learning(config, model, ALONE, data, "fp32", {}).learning_rate)
     assert rates == sorted(rates, reverse=True)
     assert rates[2] == pytest.approx(3e-5)
     assert all(low < high for high, low in itertools.pairwise(rates))
 
 
 def test_windows_are_not_timed_as_one_long_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, news = _prepared("tiny", tmp_path, budget="10h")
+    config, data = _prepared("tiny", tmp_path, budget="10h")
     monkeypatch.setattr(module, "_seconds_per_row", lambda *_: pytest.fail("timed"))
     model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=128), network=None)
-    chosen = settle_learning(config.model_copy(update={"long": "windows"}), model, ALONE, news, "fp32", {})
+    chosen = settle_learning(config.model_copy(update={"long": "windows"}), model, ALONE, data, "fp32", {})
     assert chosen.dropout is None
 
 
@@ -244,9 +244,9 @@ def test_few_rows_train_half_of_the_encoder_without_dropout_and_many_train_it_ge
 ) -> None:
     monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 9.9)
     monkeypatch.setattr(module, "LEAST_BLOCKS", 2)
-    config, news = _prepared("starter", tmp_path, budget=budget)
-    model, _ = prepare_model(config, ALONE, news, "fp32", print)
-    chosen = settle_learning(config, model, ALONE, news, "fp32", {})
+    config, data = _prepared("starter", tmp_path, budget=budget)
+    model, _ = prepare_model(config, ALONE, data, "fp32", print)
+    chosen = settle_learning(config, model, ALONE, data, "fp32", {})
     assert chosen.freeze == ("1" if frozen else "none")
     assert chosen.dropout == (0 if frozen else None)
     assert (chosen.learning_rate, chosen.layer_decay) == ((5.4e-4, 1) if frozen else (2.7e-4, 0.9))
@@ -256,23 +256,23 @@ def test_few_rows_train_half_of_the_encoder_without_dropout_and_many_train_it_ge
     assert "distilbert.transformer.layer.2.attention.q_lin.weight" in trained
     assert all(parameter.grad is None for parameter in model.parameters())
     before = {"config": {"freeze": "2", "dropout": 0.3, "learning_rate": 0.001, "layer_decay": 0.8}}
-    resumed = settle_learning(config, model, ALONE, news, "fp32", before)
+    resumed = settle_learning(config, model, ALONE, data, "fp32", before)
     assert before["config"].items() <= resumed.model_dump().items()
     own = {"freeze": "none", "dropout": 0.5, "learning_rate": 0.002, "layer_decay": 0.7}
     given = config.model_copy(update=own)  # and all are then set
-    assert settle_learning(given, model, ALONE, news, "fp32", before) == given
+    assert settle_learning(given, model, ALONE, data, "fp32", before) == given
 
 
 def test_the_words_of_the_rows_say_what_to_expect_of_an_encoder_but_not_of_a_network_from_scratch(
     tmp_path: Path,
 ) -> None:
-    config, news = _prepared("starter", tmp_path, budget="1m")
-    few, many = (expect_accuracy(config, news, rows) for rows in (100, 10_000))
+    config, data = _prepared("starter", tmp_path, budget="1m")
+    few, many = (expect_accuracy(config, data, rows) for rows in (100, 10_000))
     assert few
     assert many
     assert 0.25 < few.low < many.low < many.high <= 1
     assert few.low < few.high < many.high
-    assert expect_accuracy(config.model_copy(update={"model": "tiny"}), news, 10_000) is None
+    assert expect_accuracy(config.model_copy(update={"model": "tiny"}), data, 10_000) is None
 
 
 @pytest.mark.parametrize("value", ["10", "m", "-5m", "0s", "10 m", "1h30m"])

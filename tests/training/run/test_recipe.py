@@ -32,9 +32,9 @@ def classifier(config: PreTrainedConfig, labels: int = 4) -> NewsClassifier:
 MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12)
 
 
-def settled(config: TrainConfig, rows: int, labels: int = 4, began: dict[str, Any] | None = None) -> TrainConfig:
+def settled(config: TrainConfig, rows: int, labels: int = 4, earlier: dict[str, Any] | None = None) -> TrainConfig:
     targets = np.arange(rows) % labels
-    return settle_recipe(config, classifier(MINILM, labels), targets, rows, rows, began or {})
+    return settle_recipe(config, classifier(MINILM, labels), targets, rows, rows, earlier or {})
 
 
 def configuration(**values: Any) -> TrainConfig:
@@ -129,7 +129,7 @@ def test_a_rare_label_makes_macro_f1_the_metric_that_chooses() -> None:
 
 def test_a_resumed_run_keeps_what_it_began_with_when_its_data_has_grown() -> None:
     began = settled(configuration(), 500)
-    resumed = settled(configuration(), 50_000, began={"config": began.model_dump(mode="json")})
+    resumed = settled(configuration(), 50_000, earlier={"config": began.model_dump(mode="json")})
 
     assert resumed == began
 
