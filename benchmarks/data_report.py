@@ -164,8 +164,8 @@ def plant(
         )
     chosen = [long[i] for i in draw.permutation(len(long))[: 3 * number]]
     added: dict[str, list[Planted]] = {fault: [] for fault in FAULTS}
-    for place, fault in enumerate(FAULTS):
-        for position, (text, label) in enumerate(chosen[place :: len(FAULTS)]):
+    for start, fault in enumerate(FAULTS):
+        for position, (text, label) in enumerate(chosen[start :: len(FAULTS)]):
             kind = KINDS[position % len(KINDS)]
             if fault == "conflicts":
                 # A shift of at least one and less than all names is always another label.
@@ -181,8 +181,8 @@ def changed(text: str, kind: str, draw: np.random.Generator) -> str:
     near = text
     for _ in range(4):
         words = near.split()
-        place = int(draw.integers(len(words)))
-        words[place : place + int(draw.integers(2))] = [f"changed{draw.integers(10**6)}"]
+        position = int(draw.integers(len(words)))
+        words[position : position + int(draw.integers(2))] = [f"changed{draw.integers(10**6)}"]
         if similarity(text, " ".join(words)) < LEAST_SIMILARITY:
             break
         near = " ".join(words)

@@ -32,7 +32,7 @@ def measure(trial: Trial) -> Figures:
     """Train once on articles that the seed draws, and test the best epoch."""
     options, data, generator = trial.options, trial.data, np.random.default_rng(trial.seed)
     train, _ = make_articles(data.train, options.rows, options.parts, generator)
-    test, places = make_articles(data.test, options.tests, options.parts, generator)
+    test, positions = make_articles(data.test, options.tests, options.parts, generator)
     rows = trial.write_rows(train=train, test=test)
     given = {"dataset": rows, "clean": "news", "model": options.model, "epochs": options.epochs}
     given |= {"max_length": options.max_length, "learning_rate": 2e-4, "batch_size": 8}
@@ -41,8 +41,8 @@ def measure(trial: Trial) -> Figures:
         right = np.array([row["label"] == row["predicted"] for row in csv.DictReader(file)])
     return {
         "accuracy": float(right.mean()),
-        "begins": float(right[places == 0].mean()),
-        "later": float(right[places != 0].mean()),
+        "begins": float(right[positions == 0].mean()),
+        "later": float(right[positions != 0].mean()),
         "seconds": rank["seconds"],
         "words": mean(len(text.split()) for text in (*train.texts, *test.texts)),
     }
@@ -52,18 +52,18 @@ def make_articles(
     rows: Rows, count: int, parts: int, generator: np.random.Generator
 ) -> tuple[Rows, np.ndarray]:
     """Articles, and the place of the deciding text in each."""
-    places = generator.integers(parts + 1, size=count)
+    positions = generator.integers(parts + 1, size=count)
     fillers = generator.choice(np.flatnonzero(rows.labels == FILLER), (count, parts))
     topics = np.arange(count) % rows.labels.max() + 1
     deciding = np.array(
         [generator.choice(np.flatnonzero(rows.labels == topic)) for topic in topics]
     )
     texts = []
-    for place, row, others in zip(places, deciding, fillers, strict=True):
+    for position, row, others in zip(positions, deciding, fillers, strict=True):
         article = [rows.texts[i] for i in others]
-        article.insert(place, rows.texts[row])
+        article.insert(position, rows.texts[row])
         texts.append(" ".join(article))
-    return Rows(texts, rows.labels[deciding]), places
+    return Rows(texts, rows.labels[deciding]), positions
 
 
 def about(options: Namespace, data: TextData) -> Run:

@@ -93,8 +93,8 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
         labels = torch.randint(0, shape.num_labels, (rows,))
         weights = torch.full((rows,), 1 / (rows * layout.accumulation * layout.dp))
         first = number * rows
-        places = np.arange(first, first + rows)
-        return MicroBatch(ids, torch.ones_like(ids), labels, weights, places, first, ids.numel())
+        positions = np.arange(first, first + rows)
+        return MicroBatch(ids, torch.ones_like(ids), labels, weights, positions, first, ids.numel())
 
     return [batch(number) for number in range(layout.accumulation)]
 

@@ -34,9 +34,9 @@ def variants(options: Namespace) -> dict[str, Flags]:
     encoders = {STARTER: STARTER, f"{TINY}, from scratch": TINY}
     encoders |= {model.name: str(model) for model in options.beside}
     found = {
-        f"{encoder} / {rows}": ("--model", place, *flags)
+        f"{encoder} / {rows}": ("--model", path, *flags)
         for rows, flags in ROWS.items()
-        for encoder, place in encoders.items()
+        for encoder, path in encoders.items()
     }
     for count in options.many:
         many = ("--max_train_rows", str(count), "--batch_size", "32", "--epochs", "1")

@@ -125,8 +125,8 @@ class Study:
         with tempfile.TemporaryDirectory(prefix=f"{self.name}-") as folder:
             # Models are deleted after each trial: dozens of encoders would fill the disk.
             def measure(flags: Flags, seed: int) -> Figures:
-                with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
-                    return self.measure(Trial(options, data, flags, seed, Path(place) / "model"))
+                with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as scratch:
+                    return self.measure(Trial(options, data, flags, seed, Path(scratch) / "model"))
 
             num_rounds = options.seeds if self.seeds else options.rounds
             for found in harness.run_rounds(variants, num_rounds, measure, describe):

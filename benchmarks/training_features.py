@@ -290,7 +290,7 @@ def async_saving(options: Namespace) -> None:
     }
     rows = []
     for layout in map(Layout.parse, options.layouts):
-        with tempfile.TemporaryDirectory(prefix="saving-", dir=options.place) as folder:
+        with tempfile.TemporaryDirectory(prefix="saving-", dir=options.shard) as folder:
             names = ("rounds", "steps", "rows", "tokens")
             results = run_ranks(
                 save_rank, layout, folder=folder, **{name: getattr(options, name) for name in names}
@@ -379,11 +379,11 @@ def random_classifier(config: PreTrainedConfig, labels: Sequence[str] = ()) -> N
     return NewsClassifier.from_saved(saved)
 
 
-def random_batch(rows: int, tokens: int, place: Any) -> list[MicroBatch]:
+def random_batch(rows: int, tokens: int, shard: Any) -> list[MicroBatch]:
     """This rank's part of a batch of random rows without padding."""
     ids = np.random.default_rng(SEED).integers(1000, 30_000, rows * tokens).astype(np.int32)
     everything = TokenizedRows(ids, np.arange(rows + 1) * tokens, np.arange(rows) % len(LABELS), 0)
-    return micro_batches_of_rank(everything, np.arange(rows), place, 1)
+    return micro_batches_of_rank(everything, np.arange(rows), shard, 1)
 
 
 # restart: how long does a killed rank stop training, and what does the time go into?

@@ -49,10 +49,10 @@ def without_user(address: str) -> str:
 def some_of(names: Sequence[str], shown: Callable[[str], str] = printable, width: int = 120) -> str:
     """Names for one line: all that fit into ``width`` characters, and how many more there are."""
     text = ""
-    for place, name in enumerate(names):
-        longer = f"{text}, {shown(name)}" if place else shown(name)
-        if place and len(longer) > width:
-            return f"{text} and {len(names) - place:,} more"
+    for index, name in enumerate(names):
+        longer = f"{text}, {shown(name)}" if index else shown(name)
+        if index and len(longer) > width:
+            return f"{text} and {len(names) - index:,} more"
         text = longer
     return text
 

@@ -199,7 +199,7 @@ class CsvParts(_TextParts):
         if layout is None:
             raise UserError(f"{self._name}: holds no rows", code="data-empty")
         self._layout = layout
-        if layout.places:
+        if layout.positions:
             self.columns = [name or f"column_{i + 1}" for i, name in enumerate(layout.header)]
             refuse_repeats(f"{self._name} line {layout.first + 1}", self.columns)
         else:
@@ -212,7 +212,7 @@ class CsvParts(_TextParts):
             raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
         with contextlib.suppress(ValueError):
             layout = find_layout(Lines(self._file), Columns(), self._suffix)
-            if self._wanted == Columns(label="") and layout and not layout.places:
+            if self._wanted == Columns(label="") and layout and not layout.positions:
                 return layout
         line = first_filled(Lines(self._file)) + 1
         _no_column(f"{self._name} line {line}", self._wanted, error)
@@ -229,19 +229,19 @@ class CsvParts(_TextParts):
         """A row by the names of its columns, its texts, and why it cannot be used."""
         # An unusable row stays in the output with its columns, so that the output has as many rows
         # as the input. If it is too short or too long, it is filled up or cut.
-        problem, width, places = "", len(self.columns), self._layout.places
+        problem, width, positions = "", len(self.columns), self._layout.positions
         try:
             check_utf8("".join(fields))
         except ValueError as error:
             problem, fields = str(error), _as_utf8(fields)
-        if places:
+        if positions:
             try:
                 self._layout.cells(fields)
             except UnusableRow as error:
                 problem = problem or str(error)
         padded = [*fields[:width], *[""] * (width - len(fields))]
-        if places:
-            texts = [joined([padded[i] for i in text]) for text in places]
+        if positions:
+            texts = [joined([padded[i] for i in text]) for text in positions]
         else:
             texts = [" ".join(field for field in fields[1:] if field)]
         return dict(zip(self.columns, padded, strict=True)), texts, problem
@@ -297,11 +297,11 @@ class JsonLinesParts(_TextParts):
         """Find the keys of a row's texts, mostly the last row's; returns what is missing."""
         if names != self._names:
             try:
-                places = self._wanted.among(names)
+                positions = self._wanted.among(names)
             except ValueError as error:
                 return str(error)
             self._names = names
-            self._keys = [[names[i] for i in text] for text in places]
+            self._keys = [[names[i] for i in text] for text in positions]
         return ""
 
 
@@ -357,9 +357,9 @@ class ParquetParts(PartReader):
         self._left: pyarrow.Table = self.schema.empty_table()
         self._row = -1
 
-    def _refuse_other_kinds(self, places: Iterable[int]) -> None:
+    def _refuse_other_kinds(self, positions: Iterable[int]) -> None:
         """Refuse a column of numbers or lists: no row of it is a text."""
-        for place in places:
+        for place in positions:
             kind = self.schema.types[place]
             kind = kind.value_type if self._pyarrow.types.is_dictionary(kind) else kind
             if str(kind) not in ("string", "large_string", "string_view"):

@@ -61,7 +61,7 @@ csv.field_size_limit(2**31 - 1)
 # as found.
 FoundRow = tuple[str, Any, Any]
 # The positions of the columns of the text, of the label and, of pairs, of the second text.
-Places = tuple[tuple[int, ...], ...]
+Positions = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Columns:
         named = some_of(found, lambda name: printable(name.strip()[:_LONGEST_NAME], keep=""))
         return f"no column {' and no column '.join(missing)} among {named}"
 
-    def among(self, found: Sequence[str]) -> Places:
+    def among(self, found: Sequence[str]) -> Positions:
         """Their positions among the names found, ignoring case: text, label and, of pairs, the
         second text.
 
@@ -129,14 +129,14 @@ TEXT_AND_LABEL = Columns()
 class Layout:
     """How a delimited text file is laid out.
 
-    ``places``: the positions of text, label and second text in a row, or None for AG News' layout
+    ``positions``: the positions of text, label and second text in a row, or None for AG News' layout
     (class, title, description), which has no header. ``first``: the line of the header, or of the
     first row if there is none. ``surplus``: how many empty fields each row has behind those of the
     header, because its lines end with a separator. ``spaced``: a space follows each separator.
     """
 
     separator: str
-    places: Places | None
+    positions: Positions | None
     header: tuple[str, ...] = ()
     first: int = 0
     surplus: int = 0
@@ -146,7 +146,7 @@ class Layout:
     @property
     def unused(self) -> tuple[str, ...]:
         """The names of the columns that are not read."""
-        used = set(itertools.chain(*(self.places or ())))
+        used = set(itertools.chain(*(self.positions or ())))
         return tuple(name for i, name in enumerate(self.header) if i not in used and name)
 
     @property
@@ -157,7 +157,7 @@ class Layout:
     @property
     def start(self) -> int:
         """The line at which the rows begin."""
-        return self.first + bool(self.places)
+        return self.first + bool(self.positions)
 
     def cells(self, fields: list[str]) -> list[str]:
         """What a row has under the header: all of it, or it cannot be used.
@@ -208,11 +208,11 @@ def find_layout(lines: Lines, columns: Columns, suffix: str) -> Layout | None:
     # belong to fields on the quotes, and how many fields a row has on all of them.
     layout = replace(_layout_of(lines[first], columns, candidates), first=first)
     quotes = layout.separator != "\t" or not quotes_are_text(
-        lines, first, has_header=bool(layout.places)
+        lines, first, has_header=bool(layout.positions)
     )
     layout = replace(layout, quotes=quotes)
     layout = replace(layout, spaced=_is_spaced(lines, layout))
-    return replace(layout, surplus=_surplus(lines, layout, columns)) if layout.places else layout
+    return replace(layout, surplus=_surplus(lines, layout, columns)) if layout.positions else layout
 
 
 def _is_spaced(lines: Lines, layout: Layout) -> bool:
@@ -221,7 +221,7 @@ def _is_spaced(lines: Lines, layout: Layout) -> bool:
     It matters for quotes: one behind a space only opens a field if the space is not part of it.
     """
     separator, header = re.escape(layout.separator), lines[layout.first]
-    if layout.places and re.search(rf"{separator} +\S", header):
+    if layout.positions and re.search(rf"{separator} +\S", header):
         return True
     begin = header + next(iter(_lines_from(lines, layout.first + 1)), "")
     return layout.quotes and bool(re.search(rf'{separator} +"', begin))
@@ -294,7 +294,7 @@ class Reading:
         problem_type: what labels are.
         new_texts: an empty list for the texts of a split, or what takes its place if they do not
             fit into memory.
-        keeps_places: remember where each usable row of a split is.
+        keeps_origins: remember where each usable row of a split is.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Reading:
         remedy: str = "name yours with --text_column and --label_column",
         problem_type: ProblemType = SINGLE_LABEL,
         new_texts: Callable[[], Any] = list,
-        keeps_places: bool = False,
+        keeps_origins: bool = False,
     ) -> None:
         self.columns = columns
         self.skip = skip
@@ -314,8 +314,8 @@ class Reading:
         self.remedy = remedy
         self.problem_type = problem_type
         self.new_texts = new_texts
-        self.keeps_places = keeps_places
-        self.places: list[str] = []  # of the usable rows of the split that was read last
+        self.keeps_origins = keeps_origins
+        self.origins: list[str] = []  # of the usable rows of the split that was read last
         self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
@@ -354,7 +354,7 @@ class Reading:
             UserError: there are none, or more were left out than remain, in all or of one label.
         """
         self.hint, self.lost = f"; {hint}" if hint else "", Counter()
-        before, usable, self.places = self.count, self.new_texts(), []
+        before, usable, self.origins = self.count, self.new_texts(), []
         found: Any = array("d") if self.problem_type is REGRESSION else []
         names: dict[Label, Label] = {}
         for where, text, label in rows:
@@ -369,8 +369,8 @@ class Reading:
                 self.reject(where, str(error) + self.hint, label=lost)
                 continue
             usable.append(text)
-            if self.keeps_places:
-                self.places.append(where)
+            if self.keeps_origins:
+                self.origins.append(where)
             # One object for all rows that have the label: millions of equal strings would take
             # more memory than the labels are worth.
             found.append(read if isinstance(found, array) else names.setdefault(read, read))
@@ -432,12 +432,12 @@ class Reading:
     def find_columns(self, where: str, found: Sequence[str]) -> list[list[str]]:
         """The names of the columns of text, label and second text as written in this file."""
         try:
-            places = self.columns.among(found)
+            positions = self.columns.among(found)
         except ValueError as error:
             raise self.no_columns(where, error) from error
-        used = set(itertools.chain(*places))
+        used = set(itertools.chain(*positions))
         self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in used)
-        return [[found[place] for place in parts] for parts in places]
+        return [[found[position] for position in parts] for parts in positions]
 
     def note_no_header(self, file: str, class_names: Sequence[str] | None) -> None:
         named = "called by their numbers"
@@ -518,17 +518,17 @@ def _csv_rows(
     if layout is None:
         return
     reading.unused |= dict.fromkeys(layout.unused)
-    if not layout.places and not path.with_name("classes.txt").is_file():
+    if not layout.positions and not path.with_name("classes.txt").is_file():
         reading.note_no_header(path.name, label_names)
     for line, fields in csv_records(path, lines, layout, reading):
         lines.place_after(line)
         if not fields:
             continue
-        where, label = f"{path} line {line}", _leading_label(fields, layout.places)
+        where, label = f"{path} line {line}", _leading_label(fields, layout.positions)
         try:
             text, label = (
-                _headed_row(layout.cells(fields), layout.places)
-                if layout.places
+                _headed_row(layout.cells(fields), layout.positions)
+                if layout.positions
                 else _ag_row(fields, label_names)
             )
             # The columns that are not read count too: scoring passes them on, and one rule says
@@ -545,7 +545,7 @@ def _layout_for(path: Path, lines: Lines, reading: Reading) -> Layout | None:
         layout = find_layout(lines, reading.columns, path.suffix.lower())
     except ValueError as error:
         raise reading.no_columns(f"{path} line {first_filled(lines) + 1}", error) from error
-    if layout and layout.places:
+    if layout and layout.positions:
         try:
             check_utf8(lines[layout.first])
         except ValueError as error:
@@ -637,7 +637,7 @@ def ag_news_classes(path: Path) -> list[str] | None:
         with path.open("rb") as file:
             lines = Lines(TextFile(str(path), file))
             layout = find_layout(lines, TEXT_AND_LABEL, path.suffix.lower())
-            if layout is None or layout.places:
+            if layout is None or layout.positions:
                 return None
             reading = Reading(TEXT_AND_LABEL, skip=True)
             for line, fields in csv_records(path, lines, layout, reading):
@@ -669,26 +669,28 @@ def class_names_beside(file: Path) -> list[str] | None:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _leading_label(fields: list[str], places: Places | None) -> str | None:
+def _leading_label(fields: list[str], positions: Positions | None) -> str | None:
     """The label of a row that may be torn apart, if it is in front of the text."""
-    if not places:
+    if not positions:
         return fields[0]
-    if len(places) < 2 or len(places[1]) > 1:
+    if len(positions) < 2 or len(positions[1]) > 1:
         return None
-    # Behind the text, all fields have moved by as many places as it has separators in it.
-    place = places[1][0]
-    return fields[place] if place <= min(places[0]) and place < len(fields) else None
+    # Behind the text, all fields have moved by as many columns as it has separators in it.
+    position = positions[1][0]
+    return fields[position] if position <= min(positions[0]) and position < len(fields) else None
 
 
-def _headed_row(cells: list[str], places: Places) -> tuple[Any, Any]:
+def _headed_row(cells: list[str], positions: Positions) -> tuple[Any, Any]:
     # csv takes a quote behind a space for a character of the field, so the label would be another
     # than the same label without the space.
-    for place in places[1] if len(places) > 1 else ():
-        if cells[place].startswith(" ") and re.fullmatch(r'\s*".*"\s*', cells[place], re.DOTALL):
+    for position in positions[1] if len(positions) > 1 else ():
+        if cells[position].startswith(" ") and re.fullmatch(
+            r'\s*".*"\s*', cells[position], re.DOTALL
+        ):
             raise UnusableRow(
-                f"a space before the quote of the label {cells[place].strip()}; delete it"
+                f"a space before the quote of the label {cells[position].strip()}; delete it"
             )
-    return text_and_label(*([cells[place] for place in parts] for parts in places))
+    return text_and_label(*([cells[position] for position in parts] for parts in positions))
 
 
 def _cells_of(text: Any) -> tuple[Any, ...]:
@@ -863,12 +865,12 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
         )
         raise UnusableRow(f"must be an object with text and label{what}")
     try:
-        places = reading.columns.among(names := list(row))
+        positions = reading.columns.among(names := list(row))
     except ValueError as error:
         raise UnusableRow(str(reading.no_columns("", error)).removeprefix(": ")) from error
-    used = set(itertools.chain(*places))
+    used = set(itertools.chain(*positions))
     reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in used)
-    return text_and_label(*([row[names[place]] for place in parts] for parts in places))
+    return text_and_label(*([row[names[position]] for position in parts] for parts in positions))
 
 
 def open_parquet(

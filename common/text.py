@@ -114,31 +114,31 @@ def _clean_once(text: str) -> str:
 
 def _clean_traced(text: str) -> tuple[str, list[int]]:
     """`clean_text`, and where each character that is left came from; several times slower."""
-    places = list(range(len(text)))
+    offsets = list(range(len(text)))
     for _ in range(_MAX_ROUNDS):
-        cleaned, places = _clean_once_traced(text, places)
+        cleaned, offsets = _clean_once_traced(text, offsets)
         if cleaned == text:
-            return cleaned, places
+            return cleaned, offsets
         text = cleaned
-    return _clean_once_traced(text.replace(";", " ").replace("<", " "), places)
+    return _clean_once_traced(text.replace(";", " ").replace("<", " "), offsets)
 
 
-def _clean_once_traced(text: str, places: list[int]) -> tuple[str, list[int]]:
+def _clean_once_traced(text: str, offsets: list[int]) -> tuple[str, list[int]]:
     """The steps of `_clean_once`, one substitution after the other."""
     for pattern, replacement in _STEPS:
         parts, kept, end = [], [], 0
         for match in pattern.finditer(text):
             new = replacement if isinstance(replacement, str) else replacement(match)
             parts += [text[end : match.start()], new]
-            kept += places[end : match.start()] + places[match.start() : match.start() + 1] * len(
+            kept += offsets[end : match.start()] + offsets[match.start() : match.start() + 1] * len(
                 new
             )
             end = match.end()
-        text, places = "".join([*parts, text[end:]]), kept + places[end:]
+        text, offsets = "".join([*parts, text[end:]]), kept + offsets[end:]
     if _INVISIBLE.fullmatch(text):
         return "", []
     first, last = len(text) - len(text.lstrip()), len(text.rstrip())
-    return text[first:last], places[first:last]
+    return text[first:last], offsets[first:last]
 
 
 def _decode_reference(match: re.Match[str]) -> str:
@@ -356,11 +356,11 @@ class TextTokenizer:
         """Where passages of the cleaned text are in the text itself."""
         if self.clean is not clean_text:
             return list(passages)
-        cleaned, places = _clean_traced(text)
+        cleaned, offsets = _clean_traced(text)
         # Up to the character that follows, without the white space between.
-        places.append(len(text))
+        offsets.append(len(text))
         return [
-            (places[start], len(text[: places[min(end, len(cleaned))]].rstrip()))
+            (offsets[start], len(text[: offsets[min(end, len(cleaned))]].rstrip()))
             for start, end in passages
         ]
 
@@ -392,11 +392,11 @@ class TextTokenizer:
         if isinstance(text, str):
             return (0,) if self.is_blank(encoding.ids) else ()
         # Ids of special tokens belong to neither text, so their place is None.
-        places = list(zip(encoding.sequence_ids, encoding.ids, strict=True))
+        offsets = list(zip(encoding.sequence_ids, encoding.ids, strict=True))
         return tuple(
             which
             for which in (0, 1)
-            if self.is_blank(id_ for place, id_ in places if place == which)
+            if self.is_blank(id_ for offset, id_ in offsets if offset == which)
         )
 
     def _cut_pair(self, encoding: Encoding, pair: tuple[str, str]) -> Encoded:
@@ -432,8 +432,8 @@ def _in_windows(encoding: Encoding, windows: Windows) -> Encoded:
 
 def _passage(part: Encoding) -> tuple[int, int]:
     words = [
-        place
-        for place, special in zip(part.offsets, part.special_tokens_mask, strict=True)
+        offset
+        for offset, special in zip(part.offsets, part.special_tokens_mask, strict=True)
         if not special
     ]
     return words[0][0], words[-1][1]

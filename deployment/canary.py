@@ -92,12 +92,12 @@ class Route:
                     what = f"has backends other than {self.stable} and {self.canary}; only two can share the requests"
                     raise UserError(f"httproute {self.name}: {what}", code="canary-route")
                 for position, name in enumerate(names):
-                    place = f"{path}/{position}"
+                    pointer = f"{path}/{position}"
                     # A JSON patch names backends by position, so it first tests the name there: if
                     # somebody has changed the route meanwhile, nothing is written.
-                    operations.append({"op": "test", "path": f"{place}/name", "value": name})
+                    operations.append({"op": "test", "path": f"{pointer}/name", "value": name})
                     weight = percent if name == self.canary else 100 - percent
-                    operations.append({"op": "add", "path": f"{place}/weight", "value": weight})
+                    operations.append({"op": "add", "path": f"{pointer}/weight", "value": weight})
         if not operations:
             what = f"no rule has both backends, {self.stable} and {self.canary}"
             raise UserError(

@@ -139,13 +139,13 @@ def version() -> str:
 def copy_files(files: dict[str, Path], folder: Path) -> None:
     """Copy files to their places in a folder, readable by every user."""
     for name, source in files.items():
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, place)
-        place.chmod(0o644)
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        target.chmod(0o644)
     # The umask of whoever builds must not decide whether the image's user can read its own files.
-    for place in folder.rglob("*/"):
-        place.chmod(0o755)
+    for target in folder.rglob("*/"):
+        target.chmod(0o755)
 
 
 def _extra_locks(extras: tuple[str, ...]) -> list[str]:

@@ -173,19 +173,19 @@ class StoredSource:
             raise SourceUnreachable(f"{address}: cannot be read ({first_line(error)})") from error
 
     def read(self, path: str) -> Iterator[bytes]:
-        place = f"{self.address}/{path}"
+        address = f"{self.address}/{path}"
         try:
-            with self._storage.open(place) as file:
+            with self._storage.open(address) as file:
                 while piece := file.read(_PIECE_BYTES):
                     yield piece
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(place) from error
+            raise FileNotFoundError(address) from error
         except PermissionError as error:
             raise UserError(
-                f"{place}: may not be read ({first_line(error)})", code="fetch-address"
+                f"{address}: may not be read ({first_line(error)})", code="fetch-address"
             ) from error
         except Exception as error:  # every driver has its own errors
-            raise SourceUnreachable(f"{place}: cannot be read ({first_line(error)})") from error
+            raise SourceUnreachable(f"{address}: cannot be read ({first_line(error)})") from error
 
 
 def _checked(address: str) -> SplitResult:

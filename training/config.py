@@ -141,9 +141,9 @@ class Selection:
     test_split: str = ""
 
 
-def _is_within(place: str, folder: Path) -> bool:
+def _is_within(address: str, folder: Path) -> bool:
     """Whether a path is in a folder, as written or by where links lead."""
-    path = Path(place.removeprefix("file://")).expanduser()
+    path = Path(address.removeprefix("file://")).expanduser()
     path_as_written, folder_as_written = (
         Path(os.path.normpath(one.absolute())) for one in (path, folder)
     )
@@ -738,8 +738,8 @@ class TrainConfig(BaseModel):
             "unlabelled",
             "class_weights",
         ):
-            place = Path(getattr(self, flag) or "none").expanduser()
-            if place.exists() and _is_within(str(place), self.output_dir):
+            path = Path(getattr(self, flag) or "none").expanduser()
+            if path.exists() and _is_within(str(path), self.output_dir):
                 raise ValueError(
                     f"{flag_of(flag)} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished "
                     "model replaces; name another --output_dir"

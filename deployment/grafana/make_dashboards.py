@@ -95,9 +95,9 @@ def _laid_out(rows: dict[str, list[Panel]], selected: str) -> list[Json]:
     made: list[Json] = []
     y = 0
     for title, panels in rows.items():
-        place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        position = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
         made.append(
-            {"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": place}
+            {"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": position}
         )
         x, y = 0, y + 1
         height = 4 if panels[0].kind == "stat" else 8

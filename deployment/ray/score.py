@@ -39,10 +39,10 @@ def main() -> None:
         wanted = {"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker}
         everything = {kind: count * options.num_workers for kind, count in wanted.items() if count}
         check_room(f"--num_workers {options.num_workers}", everything)
-    for place in flags[:2]:
-        if not is_local and "://" not in place and not Path(place).is_absolute():
+    for path in flags[:2]:
+        if not is_local and "://" not in path and not Path(path).is_absolute():
             raise UserError(
-                f"{place}: give an absolute path on storage that all machines of the cluster "
+                f"{path}: give an absolute path on storage that all machines of the cluster "
                 "share; a copy that starts "
                 "elsewhere finds it there",
                 code="folder-not-shared",

@@ -141,7 +141,7 @@ def mlops() -> Drawing:
     """What repeats for as long as a model is in use."""
     drawing = Drawing(392, "The loop: train, export, build an image, roll out, watch, collect texts, and train again")
     wide, high, step = 180, 70, 126
-    places = {
+    positions = {
         (0, 0): (BLUE, "train", "on old and new texts,", "then test once"),
         (1, 0): (BLUE, "export", "checks the accuracy", "that int8 costs"),
         (1, 1): (ORANGE, "build an image", "each model has a tag", "of its own"),
@@ -149,7 +149,7 @@ def mlops() -> Drawing:
         (0, 2): (GREEN, "watch", "alerts: errors, queue,", "drift of the labels"),
         (0, 1): (GREEN, "collect texts", "label them, and look for", "errors in old labels"),
     }
-    for (column, row), (fill, *lines) in places.items():
+    for (column, row), (fill, *lines) in positions.items():
         drawing.box(LEFT + 200 * column, 24 + step * row, wide, high, fill, *lines)
     drawing.arrow(200, 59, 218, 59)
     drawing.arrow(220, 59 + 2 * step, 202, 59 + 2 * step)

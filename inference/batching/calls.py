@@ -40,11 +40,11 @@ class Answer:
     forward_s: float
     passages: Sequence[tuple[int, int]] = ()
 
-    def passage(self, place: int) -> tuple[int, int] | None:
+    def passage(self, index: int) -> tuple[int, int] | None:
         """The part of a long text that decided the value at this place; None if the text was read
         as a whole.
         """
-        return self.passages[self.values.decided_by[place]] if self.passages else None
+        return self.passages[self.values.decided_by[index]] if self.passages else None
 
 
 Outcome = Answer | Exception

@@ -65,14 +65,14 @@ class ModelLoader:
         self.reads_pairs = loaded.saved.reads_pairs
         self.engine = loaded.engine
         self.tokens_per_second = loaded.tokens_per_second
-        place = loaded.saved.path
+        folder = loaded.saved.path
         self.info: dict[str, str] = {
-            "name": read_manifest(place).source["name"] if is_artefact(place) else _name(path),
+            "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
             "engine": loaded.engine.name,
             "reason": loaded.reason,
             "precision": loaded.precision,
             "revision": loaded.revision,
-            "path": str(place),
+            "path": str(folder),
         }
 
     def predict(self, text: Text) -> Prediction:

@@ -393,11 +393,11 @@ def _torch_engine(saved: SavedModel, hardware: Hardware, compiled: bool) -> Torc
     except (ImportError, ModelLoadError):
         raise
     except Exception as error:  # every library has its own errors for damaged files
-        place = saved.weights if isinstance(saved.weights, Path) else saved.path
+        source = saved.weights if isinstance(saved.weights, Path) else saved.path
         what = "the weights do not load into the model that config.json describes "
         what += f"({first_line(error)})"
         remedy = "copy the files again, or write them again with what wrote them"
-        raise ModelLoadError(place, what, remedy) from error
+        raise ModelLoadError(source, what, remedy) from error
 
 
 def _version_of(file: Path) -> tuple[int, int, int] | None:

@@ -53,7 +53,7 @@ _PACKAGES = {"openvino": "openvino", "onnx": "onnxruntime", "torch": "torch"}
 
 
 def check_engine(
-    place: Path,
+    path: Path,
     engine: Engine,
     tokenizer: TextTokenizer,
     saved: SavedModel,
@@ -79,24 +79,24 @@ def check_engine(
     num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))
     texts = [" ".join(islice(cycle(_NEWS.split()), count)) for count in num_words]
     token_ids = [encoded.ids for encoded in tokenizer.encode(tokenizer.examples(texts))]
-    alone = np.concatenate([_answers(place, engine, problem_type, [ids]) for ids in token_ids])
+    alone = np.concatenate([_answers(path, engine, problem_type, [ids]) for ids in token_ids])
     if alone.shape[1] != len(saved.labels):
         what = f"{alone.shape[1]} classes in the weights, {len(saved.labels)} labels"
-        raise ModelLoadError(place, what)
+        raise ModelLoadError(path, what)
     if not np.isfinite(alone).all():
         what = "the model answers with NaN because its training diverged"
-        raise ModelLoadError(place, what, "train with a lower learning rate")
-    together = _answers(place, engine, problem_type, token_ids[:3])
+        raise ModelLoadError(path, what, "train with a lower learning rate")
+    together = _answers(path, engine, problem_type, token_ids[:3])
     difference, unit = np.abs(together - alone[:3]).max(), ""
     if problem_type is REGRESSION:
         if spread is None:
             examples = tokenizer.encode(tokenizer.examples(_SPREAD_TEXTS))
-            found = [_answers(place, engine, problem_type, [one.ids]) for one in examples]
+            found = [_answers(path, engine, problem_type, [one.ids]) for one in examples]
             spread = spread_of(np.concatenate([alone, *found]), _LEAST_SPREAD)
         difference, unit = difference / spread, " standard deviations"
     if not difference <= tolerance:  # written so that NaN fails too
         raise ModelLoadError(
-            place,
+            path,
             f"the {engine.name} engine answers a text differently in a batch with longer texts, by "
             f"{difference:.3f}{unit}, more than the {tolerance:.3f} allowed: "
             "the model does not mask padding",
@@ -106,7 +106,7 @@ def check_engine(
 
 
 def _answers(
-    place: Path, engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]
+    path: Path, engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:
     try:
         with np.errstate(invalid="ignore"):  # the caller looks for NaN
@@ -117,7 +117,7 @@ def _answers(
         *others, last = (str(len(ids)) for ids in token_ids)
         lengths = f"texts of {', '.join(others)} and {last}" if others else f"a text of {last}"
         what = f"the {engine.name} engine fails on {lengths} tokens ({first_line(error)})"
-        raise ModelLoadError(place, what, "serve it with another engine") from error
+        raise ModelLoadError(path, what, "serve it with another engine") from error
 
 
 def measure_speed(

@@ -160,10 +160,10 @@ def describe_invalid(error: ValidationError | RequestValidationError) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    place = ".".join(map(str, location))
-    if len(place) > _MAX_PLACE_CHARS:
-        place = place[:_MAX_PLACE_CHARS] + "…"
-    return f"{place}: " if place else ""
+    field = ".".join(map(str, location))
+    if len(field) > _MAX_PLACE_CHARS:
+        field = field[:_MAX_PLACE_CHARS] + "…"
+    return f"{field}: " if field else ""
 
 
 def add_error_handlers(app: FastAPI) -> None:

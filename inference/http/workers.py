@@ -216,7 +216,7 @@ class SupervisorLine:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    place: int  # which of the listening sockets it has
+    slot: int  # which of the listening sockets it has
     pid: int
     connection: socket.socket
     is_serving: bool
@@ -274,8 +274,8 @@ class Supervisor:
             self._metrics.reloads.labels("refused").inc()
         elif self._model is not None:
             self._count_served()
-        for place in range(self._num_workers):
-            self._start(place, is_serving=True)
+        for slot in range(self._num_workers):
+            self._start(slot, is_serving=True)
         what = "listening on %s:%d: %d workers with %d threads each"
         address, port = self._sockets[0].getsockname()[:2]
         logger.info(what, address, port, self._num_workers, self._share.hardware.num_threads)
@@ -378,9 +378,9 @@ class Supervisor:
         started = self._next = []
         self._later(_RELOAD_S, lambda: self._give_up(started, f"not loaded within {_RELOAD_S:g} s"))
         try:
-            for place in range(self._num_workers):
+            for slot in range(self._num_workers):
                 # Not a comprehension: if a fork fails, those before it have to be ended.
-                started.append(self._fork(place, is_serving=False))  # noqa: PERF401
+                started.append(self._fork(slot, is_serving=False))  # noqa: PERF401
         except OSError as error:
             self._give_up(started, f"the system starts no more processes ({error})")
 
@@ -425,7 +425,7 @@ class Supervisor:
 
     # ---- workers
 
-    def _fork(self, place: int, is_serving: bool) -> _Worker:
+    def _fork(self, slot: int, is_serving: bool) -> _Worker:
         """Start a worker, which serves at once, or loads the model and waits for `Serve`."""
         ours, theirs = socket.socketpair()
         # Else the collector in each worker would write to all objects of the model and the program,
@@ -439,7 +439,7 @@ class Supervisor:
             pid = os.fork()
             if pid == 0:
                 ours.close()
-                self._be_worker(place, theirs, is_serving)
+                self._be_worker(slot, theirs, is_serving)
         except OSError:
             ours.close()
             raise
@@ -448,11 +448,11 @@ class Supervisor:
             theirs.close()
         # So that a worker that hangs with a full buffer cannot stop the supervisor for ever.
         ours.settimeout(_ANSWER_S)
-        worker = _Worker(place, pid, ours, is_serving)
+        worker = _Worker(slot, pid, ours, is_serving)
         self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear, worker))
         return worker
 
-    def _be_worker(self, place: int, connection: socket.socket, is_serving: bool) -> NoReturn:
+    def _be_worker(self, slot: int, connection: socket.socket, is_serving: bool) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -462,7 +462,7 @@ class Supervisor:
             # A terminal sends Ctrl-C to the whole process group; it is for the supervisor alone,
             # which lets workers finish.
             os.setpgid(0, 0)
-            self._close_what_others_have(place)
+            self._close_what_others_have(slot)
             # The worker's copy of the pages would keep the old model in memory after the supervisor
             # has dropped it.
             self._model_before = None
@@ -470,7 +470,7 @@ class Supervisor:
             if not is_serving:
                 load_model = _loaded_and_told_to_serve(connection, load_model, self._settings)
             line = SupervisorLine(connection, has_model=not is_serving or self._model is not None)
-            self._run_server(self._share, load_model, line, self._sockets[place])
+            self._run_server(self._share, load_model, line, self._sockets[slot])
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -481,7 +481,7 @@ class Supervisor:
                 sys.stdout.flush()
             os._exit(code)  # what lies below on the stack is the supervisor's
 
-    def _close_what_others_have(self, place: int) -> None:
+    def _close_what_others_have(self, slot: int) -> None:
         """In a worker: close the copies that the fork made of all file descriptors but its own."""
         # With a copy here, another worker's connection would stay open when the supervisor ends.
         for other in [*self._workers, *self._next]:
@@ -489,7 +489,7 @@ class Supervisor:
         # And its port would accept connections until the last copy is closed, long after it has
         # drained, with nobody here to answer them.
         for number, listening in enumerate(self._sockets):
-            if number != place:
+            if number != slot:
                 listening.close()
 
     def _loaded(self, *_: object) -> ModelLoader:
@@ -591,25 +591,25 @@ class Supervisor:
         if self._is_ending or worker.is_leaving:
             return
         life_s = time.monotonic() - worker.started
-        self._start_later(worker.place, life_s, f"worker {worker.pid} ended with {how}")
+        self._start_later(worker.slot, life_s, f"worker {worker.pid} ended with {how}")
 
-    def _start_later(self, place: int, life_seconds: float, reason: str) -> None:
+    def _start_later(self, slot: int, life_seconds: float, reason: str) -> None:
         # A worker that dies at once would do so again, and a loop of forks would take the
         # processors from those that work: the pause doubles with each short life.
         is_short = life_seconds < _SHORT_LIFE_S
         self._num_short_lives = self._num_short_lives + 1 if is_short else 0
         pause = min(_LONGEST_PAUSE_S, 0.1 * 2**self._num_short_lives) if is_short else 0.0
         logger.error("%s; another one replaces it in %.1f s", reason, pause)
-        self._later(pause, functools.partial(self._start, place))
+        self._later(pause, functools.partial(self._start, slot))
 
-    def _start(self, place: int, *, is_serving: bool = False) -> None:
-        is_taken = any(worker.place == place and not worker.is_leaving for worker in self._workers)
+    def _start(self, slot: int, *, is_serving: bool = False) -> None:
+        is_taken = any(worker.slot == slot and not worker.is_leaving for worker in self._workers)
         if self._is_ending or is_taken:  # by a reload
             return
         try:
-            self._workers.append(self._fork(place, is_serving=is_serving))
+            self._workers.append(self._fork(slot, is_serving=is_serving))
         except OSError as error:
-            self._start_later(place, 0.0, f"a worker cannot be started ({error})")
+            self._start_later(slot, 0.0, f"a worker cannot be started ({error})")
 
     def _send(self, worker: _Worker, message: FromSupervisor) -> None:
         try:

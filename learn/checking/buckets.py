@@ -108,7 +108,7 @@ def _wrong_means(seen: Sequence[Seen]) -> Finding | None:
     for step in range(STEPS):
         own = [own_gradients(rank, step) for rank in range(len(seen))]
         held = [one.gradients[step] for one in seen]
-        wrong = [place for place in range(len(SHAPES)) if not _is_mean(place, held, own)]
+        wrong = [index for index in range(len(SHAPES)) if not _is_mean(index, held, own)]
         # The second step catches a solution that is right by its initial state: counters that are
         # not set back, or a list of launched buckets that is never emptied.
         if wrong and step > 0:
@@ -120,14 +120,14 @@ def _wrong_means(seen: Sequence[Seen]) -> Finding | None:
     return None
 
 
-def _is_mean(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> bool:
-    mean = torch.stack(_at(place, own)).mean(0)
-    return same_on_all(_at(place, held), [mean] * len(held))
+def _is_mean(index: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> bool:
+    mean = torch.stack(_at(index, own)).mean(0)
+    return same_on_all(_at(index, held), [mean] * len(held))
 
 
-def _at(place: int, by_rank: Sequence[Gradients]) -> Gradients:
+def _at(index: int, by_rank: Sequence[Gradients]) -> Gradients:
     """One parameter's gradient on each rank."""
-    return [gradients[place] for gradients in by_rank]
+    return [gradients[index] for gradients in by_rank]
 
 
 def _wrong_values(
@@ -137,7 +137,7 @@ def _wrong_values(
 ) -> Finding:
     num_ranks = len(own)
     total = [torch.stack(parts).sum(0) for parts in zip(*own, strict=True)]
-    left = [str(place) for place in wrong if same_on_all(_at(place, held), _at(place, own))]
+    left = [str(index) for index in wrong if same_on_all(_at(index, held), _at(index, own))]
     mistakes = [
         (
             len(left) == len(SHAPES),
@@ -151,7 +151,7 @@ def _wrong_values(
             f"comes last? {WAIT}",
         ),
         (
-            all(same(gradients[place], total[place]) for gradients in held for place in wrong),
+            all(same(gradients[index], total[index]) for gradients in held for index in wrong),
             "forgot to divide",
             f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes "
             "it a mean?",
@@ -159,7 +159,7 @@ def _wrong_values(
         # Rank 0 is the first to call finish(), so if nobody waits, it has its own gradients, and
         # others may be lucky.
         (
-            all(same(held[0][place], own[0][place] / num_ranks) for place in wrong),
+            all(same(held[0][index], own[0][index] / num_ranks) for index in wrong),
             "the sums of the all-reduces are not in .grad when finish returns",
             f"Each gradient is divided, but not summed over the ranks. {WAIT}",
         ),
@@ -236,16 +236,16 @@ def _launched_late(when: Sequence[int], ends: Sequence[int], *, in_order: bool) 
     ]
 
 
-def _example(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> str:
+def _example(index: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> str:
     """The first element of a gradient, on the first rank that has it wrong."""
-    mean = torch.stack(_at(place, own)).mean(0)
-    rank = first_wrong(_at(place, held), [mean] * len(held))
-    found, element = held[rank][place], 0
+    mean = torch.stack(_at(index, own)).mean(0)
+    rank = first_wrong(_at(index, held), [mean] * len(held))
+    found, element = held[rank][index], 0
     if found is not None and found.shape == mean.shape:
         element = (found != mean).flatten().nonzero()[0].item()
-    terms = " + ".join(f"{gradient.flatten()[element].item():g}" for gradient in _at(place, own))
+    terms = " + ".join(f"{gradient.flatten()[element].item():g}" for gradient in _at(index, own))
     now = "None" if found is None else f"{found.flatten()[element].item():g}"
-    where = f"parameter {place}, element {element} of its gradient"
+    where = f"parameter {index}, element {element} of its gradient"
     value = f"({terms}) / {len(own)} = {mean.flatten()[element].item():g}"
     return f"{where}: {value}; rank {rank} has {now}"
 

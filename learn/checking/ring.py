@@ -86,9 +86,9 @@ def _different_bits(held: Sequence[torch.Tensor]) -> Finding | None:
             "Rounding depends on the order of the additions. If each rank adds up for itself, "
             "replicas drift apart: let one rank finish a sum, and the others copy it."
         )
-        place = (other != first).nonzero()[0].item()
-        values = f"{first[place].item():.9g} on rank 0 and {other[place].item():.9g} on rank {rank}"
-        detail = f"element {place} of {len(first)} is {values}"
+        index = (other != first).nonzero()[0].item()
+        values = f"{first[index].item():.9g} on rank 0 and {other[index].item():.9g} on rank {rank}"
+        detail = f"element {index} of {len(first)} is {values}"
         return Finding("the ranks hold different bits", hint, detail)
     return None
 
@@ -135,7 +135,7 @@ def _wrong_sum(
         # wrong.
         if case == 0:
             return _wrong_numbers(before, after, total, detail)
-        shapes = (str(tuple(own[place][0].shape)).replace(",)", ")") for place in (0, case))
+        shapes = (str(tuple(own[index][0].shape)).replace(",)", ")") for index in (0, case))
         problem = "right for a tensor of shape {}, wrong for {}".format(*shapes)
         hint = f"Print the chunks: does each element belong to one, on all ranks? {WAIT}"
         return Finding(problem, hint, detail)
@@ -169,7 +169,7 @@ def _wrong_numbers(
 def _wrong_terms(held: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[str, str]:
     # Of each element on each rank, how often each rank's number is in it.
     values = [pair for tensor in held for pair in enumerate(tensor.tolist())]
-    times = [_times(value, place, len(held)) for place, value in values]
+    times = [_times(value, index, len(held)) for index, value in values]
     if None in times:
         hint = f"Which chunk does a rank receive in a step? {WAIT}"
         return "the numbers are not the sum", hint
@@ -186,13 +186,13 @@ def _wrong_terms(held: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[str
     return "some ranks' numbers are missing from the sum", hint
 
 
-def _times(value: float, place: int, num_ranks: int) -> list[int] | None:
+def _times(value: float, index: int, num_ranks: int) -> list[int] | None:
     """How often each rank's number is in a sum; None if the sum is made of anything else."""
     base = _base(num_ranks)
     if not 0 <= value < base**num_ranks:
         return None
     # Rank r's digit of the sum, divided by the number that rank r had at this place.
-    counts = [divmod(int(value) // base**rank % base, place % 9 + 1) for rank in range(num_ranks)]
+    counts = [divmod(int(value) // base**rank % base, index % 9 + 1) for rank in range(num_ranks)]
     return None if any(rest for _, rest in counts) else [times for times, _ in counts]
 
 
@@ -200,11 +200,11 @@ def _example(own: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> str:
     """The first wrong element of the first rank that has one."""
     total = torch.stack(list(own)).sum(0)
     rank = next(rank for rank, tensor in enumerate(held) if not _close(tensor, total))
-    place = (~_right(held[rank], total)).flatten().nonzero()[0].item()
+    index = (~_right(held[rank], total)).flatten().nonzero()[0].item()
     digits = 15 if total.dtype == torch.float64 else 9
     shown = (*own, total, held[rank])
-    *terms, expected, found = (f"{one.flatten()[place].item():.{digits}g}" for one in shown)
-    return f"element {place}: {' + '.join(terms)} = {expected}; rank {rank} has {found}"
+    *terms, expected, found = (f"{one.flatten()[index].item():.{digits}g}" for one in shown)
+    return f"element {index}: {' + '.join(terms)} = {expected}; rank {rank} has {found}"
 
 
 EXERCISES = {

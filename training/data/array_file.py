@@ -101,24 +101,24 @@ def find_damage(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """An undamaged file; ``places``: dtype, shape and first byte of each array."""
+    """An undamaged file; ``entries``: dtype, shape and first byte of each array."""
 
     path: Path
     about: dict[str, Any]
-    places: dict[str, tuple[str, tuple[int, ...], int]]
+    entries: dict[str, tuple[str, tuple[int, ...], int]]
 
     @classmethod
     def open(cls, path: Path) -> ArrayFile:
         layout, metadata, begin = _read_header(path)
-        places = {
+        entries = {
             name: (DTYPES[one["dtype"]], tuple(one["shape"]), begin + one["data_offsets"][0])
             for name, one in layout.items()
         }
-        return cls(path, json.loads(metadata["about"]), places)
+        return cls(path, json.loads(metadata["about"]), entries)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array, mapped: all processes of a machine share its pages."""
-        dtype, shape, begin = self.places[name]
+        dtype, shape, begin = self.entries[name]
         if 0 in shape:  # of which nothing can be mapped
             return np.empty(shape, dtype)
         # Copy on write, because PyTorch warns of arrays that nobody may write to.

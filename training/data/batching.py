@@ -150,8 +150,8 @@ class LengthBucketSampler:
         for number, label in enumerate(labels):
             rows = numbers[self.balanced == label]
             # Which labels get the one more changes from epoch to epoch.
-            place = (number + self.epoch) % len(labels)
-            count = len(self.lengths) // len(labels) + (place < len(self.lengths) % len(labels))
+            position = (number + self.epoch) % len(labels)
+            count = len(self.lengths) // len(labels) + (position < len(self.lengths) % len(labels))
             # Every row of the label before any of them comes again.
             rounds = [generator.permutation(rows) for _ in range(-(-count // len(rows)))]
             drawn.append(np.concatenate(rounds)[:count])

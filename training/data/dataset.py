@@ -77,7 +77,7 @@ class TextData:
 
     ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them.
     ``num_unlabelled``: how many of the last training rows have no label. ``has_test_rows``: the
-    data brings them; else they are some of its training rows. ``places``: of each split where each
+    data brings them; else they are some of its training rows. ``origins``: of each split where each
     row is, such as ``news.csv line 3``, if they were asked for.
     """
 
@@ -90,7 +90,7 @@ class TextData:
     validation: Rows | None = None
     num_unlabelled: int = 0
     has_test_rows: bool = True
-    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    origins: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def splits(self) -> dict[str, Rows]:
@@ -146,7 +146,7 @@ class LoadOptions:
             remedy=f"name yours with --text_column{labelled}",
             problem_type=self.task.problem_type,
             new_texts=partial(texts_on_disk, self.texts_in) if self.texts_in else list,
-            keeps_places=self.as_found,
+            keeps_origins=self.as_found,
         )
 
 
@@ -334,9 +334,9 @@ def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
     listed = folder / "dataset_dict.json"
     try:
         names = json.loads(listed.read_text())["splits"] if listed.exists() else None
-        places = {split: folder / split for split in names} if names else {"train": folder}
+        origins = {split: folder / split for split in names} if names else {"train": folder}
         return {
-            split: concatenate_datasets(_shards(place, reading)) for split, place in places.items()
+            split: concatenate_datasets(_shards(part, reading)) for split, part in origins.items()
         }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--dataset {name}: {first_line(error)}", code="data-unreadable") from error
@@ -462,12 +462,12 @@ def _assemble(
     options: LoadOptions,
 ) -> TextData:
     """``splits``: by what they are for, their names for people and their rows."""
-    task, places = options.task, {}
+    task, origins = options.task, {}
 
     def read(use: str, *allowed: Any) -> tuple[Sequence[Text], Sequence[Label]]:
         found = reading.usable(*splits[use], *allowed)
         if options.as_found:
-            places[use] = reading.places
+            origins[use] = reading.origins
         return found
 
     def rows_of(use: str, *allowed: Any) -> Rows:
@@ -509,7 +509,7 @@ def _assemble(
         reading.count,
         validation,
         has_test_rows="test" in splits,
-        places=places,
+        origins=origins,
     )
 
 

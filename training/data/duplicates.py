@@ -122,7 +122,7 @@ class Repeats:
         # The first row of each label, by text.
         earlier: defaultdict[Text, dict[bytes, int]] = defaultdict(dict)
         repeating = np.flatnonzero(self._may_repeat[rows])
-        for place, row, label in zip(
+        for position, row, label in zip(
             repeating, rows[repeating], self.labels(rows[repeating]), strict=True
         ):
             same, key = earlier[folded(self.texts[row])], label.tobytes()
@@ -132,7 +132,7 @@ class Repeats:
             others = np.fromiter(same.values(), rows.dtype, len(same))
             is_other = differ(np.full(len(others), row), others)
             if is_other.any():
-                found[place] = others[is_other][0]
+                found[position] = others[is_other][0]
             same.setdefault(key, row)
         if self._shingles is not None:
             near = self._shingles.partners(
@@ -165,14 +165,14 @@ class Repeats:
     def _equal(self, rows: np.ndarray, known: np.ndarray | None) -> np.ndarray:
         found, among = np.full(len(rows), -1, rows.dtype), rows if known is None else known
         # Most rows repeat none, and need no memory here.
-        places, among = np.flatnonzero(self._may_repeat[rows]), among[self._may_repeat[among]]
+        positions, among = np.flatnonzero(self._may_repeat[rows]), among[self._may_repeat[among]]
         if not len(among):
             return found
         # The first row of each hash.
         hashes, firsts = np.unique(self._hashes[among], return_index=True)
-        own = self._hashes[rows[places]]
-        place = np.minimum(np.searchsorted(hashes, own), len(hashes) - 1)
-        found[places] = np.where(hashes[place] == own, among[firsts[place]], -1)
+        own = self._hashes[rows[positions]]
+        position = np.minimum(np.searchsorted(hashes, own), len(hashes) - 1)
+        found[positions] = np.where(hashes[position] == own, among[firsts[position]], -1)
         # The first row of a hash finds itself.
         found[found == rows] = -1
         for i in np.flatnonzero(found >= 0):  # equal hashes are not yet equal texts
@@ -208,8 +208,8 @@ def _occurs_again(hashes: np.ndarray) -> np.ndarray:
     found = np.zeros(len(hashes), dtype=bool)
     for start in range(0, len(hashes) if len(repeated) else 0, ROWS_PER_CHUNK):
         some = hashes[start : start + ROWS_PER_CHUNK]
-        place = np.minimum(np.searchsorted(repeated, some), len(repeated) - 1)
-        found[start : start + ROWS_PER_CHUNK] = repeated[place] == some
+        position = np.minimum(np.searchsorted(repeated, some), len(repeated) - 1)
+        found[start : start + ROWS_PER_CHUNK] = repeated[position] == some
     return found
 
 
@@ -241,8 +241,8 @@ class Shingles:
         # Three words become one number of 64 bits, in which two different triples practically never
         # meet.
         mixed = words[starts].astype(np.uint64)
-        for place, factor in enumerate(_MIX, start=1):
-            mixed = mixed * factor + words[starts + place].astype(np.uint64)
+        for position, factor in enumerate(_MIX, start=1):
+            mixed = mixed * factor + words[starts + position].astype(np.uint64)
         rows = np.repeat(np.arange(num_rows), np.maximum(lengths - WORDS_PER_SHINGLE + 1, 0))
         del words, starts, starts_here
         kinds, triples = np.unique(mixed, return_inverse=True)
@@ -322,9 +322,9 @@ class Shingles:
         entries = _spread(self.offsets[ours], sizes[ours])
         # The keys of our triples as they would be in the other row; each is there or not.
         wanted = self.keys[entries] + np.repeat((theirs - ours) * self.num_kinds, sizes[ours])
-        place = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        position = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
         pair = np.repeat(np.arange(len(ours)), sizes[ours])
-        common = np.bincount(pair, weights=self.keys[place] == wanted, minlength=len(ours))
+        common = np.bincount(pair, weights=self.keys[position] == wanted, minlength=len(ours))
         similar = np.zeros(len(total), dtype=bool)
         similar[possible] = common >= needed[possible]
         return similar

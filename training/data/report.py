@@ -146,7 +146,7 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     repeats = Repeats(data, near=True)
     train, *others = repeats.rows
     held_out = {split: repeats.rows[split] for split in others if len(repeats.rows[split])}
-    places = list(chain.from_iterable(data.places.get(split, ()) for split in data.splits))
+    origins = list(chain.from_iterable(data.origins.get(split, ()) for split in data.splits))
     figures: dict[str, Any] = {
         "data": data.name,
         "task": config.task,
@@ -164,7 +164,7 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
         faults["leakage"] = Fault.among(repeats, leaking, lambda rows: repeats.partners(rows, kept))
     label_of = _label_of(repeats, task)
     figures |= {
-        name: one.record(repeats, places.__getitem__, label_of, None)
+        name: one.record(repeats, origins.__getitem__, label_of, None)
         for name, one in faults.items()
     }
     if task.has_labels:
@@ -213,11 +213,11 @@ def _place_of(repeats: Repeats) -> PlaceOf:
     """Where a row is in its split, such as "test row 3", by its number through all splits."""
     firsts = {split: int(rows[0]) for split, rows in repeats.rows.items() if len(rows)}
 
-    def place(row: int) -> str:
+    def origin(row: int) -> str:
         split = max((split for split in firsts if firsts[split] <= row), key=firsts.__getitem__)
         return f"{split} row {row - firsts[split] + 1:,}"
 
-    return place
+    return origin
 
 
 def _label_of(repeats: Repeats, task: type[Task]) -> PlaceOf | None:

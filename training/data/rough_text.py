@@ -36,9 +36,9 @@ _WORDS_PER_ERROR = 10
 _MOST_WORDS = 10
 _KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 _NEIGHBOURS = {
-    letter: row[max(0, place - 1) : place] + row[place + 1 : place + 2]
+    letter: row[max(0, position - 1) : position] + row[position + 1 : position + 2]
     for row in _KEYBOARD
-    for place, letter in enumerate(row)
+    for position, letter in enumerate(row)
 }
 
 
@@ -120,11 +120,11 @@ def rough_version(text: Text, seed: int, row: int) -> Text:
     """A training text as somebody might type it: mostly cut short, some with other changes too."""
     draw = random.Random(f"rough {seed} {row}")
     # One draw decides between the cuts, so a text gets one of them at most.
-    place, rough = draw.random(), text
+    position, rough = draw.random(), text
     for probability, cut in _CUTS:
-        if 0 <= place < probability:
+        if 0 <= position < probability:
             rough = cut(text, seed, row)
-        place -= probability
+        position -= probability
     for probability, change in _MORE:
         if draw.random() < probability:
             rough = change(rough, seed, row)
@@ -155,8 +155,13 @@ def _each(text: Text, change: Callable[[str], str]) -> Text:
 
 
 def _mistype(word: str, draw: random.Random) -> str:
-    place = draw.randrange(len(word) - 1)
-    before, one, other, after = word[:place], word[place], word[place + 1], word[place + 2 :]
+    position = draw.randrange(len(word) - 1)
+    before, one, other, after = (
+        word[:position],
+        word[position],
+        word[position + 1],
+        word[position + 2 :],
+    )
     changes = [
         before + other + one + after,
         before + other + after,

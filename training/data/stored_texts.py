@@ -105,14 +105,14 @@ class StoredTexts(Sequence[Text]):
     def __len__(self) -> int:
         return self._num_texts // self.width
 
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
             return self._read(start, max(start, stop))[::step]
-        if not -len(self) <= place < len(self):
-            raise IndexError(place)
-        place = int(place) % len(self)
-        return self._read(place, place + 1)[0]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index = int(index) % len(self)
+        return self._read(index, index + 1)[0]
 
     def __iter__(self) -> Iterator[Text]:
         start = 0
@@ -165,16 +165,16 @@ def _decoded_plain(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def _read_exactly(file: BinaryIO, num_bytes: int, place: int) -> bytes:
+def _read_exactly(file: BinaryIO, num_bytes: int, index: int) -> bytes:
     pieces = []
     while num_bytes:
         # System calls and not a mapping, whose pages would count as memory of this process. pread
         # needs no position, which texts and offsets in one file would have to share. One call
         # returns at most 2 GiB.
-        pieces.append(os.pread(file.fileno(), num_bytes, place))
+        pieces.append(os.pread(file.fileno(), num_bytes, index))
         if not pieces[-1]:
             raise OSError(errno.EIO, "ends before the texts that it should hold")
-        place, num_bytes = place + len(pieces[-1]), num_bytes - len(pieces[-1])
+        index, num_bytes = index + len(pieces[-1]), num_bytes - len(pieces[-1])
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
@@ -191,17 +191,17 @@ class JoinedTexts(Sequence[Text]):
     def __iter__(self) -> Iterator[Text]:
         return chain.from_iterable(self._parts)
 
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
             cuts = [
                 np.clip((start, max(start, stop)), *ends) - ends[0]
                 for ends in pairwise(self._firsts)
             ]
             found = (part[int(a) : int(b)] for part, (a, b) in zip(self._parts, cuts, strict=True))
             return list(chain.from_iterable(found))[::step]
-        part = int(np.searchsorted(self._firsts, place, side="right")) - 1
-        return self._parts[part][int(place) - int(self._firsts[part])]
+        part = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self._parts[part][int(index) - int(self._firsts[part])]
 
 
 class ChosenTexts(Sequence[Text]):
@@ -224,9 +224,9 @@ class ChosenTexts(Sequence[Text]):
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, place: int | slice) -> Any:
-        rows = self._index[place].tolist()
-        if isinstance(place, slice):
+    def __getitem__(self, index: int | slice) -> Any:
+        rows = self._index[index].tolist()
+        if isinstance(index, slice):
             return list(map(self._change, self._read(rows), rows))
         return self._change(self._texts[rows], rows)
 

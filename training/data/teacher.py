@@ -61,10 +61,10 @@ class TeacherAnswers:
     def of(self, rows: np.ndarray) -> np.ndarray:
         """The mean over the teachers: (rows, labels), in the order of the data's labels."""
         # The rows are ascending, so a search takes the place of a table as long as the data.
-        places = np.searchsorted(self.rows, rows)
+        positions = np.searchsorted(self.rows, rows)
         return np.mean(
             [
-                answers[places][:, order]
+                answers[positions][:, order]
                 for answers, order in zip(self.answers, self.orders, strict=True)
             ],
             axis=0,

@@ -205,20 +205,20 @@ def load_tokenizer(
         parts = chain.from_iterable(map(texts_in, train_texts))
         return _train_wordpiece(map(cleaner(cleaning), parts), max_length)
 
-    place = model_place(model)
+    source = model_place(model)
 
     def ask() -> PreTrainedTokenizerBase:
         # Asked for first and separately, because without a network AutoTokenizer would wait for one
         # file after the other.
         version = {"revision": revision} if revision else {}
         config = json.loads(
-            Path(cached_file(place, "config.json", **version)).read_text(encoding="utf-8")
+            Path(cached_file(source, "config.json", **version)).read_text(encoding="utf-8")
         )
         has_file = cached_file(
-            place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **version
+            source, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **version
         )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **version)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **version)
         except Exception as error:
             if has_file or "trust_remote_code" in str(error):
                 raise
@@ -499,7 +499,7 @@ def read_tokens(folder: Path, key: str) -> TokenizedData:
     about = cached.about
 
     def rows(split: str) -> TokenizedRows:
-        parts = [*PARTS, *(["copies_of"] if f"{split}.copies_of" in cached.places else [])]
+        parts = [*PARTS, *(["copies_of"] if f"{split}.copies_of" in cached.entries else [])]
         arrays = {part: cached[f"{split}.{part}"] for part in parts}
         return TokenizedRows(**arrays, num_cut=about["cut"][split], window=about.get("window", 0))
 
@@ -527,8 +527,8 @@ def read_texts(folder: Path, key: str) -> TextData | None:
     about, file = cached.about, cached.path.open("rb")
 
     def rows(split: str) -> Rows:
-        begin = cached.places[f"{split}.texts"][2]
-        _, (count,), begin_offsets = cached.places[f"{split}.text_offsets"]
+        begin = cached.entries[f"{split}.texts"][2]
+        _, (count,), begin_offsets = cached.entries[f"{split}.text_offsets"]
         texts = StoredTexts(file, file, count - 1, begin, begin_offsets, about["width"][split])
         return Rows(texts, cached[f"{split}.labels"][: len(texts)])
 

@@ -84,7 +84,7 @@ def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> Text
     """
     flag = "unlabelled" if config.unlabelled else "distill_texts"
     asked = f"--{flag} {getattr(config, flag)}"
-    place = Path(getattr(config, flag)).expanduser()
+    path = Path(getattr(config, flag)).expanduser()
     # Columns of a second text stand behind that of a label. There is none to read, so a column of
     # the text takes its place, and what it says there is ignored.
     columns = Columns(
@@ -98,8 +98,8 @@ def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> Text
         problem_type=PLAIN_TEXT,
         new_texts=partial(texts_on_disk, cache_dir),
     )
-    files = (read_file(file, reading) for file in _files_in(place, reading.formats, asked))
-    texts, _ = reading.usable(str(place), chain.from_iterable(files))
+    files = (read_file(file, reading) for file in _files_in(path, reading.formats, asked))
+    texts, _ = reading.usable(str(path), chain.from_iterable(files))
 
     num_labelled = len(data.train)
     # A text that any row has already is left out: in the validation or test rows it would make
@@ -107,7 +107,7 @@ def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> Text
     fresh, num_new = _fresh_rows(replace(data, train=_joined(data.train, texts)), num_labelled)
     if not len(fresh):
         raise UserError(f"{asked}: all of its texts are already in the data", code="data-empty")
-    note = f"{len(fresh):,} texts without a label from {place}"
+    note = f"{len(fresh):,} texts without a label from {path}"
     if left_out := num_new - len(fresh):
         why = "because the data or an earlier line has the same text"
         note += f"; {left_out:,} are left out, {why}"
@@ -120,13 +120,13 @@ def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> Text
     )
 
 
-def _files_in(place: Path, formats: Sequence[str], asked: str) -> list[Path]:
-    if place.is_file():
-        return [place]
-    if found := sorted(one for one in place.glob("*") if one.suffix in formats):
+def _files_in(path: Path, formats: Sequence[str], asked: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if found := sorted(one for one in path.glob("*") if one.suffix in formats):
         return found
     what = f"the folder has no file that ends in {', '.join(formats)}"
-    what = what if place.is_dir() else "no such file or folder"
+    what = what if path.is_dir() else "no such file or folder"
     raise UserError(f"{asked}: {what}", code="data-not-found")
 
 

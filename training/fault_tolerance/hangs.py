@@ -154,9 +154,14 @@ def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds
         if records := _flight_records():
             waits = any(_is_under_way(record["entries"]) for record in records)
     path = record_path(run_dir, status.rank)
-    place = {"rank": status.rank, "host": status.host, "pid": status.pid, "restart": status.restart}
-    place |= {"phase": phases.now, "step": phases.step}
-    place |= {"seconds": round(seconds, 1), "waits": waits}
+    process = {
+        "rank": status.rank,
+        "host": status.host,
+        "pid": status.pid,
+        "restart": status.restart,
+    }
+    process |= {"phase": phases.now, "step": phases.step}
+    process |= {"seconds": round(seconds, 1), "waits": waits}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".txt").open("w", encoding="utf-8") as file:
@@ -164,7 +169,7 @@ def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds
             file.write(f"rank {status.rank}: {position} for {seconds:.0f} s\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        record = json.dumps(place | {"flight_records": records}, indent=1)
+        record = json.dumps(process | {"flight_records": records}, indent=1)
         write_whole(path, record.encode(), sync=False)
     return waits
 

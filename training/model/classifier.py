@@ -435,15 +435,15 @@ def _load_network(
     if name == TINY:
         network = auto.from_config(_tiny_config(task, vocab_size, about))
         return network, [], list(network.state_dict())
-    place, asked = model_place(name), f"--model {name}"
+    source, asked = model_place(name), f"--model {name}"
     about |= {"revision": revision} if revision else {}
-    generator, dtype = torch.get_rng_state(), stored_dtype(place, revision)
-    reading, notes = read_network(auto, place, asked, dtype, **about)
+    generator, dtype = torch.get_rng_state(), stored_dtype(source, revision)
+    reading, notes = read_network(auto, source, asked, dtype, **about)
     # Loading may have downloaded the model, or a newer version of it. Only now can its file say
     # what it holds, so it is read again, with the same draws for the new head.
-    if (now := stored_dtype(place, revision)) != dtype:
+    if (now := stored_dtype(source, revision)) != dtype:
         torch.set_rng_state(generator)
-        reading, notes = read_network(auto, place, asked, now, **about)
+        reading, notes = read_network(auto, source, asked, now, **about)
     if reading.network.dtype != torch.float32:
         # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)

@@ -42,13 +42,13 @@ class DropoutStream:
         self.seed, self.step, self.first_row = seed, step, first_row
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def position(self) -> tuple[int, int, int]:
         return self.seed, self.step, self.first_row
 
     def seed_torch(self, *more: int) -> None:
         """Seed torch's own generators by this position, the tensor-parallel rank and ``more``."""
         split = () if self.tensor_rank is None else (self.tensor_rank,)
-        torch.manual_seed(hash((*self.place, *more, *split)) % 2**63)
+        torch.manual_seed(hash((*self.position, *more, *split)) % 2**63)
 
     def draws(self, site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -138,12 +138,12 @@ class RowDropout(nn.Module):
     ) -> torch.Tensor:
         if self.part is None:
             return draw(shape)
-        dim, place, parts = self.part
+        dim, position, parts = self.part
         size = shape[dim]
         # Every rank draws the whole mask, so that all ranks agree with a run without tensor
         # parallelism.
         whole = torch.Size((*shape[:dim], size * parts, *shape[dim:][1:]))
-        return draw(whole).narrow(dim, place * size, size)
+        return draw(whole).narrow(dim, position * size, size)
 
 
 class _Masked(torch.autograd.Function):
@@ -165,12 +165,12 @@ class _Masked(torch.autograd.Function):
 
 def use_row_dropout(model: nn.Module) -> DropoutStream:
     stream = DropoutStream()
-    places = [
+    positions = [
         (parent, name, child.p)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Dropout
     ]
-    for site, (parent, name, p) in enumerate(places):
+    for site, (parent, name, p) in enumerate(positions):
         setattr(parent, name, RowDropout(p, site, stream))
     return stream

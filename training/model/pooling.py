@@ -39,13 +39,13 @@ POOLING_KEY = "pooling"
 MEAN_WEIGHT = 32.0
 
 
-def trained_pooling(place: Path) -> str | None:
+def trained_pooling(folder: Path) -> str | None:
     """How the texts of the encoder in this folder were pooled when it was trained, if its files say
     so.
     """
-    if _read(place / "config.json").get(POOLING_KEY) == POOLER:
+    if _read(folder / "config.json").get(POOLING_KEY) == POOLER:
         return POOLER
-    about = _read(place / POOLING_FILE)
+    about = _read(folder / POOLING_FILE)
     if about.get("pooling_mode_cls_token"):
         return FIRST
     return MEAN if about.get("pooling_mode_mean_tokens") else None

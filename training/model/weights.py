@@ -78,7 +78,7 @@ class Reading:
 
 
 def read_network(
-    auto: Any, place: str, asked: str, dtype: torch.dtype = torch.float32, **settings: Any
+    auto: Any, source: str, asked: str, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Reading, list[str]]:
     """A network with the weights of a folder or hub model, and lines about them that the user
     should see.
@@ -91,14 +91,14 @@ def read_network(
         OSError, ValueError: the model cannot be found or read.
     """
     notes, generator = [], torch.get_rng_state()
-    reading = _read(auto, place, dtype, settings)
+    reading = _read(auto, source, dtype, settings)
     if (missing := reading.lost(reading.missing)) and (prefix := _wrapper(reading, missing)):
         # Wrappers such as DDP, torch.compile and Lightning write the names of their attributes
         # before each name.
         wrapped = prefix.removesuffix(reading.base)
         target = "" if wrapped != prefix else reading.base
         torch.set_rng_state(generator)
-        reading = _read(auto, place, dtype, settings, {f"^{re.escape(wrapped)}": target})
+        reading = _read(auto, source, dtype, settings, {f"^{re.escape(wrapped)}": target})
         what = f"The names of the weights of {asked} begin with {wrapped!r}"
         notes.append(f"{what}, which was removed")
     _check_fit(reading, asked)
@@ -108,13 +108,13 @@ def read_network(
 
 def _read(
     auto: Any,
-    place: str,
+    source: str,
     dtype: torch.dtype,
     settings: Mapping[str, Any],
     renamed: Mapping[str, str] | None = None,
 ) -> Reading:
     network, found = auto.from_pretrained(
-        place,
+        source,
         ignore_mismatched_sizes=True,  # a head of another task; the rest is checked
         dtype=dtype,
         use_safetensors=True,

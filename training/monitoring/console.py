@@ -336,8 +336,10 @@ class PlainBar(ProgressBar):
         self._next_time = time.monotonic() + PLAIN_SECONDS
         self._not_printed = None
         share = format_percent(metrics.step / self._total_steps, digits=0)
-        place = f"step {metrics.step:,}/{self._total_steps:,} ({share})  epoch {metrics.epoch}"
-        self._console.say("  ".join([place, *_figures(metrics), self._eta(metrics.step)]).rstrip())
+        progress = f"step {metrics.step:,}/{self._total_steps:,} ({share})  epoch {metrics.epoch}"
+        self._console.say(
+            "  ".join([progress, *_figures(metrics), self._eta(metrics.step)]).rstrip()
+        )
 
 
 def _figures(metrics: StepMetrics) -> list[str]:

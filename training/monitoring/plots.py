@@ -127,8 +127,8 @@ def draw_search(
         grid = figure.add_gridspec(1 + rows, columns, height_ratios=[1.25, *[1] * rows])
         axes = figure.add_subplot(grid[0, :])
         _by_trial(axes, trials, shown, metric, theme)
-        for place, name in enumerate(fields):
-            row, column = divmod(place, columns)
+        for index, name in enumerate(fields):
+            row, column = divmod(index, columns)
             panel = figure.add_subplot(grid[1 + row, column], sharey=axes)
             _by_field(
                 panel, shown, name, theme, is_log=name in log_scaled, inches=SEARCH_WIDTH / columns
@@ -208,13 +208,13 @@ def _by_field(
 
 
 def _trial_points(
-    axes: Axes, trials: Sequence[SearchedTrial], places: Sequence[Any], theme: Theme
+    axes: Axes, trials: Sequence[SearchedTrial], positions: Sequence[Any], theme: Theme
 ) -> None:
     fillings = {"finished": theme.first, "pruned": theme.surface}
     for state, filling in fillings.items():
         points = [
             (x, trial.value)
-            for x, trial in zip(places, trials, strict=True)
+            for x, trial in zip(positions, trials, strict=True)
             if trial.state == state
         ]
         if points:
@@ -226,7 +226,7 @@ def _trial_points(
                 label=state,
             )
     if trials and trials[0].state == "finished":
-        axes.plot(places[0], trials[0].value, "o", color=theme.second)
+        axes.plot(positions[0], trials[0].value, "o", color=theme.second)
 
 
 def _loss(curves: Curves, theme: Theme) -> Figure:

@@ -215,9 +215,9 @@ def _part_of(name: str, tensor: torch.Tensor | None) -> Part:
     # of it.
     if not isinstance(tensor, DTensor):
         return name, ()
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    shards = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     return name, tuple(
-        -1 if placement.is_replicate() else coordinate for coordinate, placement in places
+        -1 if placement.is_replicate() else coordinate for coordinate, placement in shards
     )
 
 

@@ -93,7 +93,7 @@ class StatusFile(Subscriber):
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks, phases: Phases) -> None:
-        place = (
+        identity = (
             ranks.rank,
             platform.node(),
             os.getpid(),
@@ -101,7 +101,7 @@ class StatusFile(Subscriber):
             ranks.world_size,
             ranks.restart,
         )
-        self.status = RankStatus(*place)
+        self.status = RankStatus(*identity)
         self._run_dir, self._path = run_dir, status_path(run_dir, ranks.rank)
         self._phases = phases
         self._averaged_from = 0  # the step after which the phases are averaged

@@ -46,7 +46,7 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
         again = (
             forward
             if torch.compiler.is_compiling()
-            else partial(_at_position, forward, stream, stream.place)
+            else partial(_at_position, forward, stream, stream.position)
         )
         return checkpoint(again, *args, use_reentrant=False, **contexts, **kwargs)
 
@@ -56,13 +56,13 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
 def _at_position(
     forward: Callable[..., Any],
     stream: DropoutStream,
-    place: tuple[int, int, int],
+    position: tuple[int, int, int],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Run with the stream at its former position: in a pipeline, other micro-batches run between the two passes."""
-    now = stream.place
-    stream.move(*place)
+    now = stream.position
+    stream.move(*position)
     try:
         return forward(*args, **kwargs)
     finally:

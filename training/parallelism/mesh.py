@@ -56,10 +56,10 @@ class MeshStrategy(Strategy):
         return parts
 
     def _stages(self, model: NewsClassifier) -> list[Stage]:
-        config, place, degree = self.config, self.coordinates["pp"], self.dims.pp
+        config, index, degree = self.config, self.coordinates["pp"], self.dims.pp
         check_pipeline(config, degree)
         where = f"--pp {degree} --pp_schedule {config.pp_schedule}"
-        indices = stages_of(config.pp_schedule, place, degree)
+        indices = stages_of(config.pp_schedule, index, degree)
         stages = split_stages(model, indices, degree * len(indices), where)
         self.stage_group = self.mesh["pp"].get_group()
         sequence_parts = self.dims.tp if config.sequence_parallel else 1
@@ -152,4 +152,4 @@ class MeshStrategy(Strategy):
 
     @property
     def holds_full_weights(self) -> bool:
-        return all(place == 0 for dim, place in self.coordinates.items() if dim != "pp")
+        return all(index == 0 for dim, index in self.coordinates.items() if dim != "pp")

@@ -108,7 +108,7 @@ class Pipeline:
         self._checks = {}
         for stage in self.stages:
             stage.precision = precision
-            stage.places = iter([(seed, step, batch.first_row) for batch in micro_batches])
+            stage.positions = iter([(seed, step, batch.first_row) for batch in micro_batches])
         inputs = (
             [torch.cat([batch.input_ids for batch in micro_batches])]
             if self.stages[0].is_first

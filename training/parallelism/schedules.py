@@ -109,14 +109,14 @@ def order_of_actions(
         ]
     count = stages_per_rank or kind.stages_per_rank
     # All that a schedule needs to know about a stage to order its actions.
-    place: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_stages": count * num_ranks,
         "group_size": num_ranks,
         "group_rank": 0,
         "submod": None,
     }
     order = get_schedule_class(kind.torch_name)(
-        [SimpleNamespace(**place) for _ in range(count)], micro_batches
+        [SimpleNamespace(**fields) for _ in range(count)], micro_batches
     )
     return [
         [

@@ -25,7 +25,7 @@ class Stage(nn.Module):
         self.network = self._cut(model, blocks)
         self.precision = "fp32"
         # (seed, step, first row) of the coming micro-batches, in order.
-        self.places: Iterator[tuple[int, int, int]] = iter(())
+        self.positions: Iterator[tuple[int, int, int]] = iter(())
 
     def _cut(self, model: NewsClassifier, blocks: range) -> nn.Module:
         shared = (*model.parameters(), *model.buffers(), model.dropout_stream)
@@ -52,7 +52,7 @@ class Stage(nn.Module):
             hidden), in fp32.
         """
         if self.training:
-            self.seed_dropout(*next(self.places))
+            self.seed_dropout(*next(self.positions))
         # Here, and not around the whole step: a backward pass runs in the dtypes of its forward
         # pass.
         with autocast(self.precision, states.device):

@@ -192,7 +192,7 @@ def _with_schedules(shape: ModelShape, layout: Layout) -> Iterator[Layout]:
 class Stage:
     """A pipeline stage, or all stages of a rank; ``first`` holds the embeddings, ``last`` the head."""
 
-    place: int
+    index: int
     blocks: int
     first: bool
     last: bool
@@ -219,7 +219,7 @@ def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
     # training/parallelism/stages.py.
     def cut(of_last: int) -> tuple[int, ...]:
         share, more = divmod(shape.layers - of_last, count - 1)
-        return (*(share + (place >= count - 1 - more) for place in range(count - 1)), of_last)
+        return (*(share + (index >= count - 1 - more) for index in range(count - 1)), of_last)
 
     def costs(counts: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
         found = [*counts[:-1], counts[-1] - 1 + last_block + language_head]

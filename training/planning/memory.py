@@ -213,7 +213,7 @@ def estimate_stage(
     )
     # A last block that reads one token keeps a quarter: what its keys and values need.
     blocks = stage.blocks - (0.75 if stage.last and shape.reads_first_token_only else 0)
-    held = tokens * blocks * kept_bytes(block, layout) * in_flight(layout, stage.place)
+    held = tokens * blocks * kept_bytes(block, layout) * in_flight(layout, stage.index)
     recomputed = tokens * recomputed_bytes(block, layout)
     outside, logits = (tokens * part for part in _outside_blocks(shape, layout, stage))
 
@@ -297,7 +297,7 @@ def _communication_bytes(
     words = shape.vocab * shape.hidden / layout.tp if stage.first else 0.0
     copies = width * (whole - words)
     if layout.activation_checkpointing == "none":
-        return (copies * in_flight(layout, stage.place),) * 3
+        return (copies * in_flight(layout, stage.index),) * 3
     return copies, width * (outer - words), width * (outer - words + block)
 
 

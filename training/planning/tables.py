@@ -45,9 +45,9 @@ class _Table:
             return
         title = f"{self.title} (simulated)"
         table = Table(title=title, title_justify="left", title_style="bold", box=None)
-        for place, name in enumerate(self.header):
-            cells = [row[place] for row in self.rows if row[place]]
-            has_figures = place > 0 and all(cell[0].isdigit() for cell in cells)
+        for column, name in enumerate(self.header):
+            cells = [row[column] for row in self.rows if row[column]]
+            has_figures = column > 0 and all(cell[0].isdigit() for cell in cells)
             table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
@@ -153,8 +153,8 @@ def _traffic(answer: Answer) -> _Table:
     header = ("layout", "collective", "calls", "GB in the node", "GB between nodes", "s")
     rows = []
     for plan in answer.best:
-        for place, transfer in enumerate(plan.transfers):
-            name = "" if place else plan.layout.name
+        for column, transfer in enumerate(plan.transfers):
+            name = "" if column else plan.layout.name
             collective = f"{transfer.collective} over {transfer.dimension}"
             in_node, between = transfer.bytes - transfer.between_nodes, transfer.between_nodes
             volume = (f"{in_node / 1e9:,.2f}", f"{between / 1e9:,.2f}")

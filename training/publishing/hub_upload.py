@@ -133,12 +133,12 @@ def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:
     try:
         with writing_folder(folder) as aside:
             for name, source in files.items():
-                place = aside / name
-                place.parent.mkdir(parents=True, exist_ok=True)
+                target = aside / name
+                target.parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(source, Path):
-                    shutil.copyfile(source, place)
+                    shutil.copyfile(source, target)
                 else:
-                    place.write_bytes(source)
+                    target.write_bytes(source)
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror})", code="not-writable"

@@ -83,13 +83,13 @@ def without_local_paths(files: Files) -> dict[str, Path | bytes]:
 
 def _renamed(source: Path | bytes, where: list[str], keys: tuple[str, ...]) -> Path | bytes:
     content = _read(source)
-    place: Any = content
+    section: Any = content
     for step in where:
-        place = place.get(step, {})
-    changes = {key: public_name(place[key]) for key in keys if isinstance(place.get(key), str)}
-    if all(place[key] == value for key, value in changes.items()):
+        section = section.get(step, {})
+    changes = {key: public_name(section[key]) for key in keys if isinstance(section.get(key), str)}
+    if all(section[key] == value for key, value in changes.items()):
         return source
-    place |= changes
+    section |= changes
     return _write(content)
 
 

@@ -111,10 +111,10 @@ class Suspects:
         found = np.concatenate(ranks.gather(new))
         # By step, then by row: the sums are the same on any number of ranks, to the last bit.
         found = found[np.lexsort(found.T[::-1])]
-        place = self._places(found[:, 1].astype(np.int64))
-        np.add.at(self._rows, (place, LOG_PROBABILITIES), found[:, 2].astype(np.float32))
-        np.add.at(self._rows, (place, COUNT), 1)
-        self._rows[place, OTHER] = found[:, 3]
+        position = self._places(found[:, 1].astype(np.int64))
+        np.add.at(self._rows, (position, LOG_PROBABILITIES), found[:, 2].astype(np.float32))
+        np.add.at(self._rows, (position, COUNT), 1)
+        self._rows[position, OTHER] = found[:, 3]
 
     def end_epoch(self) -> None:
         """From now on, leave out the rows that are flagged, or lower their weight."""
@@ -190,15 +190,15 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     ids = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index]).astype(
         np.int64
     )
-    places = np.repeat(np.arange(num_rows), rows.lengths[index])  # of the row that a token is in
+    positions = np.repeat(np.arange(num_rows), rows.lengths[index])  # of the row that a token is in
 
     # Features are tokens, and pairs of them under numbers above those of all tokens. Each counts
     # once per row.
-    is_pair = (places[1:] == places[:-1]) & (len(ids) <= MOST_TOKENS)
+    is_pair = (positions[1:] == positions[:-1]) & (len(ids) <= MOST_TOKENS)
     pairs = ((1 + ids[:-1]) * (1 + ids.max()) + ids[1:])[is_pair]
     found, features = np.unique(np.concatenate([ids, pairs]), return_inverse=True)
-    features += np.concatenate([places, places[1:][is_pair]]) * len(found)
-    places, features = np.divmod(np.unique(features), len(found))
+    features += np.concatenate([positions, positions[1:][is_pair]]) * len(found)
+    positions, features = np.divmod(np.unique(features), len(found))
 
     # A feature that occurs in one row only says nothing about others. Of the rest, the most
     # frequent are kept, as many as fit into memory.
@@ -208,23 +208,23 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     number, counts = np.full(len(found), -1), counts[kept]
     number[kept] = np.arange(len(kept))
     is_kept = number[features] >= 0
-    places, features = places[is_kept], number[features[is_kept]]
+    positions, features = positions[is_kept], number[features[is_kept]]
 
     weights = np.log((1 + num_rows) / (1 + counts))[features]
-    squares = np.bincount(places, weights**2, minlength=num_rows)
-    weights /= np.sqrt(np.maximum(squares, 1e-12))[places]
+    squares = np.bincount(positions, weights**2, minlength=num_rows)
+    weights /= np.sqrt(np.maximum(squares, 1e-12))[positions]
 
-    answers, own = np.zeros((num_rows, num_labels)), labels[places]
+    answers, own = np.zeros((num_rows, num_labels)), labels[positions]
     sums = np.bincount(
         own * len(kept) + features, weights, minlength=num_labels * len(kept)
     ).reshape(num_labels, -1)
-    totals = np.bincount(places, weights, minlength=num_rows)
+    totals = np.bincount(positions, weights, minlength=num_rows)
     for label in range(num_labels):
         # Without what the row itself has added, and smoothed.
         others = sums[label, features] - weights * (own == label) + SMOOTHING
         total = sums[label].sum() - totals * (labels == label) + SMOOTHING * len(kept)
         answers[:, label] = np.bincount(
-            places, weights * np.log(others / total[places]), minlength=num_rows
+            positions, weights * np.log(others / total[positions]), minlength=num_rows
         )
     return log_softmax(SHARPNESS * answers)
 

@@ -196,19 +196,19 @@ def _check_ends(
 
 
 def _describe(problem: Mapping[str, Any]) -> str:
-    place = [
+    path = [
         str(part)
         for part in problem["loc"]
         if part not in ("range", "list", "str") and "[" not in str(part)
     ]
     if problem["type"] == "extra_forbidden":
-        known = SearchSpace.model_fields if len(place) == 1 else Range.model_fields
-        near = near_names(place[-1], known)
-        return f"no key {'.'.join(place)!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+        known = SearchSpace.model_fields if len(path) == 1 else Range.model_fields
+        near = near_names(path[-1], known)
+        return f"no key {'.'.join(path)!r}{f'; did you mean {near[0]!r}?' if near else ''}"
     what = "is missing" if problem["type"] == "missing" else invalid_value(problem)
     if problem["type"] == "model_type":
         what = "must be a list of values, or {low: ..., high: ...}"
-    return f"{'.'.join(place)}: {what}"
+    return f"{'.'.join(path)}: {what}"
 
 
 def make_dimensions(space: SearchSpace, where: str) -> dict[str, BaseDistribution]:
@@ -256,11 +256,11 @@ def config_of(
     space: SearchSpace, values: Mapping[str, Any], output_dir: Path, where: str
 ) -> TrainConfig:
     given = {**space.config, **values, "best_metric": space.metric, "output_dir": output_dir}
-    places = dict.fromkeys(space.config, f"{where}: config") | dict.fromkeys(
+    origins = dict.fromkeys(space.config, f"{where}: config") | dict.fromkeys(
         values, f"{where}: search"
     )
     try:
-        return make_config(given, places)
+        return make_config(given, origins)
     except UserError as error:
         prefix = "" if str(error).startswith(where) else f"{where}: "
         raise UserError(f"{prefix}{error}", code=error.code) from None

@@ -129,8 +129,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     """The rank of each value; equal values share the mean of theirs."""
     # The ranks of a run of c equal values that ends at rank n are n - c + 1 to n; their mean is
     # n - (c - 1) / 2.
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[group]
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

@@ -112,8 +112,8 @@ class NativeEngine:
     def image(self, pointer_bytes: int = 8) -> Image:
         """Pack the model for a machine with addresses of this size."""
 
-        def aligned(place: int, alignment: int = pointer_bytes) -> int:
-            return -(-place // alignment) * alignment
+        def aligned(position: int, alignment: int = pointer_bytes) -> int:
+            return -(-position // alignment) * alignment
 
         # Floats, then all int8 weights together, and the word embeddings last: a page receives
         # those in another form, and appends them.
@@ -121,46 +121,46 @@ class NativeEngine:
         others += self._rotations.values()
         int8 = [array for array in others if array.dtype == np.int8]
         arrays = [*(array for array in others if array.dtype != np.int8), *int8, self.words]
-        size, places = 0, {}
+        size, offsets = 0, {}
         for address, num_bytes in (
             (ctypes.addressof(self._model), ctypes.sizeof(self._model)),
             (ctypes.addressof(self._blocks), ctypes.sizeof(self._blocks)),
             *((array.ctypes.data, array.nbytes) for array in arrays),
         ):
-            places[address] = aligned(size, _ALIGNMENT)
-            size = places[address] + num_bytes
+            offsets[address] = aligned(size, _ALIGNMENT)
+            size = offsets[address] + num_bytes
         memory, pointers = bytearray(size), []
         for array in arrays:
-            place = places[array.ctypes.data]
-            memory[place : place + array.nbytes] = array.tobytes()
+            position = offsets[array.ctypes.data]
+            memory[position : position + array.nbytes] = array.tobytes()
 
-        def put(structure: ctypes.Structure, place: int) -> int:
+        def put(structure: ctypes.Structure, position: int) -> int:
             """Return where it ends: like this machine's C compiler, but pointers may be shorter."""
-            place = aligned(place)
+            position = aligned(position)
             for name, kind in structure._fields_:
                 value = getattr(structure, name)
                 if isinstance(value, ctypes.Structure):
-                    place = put(value, place)
+                    position = put(value, position)
                 elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
-                    place = aligned(place)
+                    position = aligned(position)
                     if value:
-                        offset = places[_address(value)]
-                        memory[place : place + pointer_bytes] = offset.to_bytes(
+                        offset = offsets[_address(value)]
+                        memory[position : position + pointer_bytes] = offset.to_bytes(
                             pointer_bytes, "little"
                         )
-                        pointers.append(place)
-                    place += pointer_bytes
+                        pointers.append(position)
+                    position += pointer_bytes
                 else:
-                    memory[place : place + 4] = bytes(kind(value))
-                    place += 4
-            return aligned(place)
+                    memory[position : position + 4] = bytes(kind(value))
+                    position += 4
+            return aligned(position)
 
         put(self._model, 0)
-        place = places[ctypes.addressof(self._blocks)]
+        position = offsets[ctypes.addressof(self._blocks)]
         for block in self._blocks:
-            place = put(block, place)
+            position = put(block, position)
         return Image(
-            bytes(memory), pointers, places[int8[0].ctypes.data], places[self.words.ctypes.data]
+            bytes(memory), pointers, offsets[int8[0].ctypes.data], offsets[self.words.ctypes.data]
         )
 
     def _check(self, batch: TokenBatch) -> None:
@@ -348,7 +348,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         except RecursionError as error:
             raise ValueError(f"{path.name} has a header that is nested too deep") from error
         header.pop("__metadata__", None)
-        # Small arrays of odd sizes shift all that follow, so it is the largest that gets its place.
+        # Small arrays of odd sizes shift all that follow, so it is the largest that gets its position.
         offsets = (entry["data_offsets"] for entry in header.values())
         begins = {end - begin: begin for begin, end in offsets}
         data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes

@@ -67,10 +67,10 @@ class NumpyEngine(NativeEngine):
         # The texts of a batch lie one behind another without padding: text i is the tokens from
         # starts[i] to starts[i + 1]. `places` has each token's position in its own text.
         starts = np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int32)
-        places = np.concatenate([np.arange(length) for length in batch.lengths])
-        hidden = entering = self._embedded(batch, starts, places)  # (tokens, width)
+        positions = np.concatenate([np.arange(length) for length in batch.lengths])
+        hidden = entering = self._embedded(batch, starts, positions)  # (tokens, width)
         for index in range(self._shape.num_layers):
-            hidden, entering = self._block(index, hidden, entering, starts, places)
+            hidden, entering = self._block(index, hidden, entering, starts, positions)
         if self._shape.mean_pool:
             lengths = batch.lengths[:, None].astype(np.float32)
             hidden = np.add.reduceat(hidden, starts[:-1]) / lengths
@@ -82,7 +82,7 @@ class NumpyEngine(NativeEngine):
         hidden: Floats,
         entering: Floats,
         starts: NDArray[np.int32],
-        places: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> tuple[Floats, Floats]:
         """One transformer block. Returns the sum that the next block adds to, and what enters its
         products, which are two arrays only in families that normalise before a product.
@@ -91,7 +91,7 @@ class NumpyEngine(NativeEngine):
         is_last = index == shape.num_layers - 1
         # The classifier reads first tokens only, so the last block computes nothing else.
         asking = starts[:-1] if is_last and not shape.mean_pool else np.arange(len(hidden))
-        context = self._context(index, entering, asking, starts, places)
+        context = self._context(index, entering, asking, starts, positions)
         hidden = hidden[asking] + self._linear_of(prefix + "attention_out", context)
         entering = self._normalised(prefix + "attention_norm", hidden)
         if not norm_first:
@@ -111,20 +111,20 @@ class NumpyEngine(NativeEngine):
         entering: Floats,
         asking: NDArray[np.int64],
         starts: NDArray[np.int32],
-        places: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> Floats:
         """Self-attention of the tokens ``asking``, each over its own text: (asking, width)."""
         prefix = f"block.{index}."
         key, value = np.split(self._linear_of(prefix + "key_value", entering), 2, axis=1)
         query = self._linear_of(prefix + "query", entering[asking])
         if theta := self._shape.rotary_thetas[index]:
-            turns = self._rotations[theta][places]
+            turns = self._rotations[theta][positions]
             query, key = self._rotated(query, turns[asking]), self._rotated(key, turns)
         context = np.empty_like(query)
         for start, stop in pairwise(starts):
             own = slice(*np.searchsorted(asking, (start, stop)))  # this text's part of `asking`
             context[own] = self._attended(
-                index, query[own], key[start:stop], value[start:stop], places[asking[own]]
+                index, query[own], key[start:stop], value[start:stop], positions[asking[own]]
             )
         return context
 
@@ -138,18 +138,18 @@ class NumpyEngine(NativeEngine):
         return pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
 
     def _embedded(
-        self, batch: TokenBatch, starts: NDArray[np.int32], places: NDArray[np.int64]
+        self, batch: TokenBatch, starts: NDArray[np.int32], positions: NDArray[np.int64]
     ) -> Floats:
         shape, ids = self._shape, batch.ids.astype(np.int32)
         states = self.words[ids].astype(np.float32)
         if shape.family.position_embeddings:
-            rows = places
+            rows = positions
             if shape.padding_id is not None:
                 # The table's first row is for padding alone, and the others count without it.
                 is_padding = ids == shape.padding_id
                 before = np.cumsum(is_padding) - is_padding
                 before -= np.repeat(before[starts[:-1]], batch.lengths)
-                rows = np.where(is_padding, 0, places - before + 1)
+                rows = np.where(is_padding, 0, positions - before + 1)
             if shape.separator is not None:
                 is_second = mark_second_texts(ids, starts, shape.separator) >= SECOND_TEXT
                 rows = rows + is_second * (shape.num_positions + (shape.padding_id is not None))

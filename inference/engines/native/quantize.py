@@ -148,8 +148,8 @@ class _Reader:
         module = getattr(self._family, part)
         joined = [name for name in order if getattr(self._family, name) == module]
         weight, bias = self.linear(prefix + module)
-        place = joined.index(part)
-        return np.split(weight, len(joined))[place], np.split(bias, len(joined))[place]
+        at = joined.index(part)
+        return np.split(weight, len(joined))[at], np.split(bias, len(joined))[at]
 
     def norm(self, name: str, module: str) -> dict[str, NDArray[np.float32]]:
         gain = self.tensor(f"{module}.weight")

@@ -48,17 +48,17 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     # milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
     whole = cast("Answer", answers[0])
-    place = answering.place_of(whole.values, body.label)
-    value = whole.values[place]
+    index = answering.place_of(whole.values, body.label)
+    value = whole.values[index]
     # One list per part of a pair, with a weight per word: those of a group share what it weighs.
     weights: list[list[float]] = [[] for _ in spans]
     for (part, num_words, _), answer in zip(shortened, answers[1:], strict=True):
         # If nothing is left to read, nothing speaks for any label.
-        without = answering.without_words(value) if answer is None else answer.values[place]
+        without = answering.without_words(value) if answer is None else answer.values[index]
         weights[part] += [(value - without) / num_words] * num_words
     explanation = render(parts, served, whole)
     if body.label is not None or answering.problem_type is MULTI_LABEL:
-        explanation["explained"] = answering.labels[place]
+        explanation["explained"] = answering.labels[index]
     words = [_words(*one) for one in zip(texts_in(text), spans, weights, strict=True)]
     return explanation | dict(zip(("words", "pair_words"), words, strict=False))
 
@@ -83,7 +83,7 @@ def _without_each(
     # A group never spans two texts, so a pair may take one more pass than the groups of all its
     # words together.
     size = max(1, math.ceil(sum(nums_read) / max(1, max_passes - len(parts) + 1)))
-    for place, (part, words, num_read) in enumerate(zip(parts, spans, nums_read, strict=True)):
+    for index, (part, words, num_read) in enumerate(zip(parts, spans, nums_read, strict=True)):
         for first in range(0, num_read, size):
             after = min(first + size, num_read)
             # What follows moves up into the model's limit, so a little more is needed than was
@@ -92,8 +92,8 @@ def _without_each(
             remaining = part[: words[first][0]] + part[words[after - 1][1] : end]
             whole: Text = remaining
             if len(parts) == 2:
-                whole = (remaining, parts[1]) if place == 0 else (parts[0], remaining)
-            shortened.append((place, after - first, whole))
+                whole = (remaining, parts[1]) if index == 0 else (parts[0], remaining)
+            shortened.append((index, after - first, whole))
     return shortened
 
 

@@ -194,20 +194,20 @@ def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[
         RefusedTextError: the lengths do not add up, or there are too many texts or too long ones.
     """
     texts: list[str] = []
-    place = 0
-    while place < len(data):
+    offset = 0
+    while offset < len(data):
         if len(texts) == max_texts:
             raise RefusedTextError(
                 "too_many_texts",
                 f"data has more entries than the maximum of {max_texts}; send more batches",
             )
-        if place + 4 > len(data):
+        if offset + 4 > len(data):
             raise RefusedTextError(
                 "invalid_request", "the tensor ends within the length of an element"
             )
-        (length,) = struct.unpack_from("<I", data, place)
-        place += 4 + length
-        if place > len(data):
+        (length,) = struct.unpack_from("<I", data, offset)
+        offset += 4 + length
+        if offset > len(data):
             raise RefusedTextError("invalid_request", "the tensor ends within an element")
         if length > max_text_chars * _MAX_UTF8_BYTES:
             line = (
@@ -215,5 +215,5 @@ def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[
                 "can have; shorten it"
             )
             raise RefusedTextError("text_too_long", line)
-        texts.append(data[place - length : place].decode("utf-8"))
+        texts.append(data[offset - length : offset].decode("utf-8"))
     return texts

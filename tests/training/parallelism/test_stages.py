@@ -65,7 +65,7 @@ def test_stages_one_after_the_other_give_the_logits_of_the_model_with_its_dropou
 
     states = ids
     for stage in _all_stages(model, 3):
-        stage.places = iter([(11, 2, 8)])
+        stage.positions = iter([(11, 2, 8)])
         states = stage(states, mask)
 
     torch.testing.assert_close(states, expected, rtol=0, atol=1e-6)

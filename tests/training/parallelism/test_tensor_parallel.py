@@ -214,7 +214,7 @@ def _gradients_in_fp32(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
     ids, mask, labels = small_batch()
     states = ids
     for stage in stages:
-        stage.places = iter([(SEED, 0, FIRST_ROW)])
+        stage.positions = iter([(SEED, 0, FIRST_ROW)])
         states = stage(states, mask)
     F.cross_entropy(states, labels).backward()
     parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
