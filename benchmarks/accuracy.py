@@ -1,6 +1,7 @@
 """How accurate are trained models, compared with TF-IDF and a linear SVM fitted on the same rows?
 
-Nothing is fine-tuned here: the models' own metrics.json are read, and the baseline is fitted and tested.
+Nothing is fine-tuned here: the models' own metrics.json are read, and the baseline is fitted and
+tested.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def main() -> None:
     data = load_data(options.dataset, LoadOptions(seed=options.seed))
     for folder, entry in zip(options.models, entries, strict=True):
         if entry.test["rows"] != len(data.test):
-            message = f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}"
+            message = (
+                f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has "
+                f"{len(data.test)}"
+            )
             raise UserError(message, code="benchmark-input")
     entries = [fit_baseline(data, options), *entries]
     facts = harness.measurement_facts(MODULE, (*harness.PACKAGES, "scikit-learn"))

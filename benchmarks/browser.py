@@ -1,4 +1,5 @@
-"""How fast does a browser run a model with our kernels, and how fast with onnxruntime-web, on one page?
+"""How fast does a browser run a model with our kernels, and how fast with onnxruntime-web, on one
+page?
 
 Needs a model with both artefacts, Chromium, the package playwright, and onnxruntime-web from npm:
 npm install onnxruntime-web@1.30, then give its node_modules as --node_modules.
@@ -119,7 +120,10 @@ def write_site(site: Path, model: Path, node_modules: Path) -> str:
     """Put the page, the model for both engines and onnxruntime-web into a folder; returns the latter's version."""
     package = node_modules / "onnxruntime-web"
     if not (package / "dist" / "ort.wasm.min.mjs").is_file():
-        what = f"--node_modules {node_modules}: has no onnxruntime-web; npm install onnxruntime-web@1.30"
+        what = (
+            f"--node_modules {node_modules}: has no onnxruntime-web; npm install "
+            "onnxruntime-web@1.30"
+        )
         raise UserError(what, code="benchmark-input")
     onnx = model / "onnx" / "model.onnx"
     if not onnx.is_file():

@@ -1,7 +1,7 @@
 """Does a run with a time budget end on time, and could other flags have made more of the same time?
 
-The command line of a user is started as a process, and its whole time counts: start, training, test, report. A variant
-that sets a flag keeps it; what it leaves out, the budget chooses.
+The command line of a user is started as a process, and its whole time counts: start, training,
+test, report. A variant that sets a flag keeps it; what it leaves out, the budget chooses.
 """
 
 from __future__ import annotations

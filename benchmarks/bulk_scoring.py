@@ -1,7 +1,8 @@
 """How fast are files scored, compared with the engine alone, and in how much memory?
 
-The engine alone runs the same rows in the same forward passes on the same threads, but from token ids that are in
-memory already. What scoring adds is reading, cleaning, tokenizing and writing, which share the cores with it.
+The engine alone runs the same rows in the same forward passes on the same threads, but from token
+ids that are in memory already. What scoring adds is reading, cleaning, tokenizing and writing,
+which share the cores with it.
 """
 
 from __future__ import annotations
@@ -226,7 +227,10 @@ def render(run: dict[str, Any]) -> str:
             "ratio": lambda case: _ratios(case, "rows_per_second"),
             "CPU ratio": lambda case: _ratios(case, "rows_per_cpu_second"),
         }
-        page += f"## Speed\n\n{harness.table(columns, speed['cases'])}\n{harness.fact_list(speed['facts'])}\n"
+        page += (
+            "## "
+            f"Speed\n\n{harness.table(columns, speed['cases'])}\n{harness.fact_list(speed['facts'])}\n"
+        )
     if memory:
         columns = {
             "rows": lambda case: f"{case['rows']:,}",

@@ -1,4 +1,5 @@
-"""What are fewer calls and overlap worth: data parallelism by hand against DDP, taking the same steps alternately?
+"""What are fewer calls and overlap worth: data parallelism by hand against DDP, taking the same
+steps alternately?
 
 With ``--cifar10``, also what one and two ranks learn from CIFAR-10.
 """

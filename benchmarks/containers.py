@@ -1,6 +1,8 @@
-"""Runs an image without a container engine: in its own read-only root, as its own user, as the first process.
+"""Runs an image without a container engine: in its own read-only root, as its own user, as the
+first process.
 
-buildah unpacks the root and the kernel's namespaces do the rest, so it works on machines where no engine can run.
+buildah unpacks the root and the kernel's namespaces do the rest, so it works on machines where no
+engine can run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Does the data report find planted faults, how long does it take, and how good is its prediction for twice the rows?
+"""Does the data report find planted faults, how long does it take, and how good is its prediction
+for twice the rows?
 
-Faults are planted at random in rows that have none: equal texts and near duplicates among the training rows, training
-texts among the test rows, and training texts under another label.
+Faults are planted at random in rows that have none: equal texts and near duplicates among the
+training rows, training texts among the test rows, and training texts under another label.
 """
 
 from __future__ import annotations

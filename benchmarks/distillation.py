@@ -1,7 +1,7 @@
 """What does a distilled student keep of its teacher's accuracy, and how much faster does it answer?
 
-One student keeps three of the teacher's blocks, another is the starter, which is also trained on labels only. Every
-model then answers files with ``python -m inference.score``, as a user would.
+One student keeps three of the teacher's blocks, another is the starter, which is also trained on
+labels only. Every model then answers files with ``python -m inference.score``, as a user would.
 """
 
 from __future__ import annotations

@@ -189,7 +189,10 @@ def goals_table(goals: Iterable[Goal]) -> str:
 def measurement_facts(module: str, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Facts about this measurement: date, commit, command, machine and the packages' versions."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cpu = f"{cpu_name()}, {usable_cpus()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
+    cpu = (
+        f"{cpu_name()}, {usable_cpus()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in "
+        "hardware"
+    )
     versions = [
         f"Python {platform.python_version()}",
         *(f"{name} {_version(name)}" for name in packages),

@@ -1,7 +1,8 @@
 """How large is the served image, how soon is it ready, and how much memory does it take?
 
-Each model gets an image, built with buildah as `make image` builds it, and is run in its own read-only root by the
-image's own command, with files in the page cache. Arguments after `--` are the builder's.
+Each model gets an image, built with buildah as `make image` builds it, and is run in its own
+read-only root by the image's own command, with files in the page cache. Arguments after `--` are
+the builder's.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def _base(flags: list[str]) -> str:
 
 def _described_base(container: containers.Container) -> str:
     """The base as an image on it sees it: another system may have been tagged with its name."""
-    code = "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.base_prefix)"
+    code = (
+        "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], "
+        "sys.base_prefix)"
+    )
     system, _, prefix = container.run("python", "-c", code).stdout.strip().rpartition(" ")
     return f"{system} with Python in {prefix}"
 

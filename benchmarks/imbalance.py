@@ -1,7 +1,7 @@
 """What do class weights and balanced batches gain where two labels are rare?
 
-Two of four labels keep only a twentieth of the training rows that the other two have. The test rows stay as they are,
-so that rare and frequent labels are measured equally well.
+Two of four labels keep only a twentieth of the training rows that the other two have. The test rows
+stay as they are, so that rare and frequent labels are measured equally well.
 """
 
 from __future__ import annotations

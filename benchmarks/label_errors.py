@@ -1,7 +1,9 @@
-"""How many wrong labels does a run find by itself, what does that cost, and what does it gain to train without them?
+"""How many wrong labels does a run find by itself, what does that cost, and what does it gain to
+train without them?
 
-A share of the training rows gets another label, drawn at random. Only these planted errors count as errors, although
-the data has wrong labels of its own, so the precision on the page is a lower bound.
+A share of the training rows gets another label, drawn at random. Only these planted errors count as
+errors, although the data has wrong labels of its own, so the precision on the page is a lower
+bound.
 """
 
 from __future__ import annotations

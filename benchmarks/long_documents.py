@@ -1,7 +1,8 @@
 """What is lost if long texts are cut, and do windows find it?
 
-There are no articles among the data of this project, so they are made of AG News: each joins several texts about the
-world with one about another topic, at a random place. That topic is the label, so what decides may be anywhere.
+There are no articles among the data of this project, so they are made of AG News: each joins
+several texts about the world with one about another topic, at a random place. That topic is the
+label, so what decides may be anywhere.
 """
 
 from __future__ import annotations

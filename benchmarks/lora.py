@@ -1,6 +1,7 @@
 """What does LoRA save against full fine-tuning, and what does it cost in accuracy?
 
-Both train the same encoder on the same rows, which are drawn with the seed, and are tested on the same test rows.
+Both train the same encoder on the same rows, which are drawn with the seed, and are tested on the
+same test rows.
 """
 
 from __future__ import annotations

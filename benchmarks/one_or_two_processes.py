@@ -1,8 +1,9 @@
-"""What does a second process bring a user: whole runs of the trainer on real rows, with the same global batch?
+"""What does a second process bring a user: whole runs of the trainer on real rows, with the same
+global batch?
 
-On CPUs every process is pinned to its own cores, so that two processes on one core each are compared with one process
-on one core and with one process on both. On GPUs every process has one. A machine fills the table of what it has; the
-other table stays as it was.
+On CPUs every process is pinned to its own cores, so that two processes on one core each are
+compared with one process on one core and with one process on both. On GPUs every process has one. A
+machine fills the table of what it has; the other table stays as it was.
 """
 
 from __future__ import annotations

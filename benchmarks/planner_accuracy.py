@@ -1,4 +1,5 @@
-"""The planner's error against real steps on this machine's processes, and against runs that others published.
+"""The planner's error against real steps on this machine's processes, and against runs that others
+published.
 
 python -m benchmarks.planner_accuracy          # the published runs; real steps as last measured
 python -m benchmarks.planner_accuracy --real   # measures those too: minutes, on a machine that does nothing else

@@ -122,7 +122,10 @@ def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: s
         time.sleep(0.05)
     failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
     if failed is not None:
-        message = f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last_line(errors[failed])})"
+        message = (
+            f"{what}: rank {failed} ended with code {processes[failed].returncode} "
+            f"({last_line(errors[failed])})"
+        )
         raise TrainingFailure(message, code="benchmark-failed")
 
 

@@ -30,7 +30,9 @@ class Comparison:
     measured: float  # tokens per second per GPU
     memory: float | None  # bytes, if they are published
     held_out: bool  # the planner's constants were set without a look at it
-    is_chosen: bool  # the source leaves out the micro-batch or the checkpointing; the plan has the fastest that fits
+    # The source leaves out the micro-batch or the checkpointing; the plan has the fastest that
+    # fits.
+    is_chosen: bool
 
     @property
     def predicted(self) -> float:

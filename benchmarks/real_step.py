@@ -1,6 +1,8 @@
-"""A real step of a shape and a layout on this machine's processes: what it held, and how long it took.
+"""A real step of a shape and a layout on this machine's processes: what it held, and how long it
+took.
 
-torchrun --standalone --nproc_per_node=2 -m benchmarks.real_step memory --asked '{"shape": {...}, "layout": {...}}'
+torchrun --standalone --nproc_per_node=2 -m benchmarks.real_step memory --asked '{"shape": {...},
+"layout": {...}}'
 """
 
 from __future__ import annotations

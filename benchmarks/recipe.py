@@ -1,7 +1,8 @@
-"""What do the defaults reach, on data sets of other kinds and with few rows, beside what takes seconds?
+"""What do the defaults reach, on data sets of other kinds and with few rows, beside what takes
+seconds?
 
-Every run is a command without any flag but data and encoder. Results are kept beside the page, and what is there is not
-measured again.
+Every run is a command without any flag but data and encoder. Results are kept beside the page, and
+what is there is not measured again.
 """
 
 from __future__ import annotations

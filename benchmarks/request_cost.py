@@ -1,7 +1,7 @@
 """What does a request cost the server besides the model's own work, and what do two workers gain?
 
-The model is replaced by an engine that costs nothing: what is left is HTTP, JSON, tokenizing, batching, metrics and the
-log. The client is wrk, which has to be installed (apt-get install wrk).
+The model is replaced by an engine that costs nothing: what is left is HTTP, JSON, tokenizing,
+batching, metrics and the log. The client is wrk, which has to be installed (apt-get install wrk).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How do throughput and the memory of a rank change with processes and strategies, on this machine's CPU?
+"""How do throughput and the memory of a rank change with processes and strategies, on this
+machine's CPU?
 
-Every layout trains the same global batches from the same random weights; the layouts alternate within a round. Writes a
-page with a table and a figure, and next to it the rounds as JSON.
+Every layout trains the same global batches from the same random weights; the layouts alternate
+within a round. Writes a page with a table and a figure, and next to it the rounds as JSON.
 """
 
 from __future__ import annotations

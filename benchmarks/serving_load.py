@@ -1,8 +1,10 @@
-"""How fast is our server, compared with others under the same load, with the same weights, in the same run?
+"""How fast is our server, compared with others under the same load, with the same weights, in the
+same run?
 
-Writes a page of tables, and next to it the rounds as JSON, after every round: if a run is cut short, the page of the
-finished rounds remains. The page has a section for each instruction set that was measured. A server takes about eight
-loads' time per round: three rounds of seven servers take a quarter of an hour with `--seconds 4`.
+Writes a page of tables, and next to it the rounds as JSON, after every round: if a run is cut
+short, the page of the finished rounds remains. The page has a section for each instruction set that
+was measured. A server takes about eight loads' time per round: three rounds of seven servers take a
+quarter of an hour with `--seconds 4`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many texts per second does a server answer on one core and on more, with how much memory?
 
-What a container is sized by: a server has some cores to itself, as in a container with that limit; the client takes the
-others, and shares them only when the server has all. Writes the page and, next to it, the rounds as JSON, after every
-round.
+What a container is sized by: a server has some cores to itself, as in a container with that limit;
+the client takes the others, and shares them only when the server has all. Writes the page and, next
+to it, the rounds as JSON, after every round.
 """
 
 from __future__ import annotations

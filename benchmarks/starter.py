@@ -1,4 +1,5 @@
-"""What does the starter reach with few rows and in little time, beside an encoder from scratch and other encoders?
+"""What does the starter reach with few rows and in little time, beside an encoder from scratch and
+other encoders?
 
 Every figure is on all test rows of the data, which neither the starter nor its vocabulary has seen.
 """

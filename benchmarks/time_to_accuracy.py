@@ -1,6 +1,8 @@
-"""How many seconds until so much accuracy? Ours beside a linear model, static embeddings, Trainer and SetFit.
+"""How many seconds until so much accuracy? Ours beside a linear model, static embeddings, Trainer
+and SetFit.
 
-Every line is a new process, timed from its start until it has answered all test rows, on the same machine.
+Every line is a new process, timed from its start until it has answered all test rows, on the same
+machine.
 """
 
 from __future__ import annotations

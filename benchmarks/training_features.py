@@ -1,7 +1,8 @@
-"""What features of training cost or save, a question each: balance, compression, async_saving, restart, ...
+"""What features of training cost or save, a question each: balance, compression, async_saving,
+restart, ...
 
-Each question alternates its variants on this machine's processes and writes a page of its own. The ranks' side of a
-question, if it has one, is the function whose name ends in ``_rank``.
+Each question alternates its variants on this machine's processes and writes a page of its own. The
+ranks' side of a question, if it has one, is the function whose name ends in ``_rank``.
 """
 
 from __future__ import annotations
@@ -135,7 +136,10 @@ def balance(options: Namespace) -> None:
             and record["step"] % first["steps_per_epoch"]
         ]
         if not steps:
-            message = f"--epochs {options.epochs}: below {FIRST_BALANCED_STEP} steps; raise it or lower --batch_size"
+            message = (
+                f"--epochs {options.epochs}: below {FIRST_BALANCED_STEP} steps; raise it or lower "
+                "--batch_size"
+            )
             raise UserError(message, code="flag-value")
         seconds = sum(first["global_batch"] / record["samples_per_second"] for record in steps)
         share = first["speeds"][-1] if first["speeds"] else 1 / num_ranks
@@ -297,7 +301,10 @@ def async_saving(options: Namespace) -> None:
             )
         rows.append([str(layout), *(cell(results) for cell in columns.values())])
         harness.report(", ".join(rows[-1]))
-        runs = f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens per rank per step"
+        runs = (
+            f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens per rank "
+            "per step"
+        )
         body = harness.markdown_table(["processes × threads", *columns], rows)
         write(options, "Saving during training", ASYNC_SAVING, runs, body)
 
@@ -444,7 +451,10 @@ def restart(options: Namespace) -> None:
                     (e["kind"], e["restart"]) == (kind, restart) for e in read_events(run_dir)
                 ):
                     if run.poll() is not None or time.monotonic() > end:
-                        message = f"the run ended or did not recover within {RECOVERY_TIMEOUT:.0f} s ({last_line(log)})"
+                        message = (
+                            f"the run ended or did not recover within {RECOVERY_TIMEOUT:.0f} s "
+                            f"({last_line(log)})"
+                        )
                         raise TrainingFailure(message, code="benchmark-failed")
                     # Reading the events takes time from the cores that are measured.
                     time.sleep(0.1)

@@ -1,7 +1,7 @@
 """How fast does training run on this machine's CPU, compared with the usual training loops?
 
-Writes a page of tables, and next to it the rounds as JSON, from which the page is written after every round: sizes and
-datasets measured earlier stay on it.
+Writes a page of tables, and next to it the rounds as JSON, from which the page is written after
+every round: sizes and datasets measured earlier stay on it.
 """
 
 from __future__ import annotations
@@ -220,7 +220,10 @@ def render(section: dict[str, Any]) -> str:
             "tokens already cached.\n"
         )
         header = ["command", "seconds to the first optimizer step", "range", "rounds"]
-        return f"## Start-up\n\n{harness.fact_list(section['facts'])}\n{note}\n{harness.markdown_table(header, [row])}"
+        return (
+            "## "
+            f"Start-up\n\n{harness.fact_list(section['facts'])}\n{note}\n{harness.markdown_table(header, [row])}"
+        )
     rounds, blocks = section["rounds"], SIZES[section["size"]]
     family, width, note = "DistilBERT", blocks.hidden_dim, ""
     if section.get("task") == CausalLanguageModel.name:

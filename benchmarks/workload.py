@@ -148,7 +148,10 @@ def make_workload(
         raise UserError(message, code="benchmark-input")
     most = (len(data.train) - WARMUP_ROWS) // GLOBAL_BATCH * GLOBAL_BATCH
     if most < GLOBAL_BATCH:
-        message = f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} needed"
+        message = (
+            f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} "
+            "needed"
+        )
         raise UserError(message, code="rows-too-few")
     if most < num_rows:
         report(f"{data.name}: timing {most} rows, not {num_rows}: the others are needed to warm up")

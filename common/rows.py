@@ -129,10 +129,11 @@ TEXT_AND_LABEL = Columns()
 class Layout:
     """How a delimited text file is laid out.
 
-    ``positions``: the positions of text, label and second text in a row, or None for AG News' layout
-    (class, title, description), which has no header. ``first``: the line of the header, or of the
-    first row if there is none. ``surplus``: how many empty fields each row has behind those of the
-    header, because its lines end with a separator. ``spaced``: a space follows each separator.
+    ``positions``: the positions of text, label and second text in a row, or None for AG News'
+    layout (class, title, description), which has no header. ``first``: the line of the header, or
+    of the first row if there is none. ``surplus``: how many empty fields each row has behind those
+    of the header, because its lines end with a separator. ``spaced``: a space follows each
+    separator.
     """
 
     separator: str

@@ -1,4 +1,5 @@
-"""Move a route's requests to a canary step by step, and all of them back if it fails more often or is slower.
+"""Move a route's requests to a canary step by step, and all of them back if it fails more often or
+is slower.
 
 python deployment/canary.py ROUTE --namespace NAMESPACE --prometheus URL
 """
@@ -89,7 +90,10 @@ class Route:
             names = [backend["name"] for backend in backends]
             if {self.stable, self.canary} <= set(names):
                 if len(names) > 2:
-                    what = f"has backends other than {self.stable} and {self.canary}; only two can share the requests"
+                    what = (
+                        f"has backends other than {self.stable} and {self.canary}; only two can "
+                        "share the requests"
+                    )
                     raise UserError(f"httproute {self.name}: {what}", code="canary-route")
                 for position, name in enumerate(names):
                     pointer = f"{path}/{position}"
@@ -152,7 +156,10 @@ class Rule:
         if canary.ready == 0:
             return "none of its servers is ready"
         if canary.failed > stable.failed + self.most_failed:
-            return f"it fails {canary.failed:.2%} of its requests, the stable servers {stable.failed:.2%}"
+            return (
+                f"it fails {canary.failed:.2%} of its requests, the stable servers "
+                f"{stable.failed:.2%}"
+            )
         if canary.p99_s is None or stable.p99_s is None or canary.p99_s <= _ALWAYS_FAST_ENOUGH_S:
             return None
         if canary.p99_s > stable.p99_s * self.most_slower:
@@ -310,7 +317,10 @@ def _roll_back(route: Route) -> None:
         else:
             print(f"{route.stable} gets all requests again", flush=True)
             return
-    what = f"{route.canary}: NOT rolled back ({reason}); set its weight to 0 with kubectl edit httproute {route.name}"
+    what = (
+        f"{route.canary}: NOT rolled back ({reason}); set its weight to 0 with kubectl edit "
+        f"httproute {route.name}"
+    )
     raise CanaryFailure(what)
 
 

@@ -1,6 +1,8 @@
-"""What a billion texts cost to classify, and how long they take: python -m deployment.costs [--texts 1e9].
+"""What a billion texts cost to classify, and how long they take: python -m deployment.costs
+[--texts 1e9].
 
-Every figure is simulated: a measured rate per core times the cores of machines that nobody has tried, at list prices.
+Every figure is simulated: a measured rate per core times the cores of machines that nobody has
+tried, at list prices.
 """
 
 from __future__ import annotations
@@ -55,14 +57,20 @@ def measured_rates() -> list[Rate]:
 
 def _scored(case: dict[str, Any], speed: dict[str, Any]) -> Rate:
     """Of one model in ``benchmarks.bulk_scoring``."""
-    what = f"{case['model']}, {case['engine'].partition(' (')[0]}, texts of ag_news, from Parquet to Parquet"
+    what = (
+        f"{case['model']}, {case['engine'].partition(' (')[0]}, texts of ag_news, from Parquet to "
+        "Parquet"
+    )
     rate = median(each["scoring"]["rows_per_second"] for each in case["rounds"])
     return Rate(what, rate, speed["threads"], _source("bulk_scoring", speed["facts"]))
 
 
 def _served(section: dict[str, Any]) -> Rate:
     """Of one instruction set in ``benchmarks.serving_load``."""
-    what = f"{section['model']}, {section['instruction_set']}, texts of {section['workload']['dataset']}, over HTTP"
+    what = (
+        f"{section['model']}, {section['instruction_set']}, texts of "
+        f"{section['workload']['dataset']}, over HTTP"
+    )
     rate = median(each["ours"]["64 clients"]["texts_per_second"] for each in section["rounds"])
     cores = int(re.findall(r"(\d+) cores", section["facts"]["Machine"])[0])
     return Rate(what, rate, cores, _source("serving", section["facts"]))

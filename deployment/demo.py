@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from deployment.client import attempts, fetch, fetch_json
 
 HEADLINES = (
-    "Oil prices climb to a record as refiners report falling stocks and traders fear a winter shortage",
-    "Striker scores twice in the final minutes to send the visitors into the semi-finals of the cup",
+    "Oil prices climb to a record as refiners report falling stocks and traders fear a winter "
+    "shortage",
+    "Striker scores twice in the final minutes to send the visitors into the semi-finals of the "
+    "cup",
     "Scientists say new images from the orbiter show dried river beds on Mars, NASA announced",
 )
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,8 @@
-"""Show that a run outlives its processes: kill a rank, lose a machine, let another one join, and compare the results.
+"""Show that a run outlives its processes: kill a rank, lose a machine, let another one join, and
+compare the results.
 
-python deployment/demo_elastic.py [--output_dir FOLDER]. Machines are launchers on this one; no network is needed.
+python deployment/demo_elastic.py [--output_dir FOLDER]. Machines are launchers on this one; no
+network is needed.
 """
 
 from __future__ import annotations

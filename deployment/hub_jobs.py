@@ -1,10 +1,11 @@
 """Classify rows on a machine of Hugging Face Jobs, at a price that is shown beforehand.
 
-python deployment/hub_jobs.py hf://datasets/ACCOUNT/NAME/FILE hf://buckets/ACCOUNT/NAME/FILE --model ACCOUNT/NAME
---image IMAGE
+python deployment/hub_jobs.py hf://datasets/ACCOUNT/NAME/FILE hf://buckets/ACCOUNT/NAME/FILE --model
+ACCOUNT/NAME --image IMAGE
 
-It prints the command, the machine and its price, and starts nothing; with --yes it starts what it has printed. Each
-input becomes a Job of its own. The token comes from HF_TOKEN or the hub's login (hf auth login).
+It prints the command, the machine and its price, and starts nothing; with --yes it starts what it
+has printed. Each input becomes a Job of its own. The token comes from HF_TOKEN or the hub's login
+(hf auth login).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _CREDIT = (
     "Jobs are paid from a credit balance: add to it at https://huggingface.co/settings/billing"
 )
-_RIGHT = "the token may not start Jobs for this account; give it that right at https://huggingface.co/settings/tokens"
+_RIGHT = (
+    "the token may not start Jobs for this account; give it that right at "
+    "https://huggingface.co/settings/tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)

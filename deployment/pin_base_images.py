@@ -1,6 +1,8 @@
-"""Pin the base images to what their tags name now: each NAME:TAG@sha256:... in the files below gets its newest digest.
+"""Pin the base images to what their tags name now: each NAME:TAG@sha256:... in the files below gets
+its newest digest.
 
-python deployment/pin_base_images.py [--registry https://mirror] [FILE ...]: all files below if none is named.
+python deployment/pin_base_images.py [--registry https://mirror] [FILE ...]: all files below if none
+is named.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Publish a model as a Hugging Face Space: python deployment/publish_space.py NAME --model FOLDER.
 
-The image's build context and the exported model go up in one commit; the hub builds them. Creating a Docker Space
-needs a paid plan of the hub: PRO for an account, Team or Enterprise for an organization. With --static the Space is a
-page that runs the model in the visitor's browser, which costs nothing. The token comes from HF_TOKEN or the hub's login
-(hf auth login).
+The image's build context and the exported model go up in one commit; the hub builds them. Creating
+a Docker Space needs a paid plan of the hub: PRO for an account, Team or Enterprise for an
+organization. With --static the Space is a page that runs the model in the visitor's browser, which
+costs nothing. The token comes from HF_TOKEN or the hub's login (hf auth login).
 """
 
 from __future__ import annotations

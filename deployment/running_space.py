@@ -167,7 +167,10 @@ def _failure(api: HfApi, name: str, runtime: SpaceRuntime) -> str:
     message = runtime.raw.get("errorMessage")
     for line in [*lines, *([message] if message else [])]:
         print(f"  | {line.rstrip()}")
-    return f"space {name}: {runtime.stage}, {_WHAT_TO_DO[runtime.stage]}; see {_log_page(api, name, runtime.stage)}"
+    return (
+        f"space {name}: {runtime.stage}, {_WHAT_TO_DO[runtime.stage]}; see "
+        f"{_log_page(api, name, runtime.stage)}"
+    )
 
 
 def _log_page(api: HfApi, name: str, stage: str) -> str:

@@ -1,10 +1,11 @@
 """Write a CycloneDX bill of materials.
 
-python deployment/write_sbom.py [--output build/sbom]: of each lock, and one audit for known vulnerabilities. Exit code
-0: no vulnerability is known; 1: at least one is; 2: not audited.
+python deployment/write_sbom.py [--output build/sbom]: of each lock, and one audit for known
+vulnerabilities. Exit code 0: no vulnerability is known; 1: at least one is; 2: not audited.
 
-python deployment/write_sbom.py --image NAME | --rootfs FOLDER: of all that is in a built image, or in the folder of an
-unpacked one: Debian's packages, CPython, Python's packages, the compiled kernels and the model.
+python deployment/write_sbom.py --image NAME | --rootfs FOLDER: of all that is in a built image, or
+in the folder of an unpacked one: Debian's packages, CPython, Python's packages, the compiled
+kernels and the model.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ def main() -> int:
         type=positive,
         default=2,
         metavar="N",
-        help="ranks to check on; one more is tried too, so that the number cannot be hard-coded (default: 2)",
+        help=(
+            "ranks to check on; one more is tried too, so that the number cannot be hard-coded "
+            "(default: 2)"
+        ),
     )
     options = parser.parse_args()
     if not 2 <= options.workers < MAX_RANKS:

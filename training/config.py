@@ -1,6 +1,7 @@
 """TrainConfig: one typed object = command-line flags + a YAML file + environment variables.
 
-Flags win over variables (``DISTRINEWS_<FIELD>``), variables over the file, the file over the defaults.
+Flags win over variables (``DISTRINEWS_<FIELD>``), variables over the file, the file over the
+defaults.
 """
 
 from __future__ import annotations
@@ -103,14 +104,15 @@ DATA_FLAGS = (
 FAULTS = ("duplicates", "leakage", "conflicts")
 
 
-# More rows to train on, and fewer to wait for. Epochs are the most that help; most budgets end before.
+# More rows to train on, and fewer to wait for. Epochs are the most that help; most budgets end
+# before.
 DEFAULTS_WITH_BUDGET = {"epochs": 10, "validation_fraction": 0.02}
 
 
-# What may change about a field when a run resumes. "any": it changes neither rows nor updates, such as paths, or how
-# the model is distributed over ranks. "same global batch": the product batch_size x data ranks x gradient_accumulation
-# decides the row order, so its factors may change but not their product. "longer": a run may be extended, but not end
-# before what it has trained.
+# What may change about a field when a run resumes. "any": it changes neither rows nor updates, such
+# as paths, or how the model is distributed over ranks. "same global batch": the product batch_size
+# x data ranks x gradient_accumulation decides the row order, so its factors may change but not
+# their product. "longer": a run may be extended, but not end before what it has trained.
 OnResume = Literal["same", "any", "same global batch", "longer"]
 
 
@@ -123,7 +125,8 @@ def _field(default: Any, group: str, on_resume: OnResume = "same", **limits: Any
 CHOSEN = ("method", "learning_rate", "epochs", "batch_size", "validation_fraction", "best_metric")
 
 
-# A number or the word. Without the discriminator a wrong number would also be told that it is not the word.
+# A number or the word. Without the discriminator a wrong number would also be told that it is not
+# the word.
 BATCH_SIZE = Annotated[int, Field(ge=1), Tag("rows")] | Annotated[Literal["auto"], Tag("auto")]
 BatchSize = Annotated[
     BATCH_SIZE, Discriminator(lambda value: "auto" if value == "auto" else "rows")
@@ -710,7 +713,8 @@ class TrainConfig(BaseModel):
             for flag, wanted in table.items():
                 if self.is_changed(flag) and getattr(self, choice) not in wanted:
                     raise ValueError(
-                        f"{flag_of(flag)} {getattr(self, flag)}: does nothing with {self.shown(choice)}, only with "
+                        f"{flag_of(flag)} {getattr(self, flag)}: does nothing with "
+                        f"{self.shown(choice)}, only with "
                         f"{', '.join(wanted)}"
                     )
 
@@ -722,12 +726,14 @@ class TrainConfig(BaseModel):
                 self.checkpoint_file.absolute(),
             ):
                 raise ValueError(
-                    f"--distill {name} and --output_dir {self.output_dir}: the student would replace its teacher; "
+                    f"--distill {name} and --output_dir {self.output_dir}: the student would "
+                    "replace its teacher; "
                     "name another --output_dir"
                 )
         if self.checkpoint_dir and _is_within(self.checkpoint_dir, self.output_dir):
             raise ValueError(
-                f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished "
+                f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, "
+                "which the finished "
                 "model replaces; name another folder"
             )
         for flag in (
@@ -741,7 +747,8 @@ class TrainConfig(BaseModel):
             path = Path(getattr(self, flag) or "none").expanduser()
             if path.exists() and _is_within(str(path), self.output_dir):
                 raise ValueError(
-                    f"{flag_of(flag)} {getattr(self, flag)}: is in --output_dir {self.output_dir}, which the finished "
+                    f"{flag_of(flag)} {getattr(self, flag)}: is in --output_dir "
+                    f"{self.output_dir}, which the finished "
                     "model replaces; name another --output_dir"
                 )
 
@@ -771,7 +778,8 @@ class TrainConfig(BaseModel):
     def fits_head(self) -> bool:
         """Whether a head is fitted before the first step.
 
-        A run whose flags name a learning rate has its own recipe, and its results must stay what they were.
+        A run whose flags name a learning rate has its own recipe, and its results must stay what
+        they were.
         """
         asked = self.method != "auto" or self.learning_rate is None
         others = self.budget or self.lora or self.loss or self.long != "cut"

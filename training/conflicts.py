@@ -87,7 +87,8 @@ CONFLICTS = (
     ),
     Conflict(
         lambda c: c.layers and c.model == TINY,
-        "{layers} and {model}: its blocks are random, so there is nothing to keep; leave out --layers",
+        "{layers} and {model}: its blocks are random, so there is nothing to keep; leave out "
+        "--layers",
     ),
     # A teacher's answers.
     *(
@@ -99,7 +100,8 @@ CONFLICTS = (
     ),
     Conflict(
         lambda c: c.task_facts.needs_teacher and len(c.teachers) > 1,
-        "{distill}: vectors of different encoders have no useful mean; for --task embedding name one",
+        "{distill}: vectors of different encoders have no useful mean; for --task embedding name "
+        "one",
     ),
     Conflict(
         lambda c: c.distill_share == 1 and c.label_smoothing,
@@ -108,7 +110,8 @@ CONFLICTS = (
     *(
         Conflict(
             lambda c, flag=flag: c.distill_texts and c.is_changed(flag),
-            f"{{distill_texts}} and {{{flag}}}: this needs a label for every row, and these texts have none; drop one",
+            f"{{distill_texts}} and {{{flag}}}: this needs a label for every row, and these texts "
+            "have none; drop one",
         )
         for flag in ("class_weights", "sampling", "suspects")
     ),
@@ -150,13 +153,15 @@ CONFLICTS = (
     ),
     Conflict(
         lambda c: c.unlabelled and c.method == "auto" and c.learning_rate is not None,
-        "{unlabelled} and {learning_rate}: with a rate of your own the head begins at random, and learns nothing from "
+        "{unlabelled} and {learning_rate}: with a rate of your own the head begins at random, and "
+        "learns nothing from "
         "these texts; add --method fine_tune",
     ),
     # Windows of long texts.
     Conflict(
         lambda c: c.long == "windows" and c.network,
-        "{long} and {network}: windows are pooled by a row that is added to the last layer, and only encoders of "
+        "{long} and {network}: windows are pooled by a row that is added to the last layer, and "
+        "only encoders of "
         "transformers are known to have such a layer; drop one",
     ),
     Conflict(
@@ -165,13 +170,15 @@ CONFLICTS = (
     ),
     Conflict(
         lambda c: c.long == "windows" and c.batch_size == "auto",
-        "{long} and {batch_size}: rows have different numbers of windows, so there is no largest number of rows that "
+        "{long} and {batch_size}: rows have different numbers of windows, so there is no largest "
+        "number of rows that "
         "always fits; give a number",
     ),
     # What is measured in the run itself.
     Conflict(
         lambda c: c.batch_size == "auto" and c.strategy not in WHOLE_MODEL,
-        "{batch_size} and {strategy}: sizes are tried under ddp, zero1, zero2 and zero3 only; give a number",
+        "{batch_size} and {strategy}: sizes are tried under ddp, zero1, zero2 and zero3 only; "
+        "give a number",
     ),
     Conflict(
         lambda c: c.batch_size == "auto" and c.deterministic,
@@ -183,11 +190,13 @@ CONFLICTS = (
     ),
     Conflict(
         lambda c: c.budget and c.suspects in ("drop", "reweight"),
-        "{budget} and {suspects}: a run with a budget may end in its first epoch; use --suspects list",
+        "{budget} and {suspects}: a run with a budget may end in its first epoch; use --suspects "
+        "list",
     ),
     Conflict(
         lambda c: c.budget and c.deterministic,
-        "--budget and {deterministic}: how many steps fit into a time is not reproducible; drop one",
+        "--budget and {deterministic}: how many steps fit into a time is not reproducible; drop "
+        "one",
     ),
     Conflict(
         lambda c: c.budget and c.schedule in ("inverse_sqrt", "constant"),

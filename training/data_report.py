@@ -35,7 +35,10 @@ def main() -> None:
         type=_faults,
         default=(),
         metavar="FAULTS",
-        help=f"exit with code 1 if there are any of these: {', '.join(FAULTS)}, several separated by commas",
+        help=(
+            f"exit with code 1 if there are any of these: {', '.join(FAULTS)}, several separated "
+            "by commas"
+        ),
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write everything as JSON, with all rows found"
@@ -87,7 +90,8 @@ def check_faults(config: TrainConfig, fail_on: tuple[str, ...]) -> None:
     """Refuse to promise what cannot be looked for."""
     if "conflicts" in fail_on and not config.columns.label:
         raise UserError(
-            f"--fail_on conflicts and --task {config.task}: these rows have no labels that could contradict each "
+            f"--fail_on conflicts and --task {config.task}: these rows have no labels that could "
+            "contradict each "
             "other; leave out conflicts",
             code="flags-conflict",
         )

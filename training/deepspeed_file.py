@@ -1,7 +1,8 @@
 """A user's DeepSpeed JSON file, and the trainer's flags that its fields stand for.
 
-Files that were written for DeepSpeed's own training loop hold what flags say here: batch size, optimizer, learning
-rate. Such a field is the flag's value, unless the flag itself is given. Source: deepspeed.ai/docs/config-json.
+Files that were written for DeepSpeed's own training loop hold what flags say here: batch size,
+optimizer, learning rate. Such a field is the flag's value, unless the flag itself is given. Source:
+deepspeed.ai/docs/config-json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FLAGS = {
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-# What a scheduler may say beside the fields above. The rate rises linearly in any case, and falls until the run ends.
+# What a scheduler may say beside the fields above. The rate rises linearly in any case, and falls
+# until the run ends.
 IGNORED = {"warmup_type", "total_num_steps"}
 ZERO = {"warmup_min_lr", "warmup_min_ratio"}
 # DeepSpeed's defaults, of which the last one is as good as zero.
@@ -39,7 +41,8 @@ DEFAULTS = {"warmup_max_lr": 0.001, "warmup_num_steps": 1000, "cos_min_ratio": 0
 
 
 def read_file(path: Path) -> Settings:
-    """The fields of a file, without those that are ``"auto"``, with which a file leaves them to the flags.
+    """The fields of a file, without those that are ``"auto"``, with which a file leaves them to the
+    flags.
 
     Raises:
         UserError: it cannot be read, or sets something that the trainer does not do.
@@ -88,12 +91,14 @@ def flags_of_file(path: Path, num_ranks: int) -> dict[str, Any]:
             flags["precision"] = precision
     total = settings.get("train_batch_size")
     if isinstance(total, int) and {"batch_size", "gradient_accumulation"} - flags.keys():
-        # DeepSpeed derives whichever of the two is missing, and takes an accumulation of 1 if both are.
+        # DeepSpeed derives whichever of the two is missing, and takes an accumulation of 1 if both
+        # are.
         missing = "batch_size" if "batch_size" not in flags else "gradient_accumulation"
         known = num_ranks * int(flags.get("batch_size", flags.get("gradient_accumulation", 1)))
         if known < 1 or total % known or total < known:
             raise UserError(
-                f"--deepspeed_config {path}: train_batch_size {total} is not divisible by {num_ranks} ranks"
+                f"--deepspeed_config {path}: train_batch_size {total} is not divisible by "
+                f"{num_ranks} ranks"
                 f"{f' and the other factors, together {known}' if known != num_ranks else ''}",
                 code="deepspeed-config",
             )
@@ -129,13 +134,15 @@ def _check_optimizer(section: Settings, what: str) -> None:
     params = section.get("params", {})
     if unknown := sorted(params.keys() - known):
         raise UserError(
-            f"{what}: optimizer.params.{unknown[0]}: not supported here; leave it out ({', '.join(sorted(known))} are "
+            f"{what}: optimizer.params.{unknown[0]}: not supported here; leave it out "
+            f"({', '.join(sorted(known))} are "
             "supported)",
             code="deepspeed-config",
         )
     if (eps := params.get("eps", EPSILON)) != EPSILON:
         raise UserError(
-            f"{what}: optimizer.params.eps is {eps}: this trainer's AdamW always has {EPSILON:g}; leave it out",
+            f"{what}: optimizer.params.eps is {eps}: this trainer's AdamW always has {EPSILON:g}; "
+            "leave it out",
             code="deepspeed-config",
         )
 
@@ -145,7 +152,8 @@ def _checked_scheduler(section: Settings, what: str) -> Settings:
     kind, params = section.get("type"), section.get("params", {})
     if kind not in SCHEDULES:
         raise UserError(
-            f"{what}: scheduler.type is {kind}: must be one of {', '.join(SCHEDULES)}; for others use --schedule",
+            f"{what}: scheduler.type is {kind}: must be one of {', '.join(SCHEDULES)}; for others "
+            "use --schedule",
             code="deepspeed-config",
         )
     names = {"warmup_num_steps", "cos_min_ratio" if kind == "WarmupCosineLR" else "warmup_max_lr"}
@@ -157,12 +165,14 @@ def _checked_scheduler(section: Settings, what: str) -> Settings:
     for name in sorted(params.keys() & ZERO):
         if params[name] != 0:
             raise UserError(
-                f"{what}: scheduler.params.{name} is {params[name]}: the learning rate begins at 0 here",
+                f"{what}: scheduler.params.{name} is {params[name]}: the learning rate begins at "
+                "0 here",
                 code="deepspeed-config",
             )
     if params.get("cos_min_ratio", 0) > DEFAULTS["cos_min_ratio"]:
         raise UserError(
-            f"{what}: scheduler.params.cos_min_ratio is {params['cos_min_ratio']}: the learning rate ends at 0 here",
+            f"{what}: scheduler.params.cos_min_ratio is {params['cos_min_ratio']}: the learning "
+            "rate ends at 0 here",
             code="deepspeed-config",
         )
     return {

@@ -39,7 +39,10 @@ def main() -> None:
     parser.add_argument(
         "--robustness",
         action="store_true",
-        help="also measure titles, upper case, no punctuation, typing errors and the first ten words of the test rows",
+        help=(
+            "also measure titles, upper case, no punctuation, typing errors and the first ten "
+            "words of the test rows"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
@@ -78,7 +81,10 @@ def _table(metrics: dict[str, Any]) -> str:
     if "per_class" in metrics:
         lines += ["", f"{'class':{width}}  precision  recall      F1   rows"]
     for name, scores in metrics.get("per_class", {}).items():
-        line = f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  {scores['rows']:5}"
+        line = (
+            f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  "
+            f"{scores['rows']:5}"
+        )
         lines.append(f"{printable(name):{width}}  {line}")
     if "confusion_matrix" in metrics:
         lines += ["", *_confusion(metrics["labels"], metrics["confusion_matrix"], width)]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from common.problem_types import MULTI_LABEL, PLAIN_TEXT, REGRESSION, SINGLE_LABEL, ProblemType
 
 TINY = "tiny"
-EPSILON = (
-    1e-8  # what AdamW adds to the square root of the averaged squares before it divides by the sum
-)
+# What AdamW adds to the square root of the averaged squares before it divides by the sum.
+EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,9 @@ DEFAULT_TASK = "classification"
 
 @dataclass(frozen=True, slots=True)
 class StrategyFacts:
-    """How a strategy distributes the model: ``copies`` it whole to every rank; ``shards`` its state over data ranks;
-    splits matrices over ``tensor`` ranks or blocks over the stages of a ``pipeline``.
+    """How a strategy distributes the model: ``copies`` it whole to every rank; ``shards`` its state
+    over data ranks; splits matrices over ``tensor`` ranks or blocks over the stages of a
+    ``pipeline``.
     """
 
     copies: bool = False
@@ -135,7 +135,8 @@ _COPIES = _strategies(lambda strategy: strategy.copies)
 _TENSOR = _strategies(lambda strategy: strategy.tensor)
 _PIPELINE = _strategies(lambda strategy: strategy.pipeline)
 
-# The tasks and the strategies that each of these flags is for. With any other it is refused instead of ignored.
+# The tasks and the strategies that each of these flags is for. With any other it is refused instead
+# of ignored.
 FLAGS_OF_TASKS = {
     **dict.fromkeys(
         ("class_weights", "sampling", "label_smoothing", "suspects", "unlabelled"), _ONE_LABEL

@@ -46,7 +46,8 @@ OTHER_NAMES = {
     }.items()
     for name in names.split()
 }
-# Fields of earlier versions: what holds now. The config.yaml and the checkpoints of such runs are still read.
+# Fields of earlier versions: what holds now. The config.yaml and the checkpoints of such runs are
+# still read.
 FORMER_FIELDS = {
     "dp": "it is always the number of ranks / (tp x pp), so leave it out",
     "epsilon": f"AdamW's is always {EPSILON:g}, so leave it out",

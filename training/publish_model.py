@@ -1,7 +1,8 @@
-"""Publish a model folder on the Hugging Face hub: python -m training.publish_model MODEL --name ACCOUNT/NAME.
+"""Publish a model folder on the Hugging Face hub: python -m training.publish_model MODEL --name
+ACCOUNT/NAME.
 
-Weights, tokenizer, metrics, exported artefacts and model card go up in one commit and are read back. Models are free to
-publish. The token comes from HF_TOKEN or the hub's login (hf auth login).
+Weights, tokenizer, metrics, exported artefacts and model card go up in one commit and are read
+back. Models are free to publish. The token comes from HF_TOKEN or the hub's login (hf auth login).
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def _check_same(options: Namespace, small: Path) -> None:
     for name, value in json.loads((small / ABOUT).read_text(encoding="utf-8"))["flags"].items():
         if (now := getattr(options, name)) != value:
             raise UserError(
-                f"--{name} {now}: {small.parent} was begun with --{name} {value}; give the same flag, or remove that "
+                f"--{name} {now}: {small.parent} was begun with --{name} {value}; give the same "
+                "flag, or remove that "
                 "folder to start from scratch",
                 code="flags-conflict",
             )
@@ -119,7 +120,8 @@ def _shrink(options: Namespace, folder: Path) -> None:
     about = _about(options, len(texts), small.distilbert.num_parameters())
     known = sum(counts[id_] for id_ in ids) / counts.total()
     print(
-        f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} word pieces cover {known:.1%} of those in the texts"
+        f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} word pieces cover {known:.1%} "
+        "of those in the texts"
     )
     with writing_folder(folder) as aside:
         small.save_pretrained(aside)
@@ -237,7 +239,10 @@ def _card(options: Namespace, small: Path, model: Path) -> str:
     read = {f"{data.name}/{file.name}": sha256_of(file) for file in files}
     read[f"{teacher.name}/{WEIGHTS_FILE}"] = sha256_of(teacher / WEIGHTS_FILE)
     shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    began = f"It began as a part of {code_span(teacher.name)}, learned to fill in hidden words in those texts, and then"
+    began = (
+        f"It began as a part of {code_span(teacher.name)}, learned to fill in hidden words in "
+        "those texts, and then"
+    )
     if options.start:
         began = f"It began as the starter {code_span(options.start)}, and"
         read[f"{Path(options.start).name}/{WEIGHTS_FILE}, before"] = sha256_of(small / WEIGHTS_FILE)

@@ -216,7 +216,8 @@ def _progress(snapshot: RunSnapshot) -> RenderableType:
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    # Ranks that resumed a finished run took no step themselves: then the last logged step has the epoch.
+    # Ranks that resumed a finished run took no step themselves: then the last logged step has the
+    # epoch.
     last_epoch = snapshot.recent[-1].get("epoch", 0) if snapshot.recent else 0
     epoch = max(last_epoch, *(status.epoch for status in snapshot.statuses))
     left = snapshot.seconds_left

@@ -1,8 +1,10 @@
-"""The load: one light process, closed loop or open loop, raw sockets kept alive, every request accounted for.
+"""The load: one light process, closed loop or open loop, raw sockets kept alive, every request
+accounted for.
 
-It shares the cores with the server that it measures, so it does little: requests are encoded before the clock starts,
-answers are parsed only for their status and length, and it reports its own share of the processor. Started as
-`python -m benchmarks.serving.client` with one JSON argument (a `Load`), it prints one JSON line (a `Tally`'s summary).
+It shares the cores with the server that it measures, so it does little: requests are encoded before
+the clock starts, answers are parsed only for their status and length, and it reports its own share
+of the processor. Started as `python -m benchmarks.serving.client` with one JSON argument (a
+`Load`), it prints one JSON line (a `Tally`'s summary).
 """
 
 from __future__ import annotations
@@ -141,7 +143,10 @@ class Client:
         self.tally = Tally()
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}
-        head = f"POST {load.path} HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST {load.path} HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\nContent-Type: "
+            "application/json\r\n"
+        )
         bodies = Path(load.bodies).read_bytes().splitlines()
         self._requests = [
             f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies

@@ -1,6 +1,7 @@
 """Our server with an engine that costs nothing, to see what all the rest of a request costs.
 
-It runs as `python -m benchmarks.serving.free_engine --port PORT`, with the settings of `python -m inference.serve`.
+It runs as `python -m benchmarks.serving.free_engine --port PORT`, with the settings of `python -m
+inference.serve`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Widen a trained BERT classifier to twice its width without changing what it computes.
 
-`python -m benchmarks.serving.widen checkpoints/minilm_agnews checkpoints/minilm_widened` turns the 384 channels of
-a MiniLM into the 768 of DistilBERT-base (12 heads of 64, feed-forward 3072, as many parameters), so that serving can
-be timed at that size without access to the Hub. Every channel is duplicated and every matrix product halves the sum of
-the two copies, so each layer outputs the narrow layer's values twice: the same logits for nearly four times the work.
+`python -m benchmarks.serving.widen checkpoints/minilm_agnews checkpoints/minilm_widened` turns the
+384 channels of a MiniLM into the 768 of DistilBERT-base (12 heads of 64, feed-forward 3072, as many
+parameters), so that serving can be timed at that size without access to the Hub. Every channel is
+duplicated and every matrix product halves the sum of the two copies, so each layer outputs the
+narrow layer's values twice: the same logits for nearly four times the work.
 """
 
 from __future__ import annotations

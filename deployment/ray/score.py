@@ -1,4 +1,5 @@
-"""Classify rows on a Ray cluster: python deployment/ray/score.py IN OUT --model FOLDER --num_workers 4.
+"""Classify rows on a Ray cluster: python deployment/ray/score.py IN OUT --model FOLDER
+--num_workers 4.
 
 All flags that are not Ray's are those of python -m inference.score.
 """

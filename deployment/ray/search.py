@@ -1,6 +1,8 @@
-"""Search for better hyperparameters on a Ray cluster: python deployment/ray/search.py SPACE.yaml [--address ADDRESS].
+"""Search for better hyperparameters on a Ray cluster: python deployment/ray/search.py SPACE.yaml
+[--address ADDRESS].
 
-The same search as python -m training.search, except that Ray places each trial on a machine that has room for it.
+The same search as python -m training.search, except that Ray places each trial on a machine that
+has room for it.
 """
 
 from __future__ import annotations

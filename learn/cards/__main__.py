@@ -31,9 +31,15 @@ def build_parser() -> OneLineParser:
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
     for command in (run, serve):
         add = command.add_argument
-        kept = "folder for what the ranks held; a run replaces the one before it (default: %(default)s)"
+        kept = (
+            "folder for what the ranks held; a run replaces the one before it (default: "
+            "%(default)s)"
+        )
         add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
-        on_ray = "run the ranks on the machines of a Ray cluster; auto: this machine's, local: one for this command"
+        on_ray = (
+            "run the ranks on the machines of a Ray cluster; auto: this machine's, local: one for "
+            "this command"
+        )
         add("--cluster", metavar="ADDRESS", help=on_ray)
     # Each of these sets a field of one card (SETTINGS in pipeline.py); without it the file decides.
     for command in (run, show, serve):

@@ -34,7 +34,10 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
 
     card_type = "dist_load_dataset"
     display_name = "Load dataset"
-    description = "Reads a table of numbers, one example per row, and numbers the classes of the column to predict."
+    description = (
+        "Reads a table of numbers, one example per row, and numbers the classes of the column to "
+        "predict."
+    )
     look_at = (
         "The rows as they are in the file: each feature in its own unit, one class after another."
     )
@@ -145,7 +148,10 @@ class PrepareData(BaseCard[PrepareDataConfig]):
     card_type = "dist_prepare_data"
     display_name = "Prepare data"
     description = "Keeps a share of every class for testing, and brings the features to one scale."
-    look_at = "Mean and deviation are those of the training rows only: the test rows must not influence training."
+    look_at = (
+        "Mean and deviation are those of the training rows only: the test rows must not influence "
+        "training."
+    )
     category = "data"
     execution_mode = "local"
     output_view_type = "table"

@@ -42,7 +42,8 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(
-            f"model_arch {text!r}: must be sizes of layers, such as {num_features},16,8,{num_classes}",
+            f"model_arch {text!r}: must be sizes of layers, such as "
+            f"{num_features},16,8,{num_classes}",
             code="card-network",
         )
     layers = [int(part) for part in parts]

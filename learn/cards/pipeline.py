@@ -76,7 +76,8 @@ class Pipeline:
             if node.id == node_id:
                 return node
         raise UserError(
-            f"{self.path}: no node {node_id!r}; there are {', '.join(node.id for node in self.nodes)}",
+            f"{self.path}: no node {node_id!r}; there are "
+            f"{', '.join(node.id for node in self.nodes)}",
             code="pipeline-invalid",
         )
 

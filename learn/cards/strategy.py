@@ -104,7 +104,9 @@ class SetupProcessGroupConfig(CardConfig):
     init_method: str = Field(
         "env://",
         pattern="^(env|tcp)://",
-        description="where the ranks meet: env:// (torchrun's variables) or tcp://HOST:PORT of this machine",
+        description=(
+            "where the ranks meet: env:// (torchrun's variables) or tcp://HOST:PORT of this machine"
+        ),
     )
 
 
@@ -113,8 +115,14 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
 
     card_type = "dist_setup_process_group"
     display_name = "Set up process group"
-    description = "Joins the processes to a group, builds a model on each, and broadcasts the weights of rank 0."
-    look_at = "Before the broadcast every rank has random weights of its own; after it the checksums are equal."
+    description = (
+        "Joins the processes to a group, builds a model on each, and broadcasts the weights of "
+        "rank 0."
+    )
+    look_at = (
+        "Before the broadcast every rank has random weights of its own; after it the checksums "
+        "are equal."
+    )
     category = "distributed"
     execution_mode = "distributed"
     output_view_type = "table"

@@ -52,7 +52,8 @@ class Table:
                 continue
             if not is_number(cell):
                 raise UserError(
-                    f"{self.name} line {row.line}, column {name}: {cell!r} is not a finite number in fp32",
+                    f"{self.name} line {row.line}, column {name}: {cell!r} is not a finite number "
+                    "in fp32",
                     code="table-unusable",
                 )
             numbers.append(float(cell))
@@ -121,7 +122,8 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
         raise UserError(f"source_url {source}: {problem}", code="data-unreadable") from error
     if len(data) > max_bytes:
         raise UserError(
-            f"source_url {source}: has more than {max_bytes // 10**6} MB; use only some of its rows",
+            f"source_url {source}: has more than {max_bytes // 10**6} MB; use only some of its "
+            "rows",
             code="table-unusable",
         )
     return data

@@ -36,7 +36,10 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
 
     card_type = "dist_save_checkpoint"
     display_name = "Save checkpoint"
-    description = "Every rank writes its part of the model, or rank 0 writes all of it, together with the architecture."
+    description = (
+        "Every rank writes its part of the model, or rank 0 writes all of it, together with the "
+        "architecture."
+    )
     look_at = "Under DDP every file holds the same model; under FSDP each holds a shard of it."
     category = "checkpointing"
     execution_mode = "distributed"
@@ -92,7 +95,9 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 class AggregateModelConfig(CardConfig):
     method: Literal["average", "weighted"] = Field(
         "average",
-        description="every rank's model has the same weight, or a weight by the rows that it was trained on",
+        description=(
+            "every rank's model has the same weight, or a weight by the rows that it was trained on"
+        ),
     )
 
 
@@ -102,10 +107,14 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
     card_type = "dist_aggregate_model"
     display_name = "Aggregate model"
     description = (
-        "Gathers the shards of an FSDP model. DDP does not need this step, because all its replicas are equal; here "
+        "Gathers the shards of an FSDP model. DDP does not need this step, because all its "
+        "replicas are equal; here "
         "they are averaged, to show that the average is the same model."
     )
-    look_at = "Under DDP the ranks' checksums are equal, so each replica is the model; averaging only adds rounding."
+    look_at = (
+        "Under DDP the ranks' checksums are equal, so each replica is the model; averaging only "
+        "adds rounding."
+    )
     category = "aggregation"
     execution_mode = "distributed"
     output_view_type = "model_summary"
@@ -190,8 +199,14 @@ class Evaluate(BaseCard[CardConfig]):
 
     card_type = "dist_evaluate"
     display_name = "Evaluate"
-    description = "Reads the model from its file, divides the test rows over the ranks, and sums their counts."
-    look_at = "Every test row is counted once, on one rank; the totals are summed, never the ranks' accuracies."
+    description = (
+        "Reads the model from its file, divides the test rows over the ranks, and sums their "
+        "counts."
+    )
+    look_at = (
+        "Every test row is counted once, on one rank; the totals are summed, never the ranks' "
+        "accuracies."
+    )
     category = "evaluation"
     execution_mode = "distributed"
     output_view_type = "metrics"

@@ -34,7 +34,10 @@ class Forward(BaseCard[CardConfig]):
     description = (
         "Every rank runs its own rows through its model, and computes the mean of their losses."
     )
-    look_at = "Different rows on every rank, so a different loss on every rank, although the weights are the same."
+    look_at = (
+        "Different rows on every rank, so a different loss on every rank, although the weights "
+        "are the same."
+    )
     category = "distributed"
     execution_mode = "distributed"
     in_training_loop = True
@@ -92,7 +95,10 @@ class Backward(BaseCard[CardConfig]):
     description = (
         "Every rank computes the gradient of every weight from its own loss, without communication."
     )
-    look_at = "The gradients differ from rank to rank, as the rows did: a step now would make the models diverge."
+    look_at = (
+        "The gradients differ from rank to rank, as the rows did: a step now would make the "
+        "models diverge."
+    )
     category = "distributed"
     execution_mode = "distributed"
     in_training_loop = True
@@ -128,7 +134,10 @@ class AllReduce(BaseCard[CardConfig]):
     description = (
         "The ranks average their gradients; under FSDP each keeps only its shard of the average."
     )
-    look_at = "Different on every rank before, and equal after: the gradient that one process would have computed."
+    look_at = (
+        "Different on every rank before, and equal after: the gradient that one process would "
+        "have computed."
+    )
     category = "distributed"
     execution_mode = "distributed"
     in_training_loop = True
@@ -217,7 +226,10 @@ class OptimizerStep(BaseCard[CardConfig]):
 
     card_type = "dist_optimizer_step"
     display_name = "Optimizer step"
-    description = "Every rank updates its weights with the same gradients, without communication; FSDP updates shards."
+    description = (
+        "Every rank updates its weights with the same gradients, without communication; FSDP "
+        "updates shards."
+    )
     look_at = (
         "The weights were equal on all ranks, and after the step are equal again, bit for bit."
     )

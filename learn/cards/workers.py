@@ -156,7 +156,8 @@ class RayWorkers(Workers):
         self._ray = ray
         if not is_local and not folder.is_absolute():
             raise UserError(
-                f"--output {folder}: give an absolute path on storage that all machines of the cluster share; the page "
+                f"--output {folder}: give an absolute path on storage that all machines of the "
+                "cluster share; the page "
                 "shows what the ranks write there",
                 code="folder-not-shared",
             )
@@ -166,7 +167,8 @@ class RayWorkers(Workers):
         if not self._group.wait(ROOM_TIMEOUT):
             self._ray.util.remove_placement_group(self._group)
             raise UserError(
-                f"--cluster {address}: has no {count} free cores after {ROOM_TIMEOUT:.0f} s; give --workers a smaller "
+                f"--cluster {address}: has no {count} free cores after {ROOM_TIMEOUT:.0f} s; give "
+                "--workers a smaller "
                 "number, or wait until others are done",
                 code="ray-too-small",
             )

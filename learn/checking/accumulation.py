@@ -83,7 +83,10 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     elements = f"first element of the gradient: {right[0].item():.4g}; the ranks have {first}"
     detail = f"rows per micro-batch, {lists}\n{elements}"
     if not all(_close(gradient, held[0]) for gradient in held):
-        hint = "They would step in different directions. In which of the backward passes does DDP average?"
+        hint = (
+            "They would step in different directions. In which of the backward passes does DDP "
+            "average?"
+        )
         return Finding("the ranks hold different gradients", hint, detail)
     if not _close(held[0], right):
         problem, hint = _suspect(held[0], rows, sums)
@@ -118,7 +121,10 @@ def _suspect(held: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> tupl
     # (ranks, micro-batches, elements): the gradient of each micro-batch's own mean.
     num_ranks, means = len(rows), sums / rows
     right = sums.sum((0, 1)) / rows.sum()
-    weight = "A row of a short micro-batch must weigh as much as one of a long one. What is the mean over all rows?"
+    weight = (
+        "A row of a short micro-batch must weigh as much as one of a long one. What is the mean "
+        "over all rows?"
+    )
     # DDP averages over the ranks whatever each rank has accumulated: the .mean(0) in these.
     mistakes = [
         (
@@ -135,7 +141,8 @@ def _suspect(held: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> tupl
         (
             (sums.sum(1) / rows.sum(1)).mean(0),
             "every rank has the same weight, however many rows it has",
-            "Within a rank the weights are right. Does each rank know how many rows all ranks have together?",
+            "Within a rank the weights are right. Does each rank know how many rows all ranks "
+            "have together?",
         ),
         (
             means[:, -1].mean(0),

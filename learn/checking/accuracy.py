@@ -104,7 +104,10 @@ def _suspect(
     return explanation(values, mistakes, otherwise, _equal)
 
 
-_PRINT = "Print the counts before and after they were summed. `//` divides to whole numbers, and small types overflow."
+_PRINT = (
+    "Print the counts before and after they were summed. `//` divides to whole numbers, and small "
+    "types overflow."
+)
 _BOTH = "An accuracy is a quotient of two counts, and each rank knows only its part of both."
 
 

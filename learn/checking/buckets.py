@@ -112,7 +112,10 @@ def _wrong_means(seen: Sequence[Seen]) -> Finding | None:
         # The second step catches a solution that is right by its initial state: counters that are
         # not set back, or a list of launched buckets that is never emptied.
         if wrong and step > 0:
-            hint = f"What have the hooks counted or collected in the first step, and what resets it? {WAIT}"
+            hint = (
+                "What have the hooks counted or collected in the first step, and what resets it? "
+                f"{WAIT}"
+            )
             problem = f"right in step 1, wrong in step {step + 1}"
             return Finding(problem, hint, _example(wrong[0], held, own))
         if wrong:

@@ -35,7 +35,10 @@ def names_are_not(names: Sequence[str]) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not"
 
 
-HANG_HINT = "Every rank must make each call, or some wait forever. Which ranks reach that line, and how often?"
+HANG_HINT = (
+    "Every rank must make each call, or some wait forever. Which ranks reach that line, and how "
+    "often?"
+)
 
 
 @dataclass(frozen=True)

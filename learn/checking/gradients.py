@@ -107,7 +107,10 @@ def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
 
 def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
     if divisor == "1":
-        hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
+        hint = (
+            f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes "
+            "it a mean?"
+        )
         return Finding("forgot to divide", hint, detail)
     if divisor == f"{num_ranks**2:.4g}":
         hint = "Does the collective divide already, or each rank before it?"
@@ -121,11 +124,13 @@ def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
 _EXPLAINED = {
     "own": (
         "each rank still has its own gradients",
-        f"Nothing was written into .grad. Does the call work in place, or return what you have to keep? {WAIT}",
+        "Nothing was written into .grad. Does the call work in place, or return what you have to "
+        f"keep? {WAIT}",
     ),
     "own, divided": (
         "divides, but does not sum over the ranks",
-        f"Each rank has its own gradient divided by the number of ranks: where do the others come in? {WAIT}",
+        "Each rank has its own gradient divided by the number of ranks: where do the others come "
+        f"in? {WAIT}",
     ),
     "rank 0's": (
         "every rank has rank 0's gradients",
@@ -133,7 +138,8 @@ _EXPLAINED = {
     ),
     "right on rank 0": (
         "only rank 0 has the mean",
-        f"Some collectives give their result to one rank, others to all of them; every rank has to step. {WAIT}",
+        "Some collectives give their result to one rank, others to all of them; every rank has "
+        f"to step. {WAIT}",
     ),
     "gone": (
         "a gradient is gone: .grad is None",

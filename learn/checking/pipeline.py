@@ -88,7 +88,10 @@ def _wrong_actions(order: Sequence[Any], actions: Order, stage: int, where: str)
         return Finding(f"{strange[0]} is not an action of {where}", hint)
     detail = f"stage {stage}: {words(order)}"
     if missing := [action for action in actions if action not in order]:
-        hint = "Every micro-batch passes each stage forward and backward. Which of its phases ends too early?"
+        hint = (
+            "Every micro-batch passes each stage forward and backward. Which of its phases ends "
+            "too early?"
+        )
         return Finding(f"{words(missing[:1])} is missing on {where}", hint, detail)
     if twice := [action for action in actions if order.count(action) > 1]:
         hint = "How many forward passes are left when forward and backward begin to alternate?"
@@ -136,9 +139,15 @@ def _keeps_too_much(orders: Sequence[Order], number: int, detail: str) -> Findin
         micro_batches = f"{most} micro-batches, not of at most {limit}"
         problem = f"stage {stage} keeps the activations of {micro_batches}"
         if all(other[:number] == _of_kind(other, "F") for other in orders):
-            hint = "This is the order of GPipe. When does the first gradient arrive that a stage could work on?"
+            hint = (
+                "This is the order of GPipe. When does the first gradient arrive that a stage "
+                "could work on?"
+            )
             return Finding(f"all forward passes come first: {problem}", hint, detail)
-        hint = "How many forward passes does a stage make before its first backward pass? Later stages need fewer."
+        hint = (
+            "How many forward passes does a stage make before its first backward pass? Later "
+            "stages need fewer."
+        )
         return Finding(problem, hint, detail)
     return None
 
@@ -151,7 +160,10 @@ def _waits_too_long(ends: Sequence[float], number: int, detail: str) -> Finding 
     if bubble <= least + 1e-9:
         return None
     problem = f"the stages wait {bubble:.1%} of the time, not {least:.1%}"
-    hint = "A stage that waits could start another forward pass. How many may it have under way at once?"
+    hint = (
+        "A stage that waits could start another forward pass. How many may it have under way at "
+        "once?"
+    )
     return Finding(problem, hint, detail)
 
 
@@ -353,10 +365,16 @@ def _suspect_gradients(
         hint = "Its input is what the stage before it has sent."
         return "the last stage computes with the batch's inputs", hint
     if (stage := _backward_without_gradient(held, inputs)) is not None:
-        hint = "The loss depends on its output through the later stages: y.backward() takes the gradient of y."
+        hint = (
+            "The loss depends on its output through the later stages: y.backward() takes the "
+            "gradient of y."
+        )
         return f"stage {stage} does not use the gradient that the next stage sends", hint
     if _close(held[-1], right[-1]):
-        hint = "The last stage is right. Does each gradient belong to the micro-batch whose backward pass it starts?"
+        hint = (
+            "The last stage is right. Does each gradient belong to the micro-batch whose backward "
+            "pass it starts?"
+        )
         return "a stage before the last has wrong gradients", hint
     hint = "Try it with one micro-batch. Does every received micro-batch have a tensor of its own?"
     return "the gradients are not those of one process", hint

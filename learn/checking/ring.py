@@ -65,7 +65,10 @@ def observe(function: Callable[[torch.Tensor], None]) -> list[Seen]:
 def judge(seen: Sequence[Sequence[Seen]]) -> Finding | None:
     num_ranks = len(seen)
     if used := [name for call in chain(*seen) for name in call.collectives]:
-        hint = "This lesson is about what happens inside a collective: only sends and receives are allowed."
+        hint = (
+            "This lesson is about what happens inside a collective: only sends and receives are "
+            "allowed."
+        )
         return Finding(f"calls a collective, {used[0]}", hint)
     # By case, then by rank: what the ranks had, and what they hold now.
     own = list(zip(*(tensors(rank, num_ranks) for rank in range(num_ranks)), strict=True))
@@ -110,7 +113,10 @@ def _wrong_sends(seen: Sequence[Seen], tensor: torch.Tensor) -> Finding | None:
     for rank, one in enumerate(seen):
         if one.num_bytes > limit:
             size = f"{tensor.nbytes} bytes on each of {num_ranks} ranks"
-            hint = "How much of the tensor has to leave a rank in one step, if every rank works at the same time?"
+            hint = (
+                "How much of the tensor has to leave a rank in one step, if every rank works at "
+                "the same time?"
+            )
             detail = f"{size}: at most {limit:.0f} sent, rank {rank} sends {one.num_bytes}"
             return Finding("a rank sends too much", hint, detail)
     for rank, one in enumerate(seen):
@@ -182,7 +188,10 @@ def _wrong_terms(held: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[str
     if (right.sum(0) == 1).all():
         hint = "Each chunk's sum is on one rank now. How do the other ranks get it?"
         return "stops after the reduce-scatter", hint
-    hint = f"How many steps does a chunk need to visit all ranks, and which chunk does a rank send in each? {WAIT}"
+    hint = (
+        "How many steps does a chunk need to visit all ranks, and which chunk does a rank send "
+        f"in each? {WAIT}"
+    )
     return "some ranks' numbers are missing from the sum", hint
 
 

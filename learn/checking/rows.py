@@ -131,7 +131,10 @@ def _not_a_function(asked: Sequence[Asked]) -> Finding | None:
     for rank, one in enumerate(asked):
         if one.answers["own"] != one.answers["again"]:
             first, second = (one.answers[name][:1] for name in ("own", "again"))
-            hint = "A run that is resumed asks again and must get the same rows. What do random numbers start from?"
+            hint = (
+                "A run that is resumed asks again and must get the same rows. What do random "
+                "numbers start from?"
+            )
             detail = f"rank {rank}, first step: {first}, then {second}"
             return Finding("the same arguments give different rows", hint, detail)
     for rank, one in enumerate(asked):
@@ -158,7 +161,10 @@ def _wrong_epoch(num_rows: int, own: Sequence[list[list[int]]]) -> Finding | Non
         hint = f"The rows are 0 to {num_rows - 1}."
         return Finding(f"there is no row {strange[0]}", hint, detail)
     if all(len(set(one)) == num_rows for one in rows):
-        hint = "All ranks compute the same gradients, and more of them are no faster. What does each rank leave out?"
+        hint = (
+            "All ranks compute the same gradients, and more of them are no faster. What does each "
+            "rank leave out?"
+        )
         return Finding("every rank sees all rows", hint, detail)
     return _not_once(rows, missing, repeated, detail)
 
@@ -182,7 +188,10 @@ def _not_once(
         return Finding("rows are trained on more than once", hint, detail)
     # As with drop_last=True.
     if missing:
-        hint = "The last batch may be smaller than the others, and the ranks need not have the same number of its rows."
+        hint = (
+            "The last batch may be smaller than the others, and the ranks need not have the same "
+            "number of its rows."
+        )
         return Finding("rows are left out", hint, f"{detail}, for example row {missing[0]}")
     return None
 
@@ -193,7 +202,10 @@ def _wrong_sizes(
     # The number of steps first: with different ones, training would not even end.
     lengths = [len(steps) for steps in own]
     if len(set(lengths)) > 1:
-        hint = "A rank that is still training waits for the others' gradients forever. What can a step's list also be?"
+        hint = (
+            "A rank that is still training waits for the others' gradients forever. What can a "
+            "step's list also be?"
+        )
         detail = f"{num_rows} rows, batch_size {BATCH}: the ranks have {lengths} steps"
         return Finding("the ranks have different numbers of steps", hint, detail)
     # On one rank a step is a whole global batch: what the ranks have together is compared with it.
@@ -246,15 +258,24 @@ def _wrong_order(asked: Asked) -> Finding | None:
         hint = "Rows of one kind are often neighbours in a data set."
         return Finding("the rows are not shuffled", hint)
     if single == later:
-        hint = "A model that sees the same batches in each epoch learns less. DistributedSampler has set_epoch for it."
+        hint = (
+            "A model that sees the same batches in each epoch learns less. DistributedSampler has "
+            "set_epoch for it."
+        )
         detail = f"epochs {EPOCH} and {EPOCH + 1} begin {single[:6]}"
         return Finding("every epoch has the same order", hint, detail)
     if sum(following == row + 1 for row, following in pairwise(single)) > NUM_ROWS // 2:
-        hint = "Rows of one kind are often neighbours in a data set: each row needs a place of its own."
+        hint = (
+            "Rows of one kind are often neighbours in a data set: each row needs a place of its "
+            "own."
+        )
         detail = f"the epoch begins {single[:12]}"
         return Finding("the batches are shuffled, but not the rows in them", hint, detail)
     if _batches(asked, "one rank") == _batches(asked, "next epoch"):
-        hint = "Is the order drawn again before it is cut into batches, or only the order of the batches?"
+        hint = (
+            "Is the order drawn again before it is cut into batches, or only the order of the "
+            "batches?"
+        )
         detail = f"one of them has the rows {sorted(single[:BATCH])}"
         return Finding("every epoch has the same batches", hint, detail)
     if single == other:
@@ -270,10 +291,16 @@ def _batches(asked: Asked, name: str) -> set[frozenset[int]]:
 
 def _side_effect(asked: Sequence[Asked]) -> Finding | None:
     if used := [one.collective for one in asked if one.collective]:
-        hint = "All ranks can compute the same order on their own. What do they need to have in common?"
+        hint = (
+            "All ranks can compute the same order on their own. What do they need to have in "
+            "common?"
+        )
         return Finding(f"the rows are right, but the ranks communicate ({used[0]})", hint)
     if any(one.reseeded for one in asked):
-        hint = "From then on, dropout draws the same numbers in every epoch. Can a generator be a variable of its own?"
+        hint = (
+            "From then on, dropout draws the same numbers in every epoch. Can a generator be a "
+            "variable of its own?"
+        )
         return Finding("the rows are right, but a global random generator is changed", hint)
     return None
 
@@ -340,7 +367,10 @@ def _wrong_rows(num_rows: int, answers: Answers) -> tuple[str, str] | None:
 def _wrong_lengths(num_rows: int, answers: Answers) -> tuple[str, str] | None:
     lengths, needed = [len(one) for one in answers], -(-num_rows // len(answers))  # rounded up
     if len(set(lengths)) > 1:
-        hint = "A rank with one batch more waits for the others in each collective of its forward pass, as in FSDP."
+        hint = (
+            "A rank with one batch more waits for the others in each collective of its forward "
+            "pass, as in FSDP."
+        )
         return "the ranks have different numbers of rows", hint
     if lengths[0] > needed:
         problem = f"{lengths[0]} rows per rank, {needed} would be enough"
@@ -351,7 +381,10 @@ def _wrong_lengths(num_rows: int, answers: Answers) -> tuple[str, str] | None:
 def _wrong_counts(num_rows: int, answers: Answers) -> tuple[str, str] | None:
     counted = Counter(row for one in answers for row, counts in one if counts)
     if twice := [row for row, times in counted.items() if times > 1]:
-        hint = "The accuracy would be that of another test set. Which of the rows are there only to fill up?"
+        hint = (
+            "The accuracy would be that of another test set. Which of the rows are there only to "
+            "fill up?"
+        )
         return f"row {twice[0]} counts {counted[twice[0]]} times", hint
     if len(counted) < num_rows:
         missing = min(set(range(num_rows)) - counted.keys())

@@ -15,7 +15,10 @@ from learn.checking.probe import ByRank, explanation, first_wrong, numbers_of, s
 
 ROWS, OUT_FEATURES = 5, 4
 SHAPE = torch.Size([2, 3])
-GRAPH = "autograd found no path from the result back to x: was x detached, or written to under torch.no_grad()?"
+GRAPH = (
+    "autograd found no path from the result back to x: was x detached, or written to under "
+    "torch.no_grad()?"
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ def judge_copied(seen: Sequence[Passed]) -> Finding | None:
     if not same_on_all(results, [x] * num_ranks):
         detail = _example("the result", results, [x] * num_ranks)
         if same_on_all(results, [num_ranks * x] * num_ranks):
-            hint = "All ranks have the same x already. In which direction do they have different things?"
+            hint = (
+                "All ranks have the same x already. In which direction do they have different "
+                "things?"
+            )
             return Finding("sums x in the forward pass", hint, detail)
         hint = "In the forward pass, f changes nothing and sends nothing."
         return Finding("the result is not x", hint, detail)
@@ -147,7 +153,10 @@ def _suspect_sum(
     return "the result is not the sum over the ranks", f"Print x and the result. {WAIT}"
 
 
-_PARTS = "The parts of a model that is cut are summands: nothing was computed N times, so nothing is averaged."
+_PARTS = (
+    "The parts of a model that is cut are summands: nothing was computed N times, so nothing is "
+    "averaged."
+)
 
 
 def _wrong_type(seen: Sequence[Passed]) -> Finding | None:
@@ -175,7 +184,10 @@ def _explained(
 
 def _overwritten(seen: Sequence[Passed]) -> Finding | None:
     wrote = [name for one in seen for name in one.wrote]
-    hint = "A collective works in place, but others may still need that tensor: autograd keeps it. What makes a copy?"
+    hint = (
+        "A collective works in place, but others may still need that tensor: autograd keeps it. "
+        "What makes a copy?"
+    )
     return Finding(f"overwrites {wrote[0]}", hint) if wrote else None
 
 
@@ -387,13 +399,19 @@ def _suspect_gradients(
     """The mistake that explains the ``wrong`` ones of these gradients, and a hint."""
     num_ranks = len(held["x"])
     if missing := [name for name in wrong if None in held[name]]:
-        hint = "The output is right, but autograd found no path back to it. Was it detached, or copied by hand?"
+        hint = (
+            "The output is right, but autograd found no path back to it. Was it detached, or "
+            "copied by hand?"
+        )
         return f"{missing[0]} gets no gradient", hint
     # The gradient is that of the whole tensor, where a rank may use only its part of it.
     if uncut := [
         name for name in _CUT_ALONG if name in wrong and _all_close(held[name], all_of_it[name])
     ]:
-        hint = "The output is right, but each rank must use only its 1/N of this tensor, or it saves no memory."
+        hint = (
+            "The output is right, but each rank must use only its 1/N of this tensor, or it saves "
+            "no memory."
+        )
         name = "both layers" if {"first.weight", "second.weight"} <= set(uncut) else uncut[0]
         return f"every rank computes with all of {name}", hint
     # As without f: the parameters' gradients are right, and x has only this rank's contribution.
@@ -407,7 +425,10 @@ def _suspect_gradients(
         (large, f"the gradient of {wrong[0]} is {num_ranks} times too large", sums),
         (small, f"the gradient of {wrong[0]} is 1/{num_ranks} of what it must be", sums),
     ]
-    hint = "The output is right, and the backward pass is not: what must f and g do there, and where do they belong?"
+    hint = (
+        "The output is right, and the backward pass is not: what must f and g do there, and where "
+        "do they belong?"
+    )
     otherwise = f"the gradient of {' and '.join(wrong[:2])} is wrong", hint
     return explanation(held, mistakes, otherwise, _all_close_by_name)
 

@@ -66,7 +66,10 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
         if not _failed_by_others(report):
             return _failure(name, rank, report)
     if failed:
-        hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
+        hint = (
+            "All ranks make the same calls, in the same order, with tensors of the same size and "
+            "type."
+        )
         return Finding("the ranks' collectives do not match", hint, _places(reports))
     if any(report.outcome == "waits" for report in reports):
         problem = f"hangs: not all ranks had returned after {seconds:.0f} s"
@@ -92,7 +95,10 @@ def _failure(name: str, rank: int, report: Report) -> Finding:
     if report.error == "NotImplementedError":
         return NOT_WRITTEN
     hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, report.error))
-    general = "This is the last line of your file that ran. Print what it works on: the output is shown here."
+    general = (
+        "This is the last line of your file that ran. Print what it works on: the output is shown "
+        "here."
+    )
     hint = next(hints, general)
     return Finding(f"rank {rank} raised {report.error}", hint, report.place)
 

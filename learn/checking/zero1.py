@@ -18,7 +18,10 @@ NUM_WEIGHTS = 23  # 2, 3, 4 and 5 ranks all need padding
 LEARNING_RATE = 0.25  # so small that no weight comes near zero, where rounding shows
 # Two show what a step leaves behind: an old gradient, or moments that start from zero again.
 NUM_STEPS = 2
-UNEVEN = "A collective needs shares of one size, but 23 weights cannot be divided evenly. What can you append to them?"
+UNEVEN = (
+    "A collective needs shares of one size, but 23 weights cannot be divided evenly. What can you "
+    "append to them?"
+)
 NO_RETURN = "Does every path end in a return?"
 
 
@@ -108,7 +111,10 @@ def _more_than_a_share(seen: Sequence[Created]) -> Finding | None:
     # The result is right in both of these, and stays so in training. What is missed is the point:
     # less memory on each rank.
     if all(sum(tensor.numel() for tensor in one.held) >= NUM_WEIGHTS for one in seen):
-        hint = "Adam keeps two moments for whatever it holds. Which weights does this rank have to step?"
+        hint = (
+            "Adam keeps two moments for whatever it holds. Which weights does this rank have to "
+            "step?"
+        )
         return Finding("the optimizer of each rank holds all weights", hint)
     if several := [len(one.held) for one in seen if len(one.held) != 1]:
         hint = (
@@ -171,7 +177,10 @@ def _wrong_settings(seen: Sequence[Created]) -> Finding | None:
     size, alive = seen[0].held[0].nbytes, seen[0].bytes_alive
     if alive > size:
         detail = f"a share has {size} bytes; what the optimizer holds keeps {alive} alive"
-        hint = "A slice is a view: as long as it lives, so does the memory of the whole tensor. What makes it a copy?"
+        hint = (
+            "A slice is a view: as long as it lives, so does the memory of the whole tensor. What "
+            "makes it a copy?"
+        )
         return Finding("the share is a view of all weights", hint, detail)
     return None
 
@@ -309,7 +318,10 @@ def judge_stepped(seen: Sequence[Stepped]) -> Finding | None:
         return finding
     size = len(shares_of(weights(), len(seen))[0])
     if too_many := [one.num_moments for one in seen if one.num_moments > size]:
-        hint = "Something added more than the share to the optimizer: the memory that ZeRO-1 saves is gone."
+        hint = (
+            "Something added more than the share to the optimizer: the memory that ZeRO-1 saves "
+            "is gone."
+        )
         problem = f"the optimizer keeps moments of {too_many[0]} weights, not of {size}"
         return Finding(problem, hint)
     return _wrong_weights(seen, means)
@@ -317,7 +329,10 @@ def judge_stepped(seen: Sequence[Stepped]) -> Finding | None:
 
 def _not_stepped(seen: Sequence[Stepped]) -> Finding | None:
     if wrong := [calls for one in seen for calls in one.num_calls if calls != 1]:
-        hint = "Plain Adam steps once, with the share's gradient in share.grad: optimizer.step() does it."
+        hint = (
+            "Plain Adam steps once, with the share's gradient in share.grad: optimizer.step() "
+            "does it."
+        )
         return Finding(f"the given optimizer stepped {wrong[0]} times, not once", hint)
     if any(gradient is None for one in seen for gradient in one.used):
         hint = "optimizer.step() skips a tensor whose .grad is None."
@@ -337,7 +352,10 @@ def _wrong_gradient(
         # As after reduce-scatter into .grad with +=, and no zero_grad in between.
         so_far = shares_of(torch.stack(means[: step + 1]).sum(0), len(seen))
         if step > 0 and same_on_all(held, so_far):
-            hint = "The share's .grad still holds the last step's gradient. Do you set it, or add to it?"
+            hint = (
+                "The share's .grad still holds the last step's gradient. Do you set it, or add to "
+                "it?"
+            )
             return Finding("adds the new gradient to the old one", hint)
         problem, hint = suspect_gradient(held, own[step])
         example = _example_of_gradient(held, own[step])
@@ -389,7 +407,8 @@ def _suspect_weights(
         (
             [old] * num_ranks,
             "the parameters keep their old weights",
-            f"The share is a copy. The model computes with its parameters: how do the new values get into them? {WAIT}",
+            "The share is a copy. The model computes with its parameters: how do the new values "
+            f"get into them? {WAIT}",
         ),
         (
             own_only,

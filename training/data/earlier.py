@@ -43,7 +43,10 @@ def read_earlier(config: TrainConfig) -> SavedModel:
             "folder that training wrote"
         )
     elif saved.problem_type is not SINGLE_LABEL or saved.reads_pairs or saved.windows:
-        what = "only a model that gives single texts one label can learn more; train on all rows instead"
+        what = (
+            "only a model that gives single texts one label can learn more; train on all rows "
+            "instead"
+        )
     if what:
         raise UserError(f"--from {config.from_model}: {what}", code="model-unusable")
     return saved
@@ -59,9 +62,11 @@ def with_earlier_settings(config: TrainConfig) -> TrainConfig:
 
 
 def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> TextData:
-    """The new rows, and behind them rows of the data that the earlier model was trained on, with the labels of both.
+    """The new rows, and behind them rows of the data that the earlier model was trained on, with
+    the labels of both.
 
-    No row that the earlier model was trained on becomes a test row, and no test row of its own is trained on.
+    No row that the earlier model was trained on becomes a test row, and no test row of its own is
+    trained on.
 
     Raises:
         UserError: the earlier data is gone, and the new rows do not have all of its labels.
@@ -79,7 +84,8 @@ def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> TextDa
         missing = [name for name, count in zip(saved.labels, counts, strict=False) if not count]
         if missing:
             raise UserError(
-                f"--from {config.from_model}: the rows that it learned {some_of(missing)} from cannot be read again "
+                f"--from {config.from_model}: the rows that it learned {some_of(missing)} from "
+                "cannot be read again "
                 f"({error}); give rows of these labels too",
                 code="data-not-found",
             ) from error

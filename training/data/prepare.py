@@ -88,7 +88,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_TO_TRY = 4
-# Up to so many rows all are trained on, see run/recipe.py; unless a flag is given that needs validation rows.
+# Up to so many rows all are trained on, see run/recipe.py; unless a flag is given that needs
+# validation rows.
 FEW_ROWS = 1_000
 NEED_VALIDATION = {"validation_fraction", "best_metric", "evaluate_every", "early_stopping"}
 UNCUT = 2**31 - 1  # tokens
@@ -148,8 +149,8 @@ class PreparedData:
 def settle_model(
     config: TrainConfig, ranks: Ranks, earlier: Mapping[str, Any], say: Callable[[str], None]
 ) -> TrainConfig:
-    """The configuration with the model that a run without ``--model`` gets: what it ``earlier`` with
-    if it is resumed, the default one if it can be had, and otherwise the starter. A collective
+    """The configuration with the model that a run without ``--model`` gets: what it ``earlier``
+    with if it is resumed, the default one if it can be had, and otherwise the starter. A collective
     call.
     """
     # A model that the user names is never replaced, and a missing one is an error.

@@ -42,9 +42,8 @@ COLLECTIVE_TIMEOUT = 1800.0  # seconds
 START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
-SHARES_STORE = (
-    "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks meet in the store of torchrun itself
-)
+# "True": the ranks meet in the store of torchrun itself
+SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # On CPUs, oneDNN and PyTorch's layer above it each keep kernels of about half a megabyte for every
 # operation and shape, and batches have many lengths: their own limit of 1,024 takes hundreds of
 # megabytes. These do for a few lengths.
@@ -118,9 +117,12 @@ def saving_group(timeout: float) -> dist.ProcessGroup:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         }
         raise TrainingFailure(
-            f"rank {dist.get_rank()}: the second process group, over which gloo coordinates checkpoints, did not form "
-            f"({in_one_line(error)}); set GLOO_SOCKET_IFNAME (now {named['GLOO_SOCKET_IFNAME']}) to the network "
-            f"interface that joins the machines, as NCCL_SOCKET_IFNAME (now {named['NCCL_SOCKET_IFNAME']}) for NCCL",
+            f"rank {dist.get_rank()}: the second process group, over which gloo coordinates "
+            "checkpoints, did not form "
+            f"({in_one_line(error)}); set GLOO_SOCKET_IFNAME (now {named['GLOO_SOCKET_IFNAME']}) "
+            "to the network "
+            "interface that joins the machines, as NCCL_SOCKET_IFNAME (now "
+            f"{named['NCCL_SOCKET_IFNAME']}) for NCCL",
             code="group-not-formed",
         ) from error
 
@@ -264,9 +266,8 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
         )
     shared = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun shows all its ranks the same GPUs
     if num_gpus == 1 and not shared:
-        local_rank = (
-            0  # some schedulers show each process its own GPU, which is then the first of one
-        )
+        # Some schedulers show each process its own GPU, which is then the first of one.
+        local_rank = 0
     elif local_world_size > num_gpus:
         raise UserError(
             f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
@@ -294,8 +295,10 @@ def _check_restarts() -> None:
     )
     if os.environ.get(SHARES_STORE) == "True" and int(launchers) > 1 and int(restarts) > 0:
         raise UserError(
-            f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks would wait for each "
-            "other until they time out; use --rdzv_backend=c10d and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
+            f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks "
+            "would wait for each "
+            "other until they time out; use --rdzv_backend=c10d and set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
             "launcher, or --max_restarts 0",
             code="restarts-unsafe",
         )
@@ -348,7 +351,8 @@ def _join_group(
     except (ValueError, RuntimeError, dist.DistError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; name a free port, or "
+                f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; "
+                "name a free port, or "
                 "start with torchrun --standalone, which picks one",
                 code="port-in-use",
             ) from error
@@ -360,7 +364,8 @@ def _join_group(
             ) from error
         # A network that fails may not fail the next time.
         raise LostRank(
-            f"rank {os.environ.get('RANK')}: {said}; if it has several machines, each must reach MASTER_ADDR "
+            f"rank {os.environ.get('RANK')}: {said}; if it has several machines, each must reach "
+            "MASTER_ADDR "
             f"{os.environ.get('MASTER_ADDR')} at MASTER_PORT {os.environ.get('MASTER_PORT')}, and "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface that joins them",
             code="group-not-formed",

@@ -41,7 +41,8 @@ class Watchdog(Subscriber):
     because a rank is gone, the error that leaves this context says the same.
 
     Args:
-        config: of the run. Its ``--collective_timeout`` applies after the first steps, and at least an hour before.
+        config: of the run. Its ``--collective_timeout`` applies after the first steps, and at least
+            an hour before.
     """
 
     def __init__(self, config: TrainConfig, monitors: Monitors, interruption: Interruption) -> None:

@@ -70,8 +70,8 @@ class Loading:
     Attributes:
         revision: of a model on the hub; empty for the newest.
         as_stored: keep weights that are stored in half precision memory-mapped from their file. A
-            strategy converts to fp32 only what a rank keeps (:func:`to_fp32`), so that not every rank
-            of a machine holds the whole model.
+            strategy converts to fp32 only what a rank keeps (:func:`to_fp32`), so that not every
+            rank of a machine holds the whole model.
         layers: how many of its blocks to keep; 0 for all.
         pooling: ``mean`` to let the head read the mean of all tokens, where that is possible.
     """
@@ -157,7 +157,10 @@ class NewsClassifier(nn.Module):
         )
         attention = weights.pop(ATTENTION_KEY, None)
         if (attention is None) != (saved.windows is None):
-            what = f"has one of {ATTENTION_KEY} in the weights and {WINDOWS_KEY} in config.json, but not both"
+            what = (
+                f"has one of {ATTENTION_KEY} in the weights and {WINDOWS_KEY} in config.json, but "
+                "not both"
+            )
             raise ModelLoadError(saved.path, what, "copy the files of the training run again")
         known = network.state_dict()
         unread = {name for name in weights if name not in known and changes_nothing(name, network)}
@@ -333,8 +336,10 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
     scale = max(alone.abs().max().item(), 1e-6)
     if change > PROBE_TOLERANCE * scale:
         raise UserError(
-            f"{flag}: {model.config.model_type or type(model.network).__name__} reads padding, which changes a row's "
-            f"logits by {change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the "
+            f"{flag}: {model.config.model_type or type(model.network).__name__} reads padding, "
+            "which changes a row's "
+            f"logits by {change / scale:.1%}, so a row's answer would depend on its batch; use "
+            "BERT, RoBERTa or the "
             "like",
             code="padding-not-masked",
         )
@@ -403,7 +408,8 @@ def _check_causal(
     before, after = scores[:, :-1], model(changed, torch.ones_like(changed))[:, :-1]
     if (after - before).abs().max() > PROBE_TOLERANCE * before.abs().max():
         raise UserError(
-            f"{flag} and --task causal_lm: {model.config.model_type} reads the tokens that it should predict; use a "
+            f"{flag} and --task causal_lm: {model.config.model_type} reads the tokens that it "
+            "should predict; use a "
             "decoder such as Llama or GPT-2, or --task masked_lm",
             code="model-not-causal",
         )
@@ -450,7 +456,8 @@ def _load_network(
         redraw(reading.network, reading.fresh)
     if task.is_language_model and reading.fresh:
         notes.append(
-            f"{asked} has no head for --task {task.name}: {len(reading.fresh)} weights begin at random, first "
+            f"{asked} has no head for --task {task.name}: {len(reading.fresh)} weights begin at "
+            "random, first "
             f"{reading.fresh[0]}"
         )
     return reading.network, notes, list(reading.fresh)

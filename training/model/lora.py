@@ -34,7 +34,8 @@ def check_lora(config: TrainConfig) -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f'--lora {config.lora}: peft is not installed ({error}); pip install "distrinews[lora]"',
+            f"--lora {config.lora}: peft is not installed ({error}); pip install "
+            '"distrinews[lora]"',
             code="package-missing",
         ) from error
 
@@ -55,13 +56,15 @@ def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
     network = model.network
     if not isinstance(network, PreTrainedModel):
         raise UserError(
-            f"--lora {config.lora} and --network: only encoders of transformers get adapters; drop one",
+            f"--lora {config.lora} and --network: only encoders of transformers get adapters; "
+            "drop one",
             code="flags-conflict",
         )
     layers = _trained_linear_layers(model)
     if not layers:
         raise UserError(
-            f"--lora {config.lora} and --model {config.model}: no linear layers were found in repeated blocks; "
+            f"--lora {config.lora} and --model {config.model}: no linear layers were found in "
+            "repeated blocks; "
             "leave out --lora",
             code="model-no-blocks",
         )

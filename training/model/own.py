@@ -76,7 +76,8 @@ class Own:
             if not isinstance(losses, torch.Tensor) or losses.shape != (len(targets),):
                 shape = getattr(losses, "shape", type(losses).__name__)
                 raise UserError(
-                    f"--loss: must return the loss of each row, a tensor of shape ({len(targets)},) for {len(targets)} "
+                    "--loss: must return the loss of each row, a tensor of shape "
+                    f"({len(targets)},) for {len(targets)} "
                     f"rows; got {shape}",
                     code="own-code",
                 )

@@ -52,7 +52,8 @@ def choose_precision(asked: str, device: torch.device) -> str:
     if device.type == "cpu":
         if asked == "fp16":
             raise UserError(
-                "--precision fp16: trains on GPUs only, and this run is on the CPU; use fp32 or bf16",
+                "--precision fp16: trains on GPUs only, and this run is on the CPU; use fp32 or "
+                "bf16",
                 code="precision-unsupported",
             )
         return ("bf16" if cpu_gains_by_bf16() else "fp32") if asked == "auto" else asked

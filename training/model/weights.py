@@ -156,12 +156,14 @@ def _check_fit(reading: Reading, asked: str) -> None:
     if wrong_shape:
         first = wrong_shape[0]
         parts.append(
-            f"of another shape: {len(wrong_shape)} of {total}, first {first}, {reading.wrong_shape[first]}"
+            f"of another shape: {len(wrong_shape)} of {total}, first {first}, "
+            f"{reading.wrong_shape[first]}"
         )
     if left_over:
         parts.append(f"left over: {len(left_over)}, first {left_over[0]}")
     raise UserError(
-        f"{asked}: the weights do not fit the network of config.json ({'; '.join(parts)}); use the config.json that "
+        f"{asked}: the weights do not fit the network of config.json ({'; '.join(parts)}); use "
+        "the config.json that "
         "belongs to these weights, or write both again with save_pretrained",
         code="weights-unusable",
     )
@@ -175,7 +177,8 @@ def _check_finite(network: nn.Module, asked: str) -> None:
             bad.append(name)
     if bad:
         raise UserError(
-            f"{asked}: {len(bad)} of its weights hold nan or infinity, first {bad[0]}; copy the model again, or "
+            f"{asked}: {len(bad)} of its weights hold nan or infinity, first {bad[0]}; copy the "
+            "model again, or "
             "use an earlier checkpoint of it",
             code="weights-unusable",
         )

@@ -23,7 +23,8 @@ def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
     """
     if not isinstance(model.network, PreTrainedModel):
         raise UserError(
-            "--long windows and a network of your own: windows are pooled by a row of the last layer, and only "
+            "--long windows and a network of your own: windows are pooled by a row of the last "
+            "layer, and only "
             "encoders of transformers are known to have such a layer; drop one",
             code="flags-conflict",
         )
@@ -42,7 +43,8 @@ def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
         if outputs.shape[1:] == (len(model.label_names) + 1,) and outputs[0, -1] == 0:
             return
     raise UserError(
-        f"--long windows and --model {config.model}: the last layer of {model.config.model_type} is not a linear layer "
+        f"--long windows and --model {config.model}: the last layer of {model.config.model_type} "
+        "is not a linear layer "
         "from which the scores come; use BERT, RoBERTa or the like, or --long cut",
         code="windows-not-pooled",
     )

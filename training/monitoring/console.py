@@ -135,7 +135,8 @@ class Console:
         """The run's only progress bar; before a resume ``first_step`` steps and ``samples_done`` rows were done."""
         if first_step:
             self.say(
-                f"Resuming after step {first_step:,} of {total_steps:,} ({samples_done:,} samples seen)"
+                f"Resuming after step {first_step:,} of {total_steps:,} ({samples_done:,} samples "
+                "seen)"
             )
         return (
             LiveBar(self, total_steps, first_step)
@@ -263,7 +264,10 @@ class ProgressBar(Subscriber):
         first_time, first_step = self._first_update = self._first_update or (now, step)
         if step == first_step:
             return ""
-        return f"ETA {format_time((now - first_time) / (step - first_step) * (self._total_steps - step))}"
+        return (
+            "ETA "
+            f"{format_time((now - first_time) / (step - first_step) * (self._total_steps - step))}"
+        )
 
 
 class LiveBar(ProgressBar):

@@ -215,9 +215,8 @@ class EventStream:
             case StepDone(step):
                 self.write("first_step", step=step)
             case StepMetrics():
-                self.write(
-                    "step", **event.known()
-                )  # flat, and asdict would copy it deeply each step
+                # flat, and asdict would copy it deeply each step
+                self.write("step", **event.known())
             case RunStarted(step, total_steps):
                 process = {
                     "world_size": self._ranks.world_size,
@@ -332,7 +331,8 @@ class MetricsFile(Subscriber):
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         except OSError as error:
             self._say(
-                f"{path}: the lines after step {step} could not be removed ({error.strerror}); the run continues"
+                f"{path}: the lines after step {step} could not be removed ({error.strerror}); "
+                "the run continues"
             )
 
 

@@ -53,12 +53,13 @@ _STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _PHASE_SECONDS = (0.0001, 0.001, 0.0025, 0.005, *_STEP_SECONDS)
 _CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 Value = Callable[[Any], float | None]  # reads a metric's new value from an event
+# Phases in which a rank may be slower than the others.
 COMPARED = (
     "data",
     "forward",
     "backward",
     "compute",
-)  # phases in which a rank may be slower than the others
+)
 
 
 class Exporter(Subscriber):
@@ -75,9 +76,8 @@ class Exporter(Subscriber):
 
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases) -> None:
         self.registry = CollectorRegistry()
-        self.counts_rows = (
-            True  # of the ranks that hold parts of one replica, only one counts its rows
-        )
+        # Of the ranks that hold parts of one replica, only one counts its rows.
+        self.counts_rows = True
         self.phases = phases
         self._run_dir = config.run_dir
         # By type of event: what it updates, and how the new value is read from it.
@@ -110,8 +110,10 @@ class Exporter(Subscriber):
         )
         self._phase_seconds = histogram(
             "phase_seconds",
-            "Seconds of this rank in each phase of a step: data = waiting for rows, agree = for other ranks, step = "
-            "the rest of the step besides forward, backward and optimizer (a pipeline's passes), other = between "
+            "Seconds of this rank in each phase of a step: data = waiting for rows, agree = for "
+            "other ranks, step = "
+            "the rest of the step besides forward, backward and optimizer (a pipeline's passes), "
+            "other = between "
             "steps; outside of steps evaluate and save.",
             buckets=_PHASE_SECONDS,
             label="phase",
@@ -141,7 +143,8 @@ class Exporter(Subscriber):
             "tokens_per_second", "Tokens of all ranks per second, over the last steps.", StepsAgreed
         )
         text = (
-            "What all ranks achieve, divided by what they would achieve if none waited for another, as measured under "
+            "What all ranks achieve, divided by what they would achieve if none waited for "
+            "another, as measured under "
             "ddp; NaN if it is not known."
         )
         gauge("scaling_efficiency", text, RanksCompared)
@@ -151,7 +154,10 @@ class Exporter(Subscriber):
             StepsAgreed,
         )
         if config.is_language_model:
-            text = "Operations that the tokens of the last steps need, divided by what the devices could do, 0 to 1."
+            text = (
+                "Operations that the tokens of the last steps need, divided by what the devices "
+                "could do, 0 to 1."
+            )
             gauge("mfu", text, StepsAgreed)
 
     def _register_validation(self, metrics: Iterable[str]) -> None:
@@ -180,7 +186,8 @@ class Exporter(Subscriber):
             value=lambda _: time.time(),
         )
         text = (
-            "Unix time of this process's last checkpoint; before the first one, of the run's first start that has led "
+            "Unix time of this process's last checkpoint; before the first one, of the run's "
+            "first start that has led "
             "to no checkpoint."
         )
         self._last_checkpoint = gauge(
@@ -239,7 +246,10 @@ class Exporter(Subscriber):
         self._collective_bytes = counter(
             "collective_bytes", "Bytes that it handed to them.", label="operation"
         )
-        text = "Seconds of each, including the wait for other ranks; with NCCL, of each kernel on the GPU."
+        text = (
+            "Seconds of each, including the wait for other ranks; with NCCL, of each kernel on "
+            "the GPU."
+        )
         self._collective_seconds = histogram(
             "collective_seconds", text, buckets=_PHASE_SECONDS, label="operation"
         )
@@ -391,7 +401,8 @@ def _listen(
                 code="flag-value",
             ) from error
         raise UserError(
-            f"--metrics_port {config.metrics_port}: cannot listen on port {port} ({error.strerror}); "
+            f"--metrics_port {config.metrics_port}: cannot listen on port {port} "
+            f"({error.strerror}); "
             "choose another, or 0 for no metrics",
             code="port-in-use",
         ) from error

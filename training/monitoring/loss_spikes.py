@@ -66,7 +66,8 @@ class LossSpikes(Subscriber):
         self.events.write_on_rank0("loss_spike", **fields)
         if metrics.step > self.last_spike + 1:
             self.say(
-                f"Loss spike at step {metrics.step}: {metrics.loss:.4f}; the median of the {len(self.losses)} steps "
+                f"Loss spike at step {metrics.step}: {metrics.loss:.4f}; the median of the "
+                f"{len(self.losses)} steps "
                 f"before is {usual:.4f}"
             )
         self.last_spike = metrics.step

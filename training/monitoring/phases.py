@@ -19,9 +19,8 @@ class Phases:
         self.now = "start"
         self.since = self.moved = time.monotonic()  # when it began; when it last made progress
         self.step = 0  # optimizer steps done
-        self.mark: Callable[[str], AbstractContextManager] = (
-            nullcontext  # what a profiler puts around phases
-        )
+        # What a profiler puts around phases.
+        self.mark: Callable[[str], AbstractContextManager] = nullcontext
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last_read: dict[str, dict[str, float]] = {}
 

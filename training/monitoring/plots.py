@@ -403,9 +403,8 @@ def _mark(curves: Curves) -> str:
 
 
 def _shorten(label: str) -> str:
-    label = printable(
-        label
-    )  # a character without a glyph would go to the terminal in matplotlib's warning
+    # A character without a glyph would go to the terminal in matplotlib's warning.
+    label = printable(label)
     # Cut in the middle, because names of one family differ at their ends.
     return label if len(label) <= LONGEST_LABEL else f"{label[:10]}…{label[-9:]}"
 

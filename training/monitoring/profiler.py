@@ -160,7 +160,8 @@ class Profiler(Subscriber):
         with self._phases("profile"):
             found = self._try(self._write_profile) if self._profile else None
             self.steps = range(0)
-            self._ranks.barrier()  # otherwise the others would wait in their next step, which would count as slow
+            # Otherwise the others would wait in their next step, which would count as slow.
+            self._ranks.barrier()
         if self._problem:
             self._say(f"rank 0: no profile ({self._problem}); the run continues")
         if not (found and self._console):
@@ -174,7 +175,8 @@ class Profiler(Subscriber):
             write_json(self._folder / SUMMARY_FILE, {"ranks": [asdict(found)]})
         except OSError as error:
             self._say(
-                f"{self._folder}: the summary of the profile could not be written ({error.strerror})"
+                f"{self._folder}: the summary of the profile could not be written "
+                f"({error.strerror})"
             )
 
     def _write_profile(self) -> RankProfile:

@@ -38,13 +38,11 @@ from training.monitoring.exporter import Exporter
 from training.monitoring.phases import Phases
 from training.monitoring.records import SavedCheckpoint
 
-Part = tuple[
-    str, tuple[int, ...]
-]  # a parameter's name; which of its shards, along each dimension that splits it
+# A parameter's name; which of its shards, along each dimension that splits it.
+Part = tuple[str, tuple[int, ...]]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = (
-    1 << 18
-)  # elements at a time, so that their intermediate results stay in the processor's cache
+# Elements at a time, so that their intermediate results stay in the processor's cache.
+CHUNK = 1 << 18
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2 to the 64th over the golden ratio, as int64
 
 
@@ -121,8 +119,10 @@ class ReplicaCheck(Subscriber):
             f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
         )
         raise TrainingFailure(
-            f"{when} the copies of the weights differ: {found}.{since} {good}To resume, {self.how_to_resume}. "
-            f"If it happens again on {_listed(found.odd)}, look for failing memory or a failing processor or GPU there",
+            f"{when} the copies of the weights differ: {found}.{since} {good}To resume, "
+            f"{self.how_to_resume}. "
+            f"If it happens again on {_listed(found.odd)}, look for failing memory or a failing "
+            "processor or GPU there",
             quiet=not self.ranks.is_first,
             code="replicas-differ",
         )
@@ -145,8 +145,10 @@ def check_gradient_sync(
     )
     if found:
         raise TrainingFailure(
-            f"{f'{when}: ' * bool(when)}the gradients differ after their reduction: that of {found}. A backward pass "
-            "bypasses what reduces them: call the wrapped model, and do not use no_sync for a step's last micro-batch",
+            f"{f'{when}: ' * bool(when)}the gradients differ after their reduction: that of "
+            f"{found}. A backward pass "
+            "bypasses what reduces them: call the wrapped model, and do not use no_sync for a "
+            "step's last micro-batch",
             quiet=not ranks.is_first,
             code="gradients-differ",
         )

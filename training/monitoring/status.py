@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from training.monitoring.phases import Phases
 
 PERIOD = 1.0  # seconds between two writings, with few ranks
-MOST_WRITES = 250  # per second, of all ranks: each is a rename, and a shared file system has one server for them
+# Per second, of all ranks: each is a rename, and a shared file system has one server for them.
+MOST_WRITES = 250
 STEPS_AVERAGED = 10
 # The beginning of a rank's last message if it ends only because of others.
 LOST = "lost at step"
@@ -129,9 +130,8 @@ class StatusFile(Subscriber):
         traceback: TracebackType | None,
     ) -> None:
         self._ended.set()
-        self._thread.join(
-            PERIOD
-        )  # with a limit: a disk that does not answer must not keep the process
+        # With a limit: a disk that does not answer must not keep the process.
+        self._thread.join(PERIOD)
         if error is not None:
             self.failed(reason_to_record(error))
             return

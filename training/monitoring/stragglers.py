@@ -90,9 +90,8 @@ class CollectiveRecorder(Subscriber):
         self.events = events
         self.on_gpu = backend == "nccl"
         self.every = every
-        self.waited: float | None = (
-            None  # seconds of the last step in which a collective ran; None if unknown
-        )
+        # Seconds of the last step in which a collective ran; None if unknown.
+        self.waited: float | None = None
         self._records = False
 
     def receive(self, event: Event) -> None:
@@ -195,9 +194,8 @@ def _stop_recording(*, on_gpu: bool) -> tuple[list[Collective], list[Collective]
             if operation := operation_of_kernel(event.name()):
                 kernels.append(Collective(operation, 0, start, start + seconds))
             continue
-        backend, _, rest = event.name().partition(
-            ":"
-        )  # such as "gloo:all_reduce" or "nccl:_all_gather_base"
+        # Such as "gloo:all_reduce" or "nccl:_all_gather_base".
+        backend, _, rest = event.name().partition(":")
         if backend in BACKENDS:
             inputs = zip(event.shapes(), event.dtypes(), strict=True)
             num_bytes = sum(prod(shape) * BYTES.get(dtype, 1) for shape, dtype in inputs)
@@ -333,7 +331,8 @@ class Stragglers(Subscriber):
         who = f"rank {rank} on {self.hosts[rank]}"
         figures = f"{phase} takes {seconds:.3f} s per step, the median of the ranks {median:.3f} s"
         self.monitors.say(
-            f"Straggler: {who} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median ({figures})."
+            f"Straggler: {who} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median "
+            f"({figures})."
             if slow
             else f"No longer a straggler: {who} ({figures})."
         )
@@ -397,9 +396,8 @@ def scaling_efficiency(by_rank: Sequence[tuple[int, float, float]]) -> float:
     ``by_rank``: the tokens of each rank, the seconds that it spent on them itself, and the seconds
     that they took with the wait for others.
     """
-    ideal = sum(
-        tokens / max(own, 1e-9) for tokens, own, _ in by_rank
-    )  # tokens per second, each at its own pace
+    # Tokens per second, each at its own pace.
+    ideal = sum(tokens / max(own, 1e-9) for tokens, own, _ in by_rank)
     achieved = sum(tokens for tokens, _, _ in by_rank) / max(
         1e-9, fmean(elapsed for _, _, elapsed in by_rank)
     )

@@ -203,7 +203,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f'--trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out',
+                f'--trackers {name}: is not installed; pip install "distrinews[{name}]", or leave '
+                "it out",
                 code="package-missing",
             )
 
@@ -246,7 +247,8 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._lost or self._thread.is_alive():
             self._say(
-                f"{self.name}: too slow, {self._lost + self._queue.qsize()} records did not reach it"
+                f"{self.name}: too slow, {self._lost + self._queue.qsize()} records did not reach "
+                "it"
             )
 
     def _work(self) -> None:

@@ -39,7 +39,8 @@ def apply_to_blocks(network: nn.Module, config: TrainConfig, stream: DropoutStre
     blocks = find_blocks(network)
     if not blocks:
         raise UserError(
-            f"--model {config.model}: no repeated blocks were found to checkpoint, compile or convert",
+            f"--model {config.model}: no repeated blocks were found to checkpoint, compile or "
+            "convert",
             code="model-no-blocks",
         )
     for block in blocks:

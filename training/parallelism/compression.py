@@ -53,7 +53,8 @@ class Traffic:
             return ""
         ratio = self.uncompressed / self.sent
         return (
-            f": {self.sent / 1e6:.3g} MB per step and rank instead of {self.uncompressed / 1e6:.3g} MB "
+            f": {self.sent / 1e6:.3g} MB per step and rank instead of "
+            f"{self.uncompressed / 1e6:.3g} MB "
             f"({ratio:.1f}x less)"
         )
 

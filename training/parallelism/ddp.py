@@ -68,7 +68,10 @@ class DDPStrategy(Strategy):
     def describe(self) -> str:
         if not self.ranks.is_distributed:
             return "one process"
-        copies = f"ddp: a copy on each of {self.ranks.world_size} rank{'s' * (self.ranks.world_size > 1)}"
+        copies = (
+            f"ddp: a copy on each of {self.ranks.world_size} "
+            f"rank{'s' * (self.ranks.world_size > 1)}"
+        )
         return (
             f"{copies}, gradients as {self.config.compress}{self.compression.traffic}"
             if self.compression

@@ -95,7 +95,10 @@ class DeepSpeedStrategy(Strategy):
         )
         offload = ", in the machine's memory" if self.config.cpu_offload else ""
         stage = self.config.deepspeed_stage
-        return f"deepspeed: stage {stage}, {shared[stage]} sharded over {self.ranks.world_size} ranks{offload}"
+        return (
+            f"deepspeed: stage {stage}, {shared[stage]} sharded over {self.ranks.world_size} "
+            f"ranks{offload}"
+        )
 
     def begin_step(self, learning_rate: float) -> None:
         super().begin_step(learning_rate)
@@ -183,7 +186,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise UserError(
-            f'--strategy deepspeed: DeepSpeed is not installed ({error}); pip install "distrinews[deepspeed]"',
+            f"--strategy deepspeed: DeepSpeed is not installed ({error}); pip install "
+            '"distrinews[deepspeed]"',
             code="package-missing",
         ) from error
     # Only for inference on CPUs; building it takes a compiler and most of a minute.

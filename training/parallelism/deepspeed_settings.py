@@ -62,7 +62,8 @@ def deepspeed_settings(
     given = read_file(path) if path else {}
     for name in sorted(given.keys() & set(REFUSED)):
         raise UserError(
-            f"--deepspeed_config {path}: {name} cannot be set in a file: the trainer's flags decide it; remove it",
+            f"--deepspeed_config {path}: {name} cannot be set in a file: the trainer's flags "
+            "decide it; remove it",
             code="deepspeed-config",
         )
     ours = _generated(config, precision, world_size, num_parameters)
@@ -77,7 +78,8 @@ def deepspeed_settings(
         if None not in (mine, theirs) and mine != theirs:
             raise UserError(
                 f"--deepspeed_config {path}: {name} is {json.dumps(theirs)}, and --{flag} "
-                f"{str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them equal, or leave one out",
+                f"{str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them "
+                "equal, or leave one out",
                 code="deepspeed-config",
             )
     # The trainer sets the learning rate before each step, and gives each group of parameters its
@@ -113,7 +115,8 @@ def _check(config: TrainConfig, precision: str) -> None:
         )
     if config.deepspeed_stage == 0 and precision == "fp16":
         raise UserError(
-            "--precision fp16 with --deepspeed_stage 0: DeepSpeed keeps no fp32 weights there; use stage 1, 2 or 3, "
+            "--precision fp16 with --deepspeed_stage 0: DeepSpeed keeps no fp32 weights there; "
+            "use stage 1, 2 or 3, "
             "or --strategy ddp",
             code="flags-conflict",
         )

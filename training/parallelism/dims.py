@@ -50,15 +50,18 @@ class ParallelDims:
         pp = config.pp or (world_size if config.strategy == "pp" else 1)
         if world_size % (pp * tp):
             raise UserError(
-                f"--pp ({pp}) x --tp ({tp}) = {pp * tp}, and there are {world_size} ranks: choose degrees whose "
+                f"--pp ({pp}) x --tp ({tp}) = {pp * tp}, and there are {world_size} ranks: choose "
+                "degrees whose "
                 "product divides the number of processes",
                 code="mesh-degrees",
             )
         dp = world_size // (pp * tp)
         if ranks_per_machine % tp:
             raise UserError(
-                f"--tp {tp}: tensor-parallel ranks exchange activations in every block and must share a machine, and "
-                f"there are {ranks_per_machine} ranks per machine: use a divisor of {ranks_per_machine}",
+                f"--tp {tp}: tensor-parallel ranks exchange activations in every block and must "
+                "share a machine, and "
+                f"there are {ranks_per_machine} ranks per machine: use a divisor of "
+                f"{ranks_per_machine}",
                 code="mesh-degrees",
             )
         if config.sequence_parallel and tp == 1:
@@ -108,4 +111,7 @@ class ParallelDims:
             for word, degree in zip(words, self.degrees, strict=True)
             if degree > 1
         ]
-        return f"{' x '.join(parts) or 'one process'} = {self.world_size} rank{'s' * (self.world_size > 1)}"
+        return (
+            f"{' x '.join(parts) or 'one process'} = {self.world_size} "
+            f"rank{'s' * (self.world_size > 1)}"
+        )

@@ -38,12 +38,14 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
         )
     if precision != "bf16":
         raise UserError(
-            f"--float8 with --precision {precision}: what is not in float8 is in bf16; use bf16 or auto",
+            f"--float8 with --precision {precision}: what is not in float8 is in bf16; use bf16 "
+            "or auto",
             code="flags-conflict",
         )
     if config.strategy == "tp" or config.tp > 1:
         raise UserError(
-            "--float8 with --tp: split matrices are not computed in float8; use --strategy zero2 or zero3",
+            "--float8 with --tp: split matrices are not computed in float8; use --strategy zero2 "
+            "or zero3",
             code="flags-conflict",
         )
     try:

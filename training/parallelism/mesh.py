@@ -35,7 +35,8 @@ class MeshStrategy(Strategy):
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
             raise UserError(
-                f"--strategy {config.strategy}: needs a process group; start with torchrun, or use ddp",
+                f"--strategy {config.strategy}: needs a process group; start with torchrun, or "
+                "use ddp",
                 code="torchrun-needed",
             )
         ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))
@@ -114,7 +115,8 @@ class MeshStrategy(Strategy):
         config, tp = self.config, self.dims.tp
         if config.sequence_parallel and config.max_length % tp:
             raise UserError(
-                f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {tp}",
+                f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp "
+                f"{tp}",
                 code="uneven-split",
             )
         frozen = [

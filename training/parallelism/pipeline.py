@@ -42,12 +42,14 @@ def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
         return
     if config.compile:
         raise UserError(
-            f"--compile and --pp_schedule {schedule}: this schedule splits backward passes; use interleaved",
+            f"--compile and --pp_schedule {schedule}: this schedule splits backward passes; use "
+            "interleaved",
             code="flags-conflict",
         )
     if config.activation_checkpointing == "selective":
         raise UserError(
-            f"--activation_checkpointing selective and --pp_schedule {schedule}: recomputed activations would be "
+            f"--activation_checkpointing selective and --pp_schedule {schedule}: recomputed "
+            "activations would be "
             "needed twice; use full, or --pp_schedule interleaved",
             code="flags-conflict",
         )

@@ -86,7 +86,8 @@ def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag:
     where = f"{flag} {micro_batches}: the {schedule} schedule over {num_ranks} ranks"
     if schedule != "gpipe" and micro_batches < num_ranks:
         raise UserError(
-            f"{where} needs at least {num_ranks} micro-batches (gpipe takes any number, but is idle most of the time)",
+            f"{where} needs at least {num_ranks} micro-batches (gpipe takes any number, but is "
+            "idle most of the time)",
             code="uneven-split",
         )
     rounds = max(1, micro_batches // num_ranks)

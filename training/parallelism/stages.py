@@ -105,7 +105,8 @@ def split_stages(
         parameter.requires_grad for parameter in model.blocks[runs[0].stop - 1].parameters()
     ):
         raise UserError(
-            f"--freeze and {where}: the first of {num_stages} stages has blocks 1 to {runs[0].stop}, and nothing in "
+            f"--freeze and {where}: the first of {num_stages} stages has blocks 1 to "
+            f"{runs[0].stop}, and nothing in "
             "them is trained; freeze fewer, or use another --strategy",
             code="flags-conflict",
         )
@@ -115,7 +116,8 @@ def split_stages(
 def _check_not_tied(model: NewsClassifier, where: str) -> None:
     if model.task.is_language_model and model.config.tie_word_embeddings:
         raise UserError(
-            f"{where}: the head of this language model is also its embedding table (tie_word_embeddings), and the "
+            f"{where}: the head of this language model is also its embedding table "
+            "(tie_word_embeddings), and the "
             "first and the last stage cannot share one; use --strategy zero3",
             code="model-not-splittable",
         )

@@ -47,11 +47,11 @@ class StepResult:
 
     ``loss``: this rank's share of the global mean loss, (); 0 on a rank that is not its replica's
     leader. ``row_losses``: the loss of each of this rank's rows, (rows,); 0 on such a rank.
-    ``checks``: of each of this rank's rows, (rows, 3), see :meth:`Task.label_logprobs`; None on such
-    a rank, or if the task has none. ``right``: how many of these rows were answered right, and how
-    many there are, (2,). ``grad_norm``: the global gradient norm before clipping, (). If it is not
-    finite, weights and moments are unchanged. ``scaler_skipped``: the step was skipped because the
-    loss scale was too high, which is normal in fp16.
+    ``checks``: of each of this rank's rows, (rows, 3), see :meth:`Task.label_logprobs`; None on
+    such a rank, or if the task has none. ``right``: how many of these rows were answered right, and
+    how many there are, (2,). ``grad_norm``: the global gradient norm before clipping, (). If it is
+    not finite, weights and moments are unchanged. ``scaler_skipped``: the step was skipped because
+    the loss scale was too high, which is normal in fp16.
     """
 
     loss: torch.Tensor

@@ -71,7 +71,8 @@ def apply_tensor_parallel(
     names = _family_of(network, mesh.size())
     if sequence_parallel and LENGTH_MULTIPLE % mesh.size():
         raise UserError(
-            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {LENGTH_MULTIPLE}, which are not "
+            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of "
+            f"{LENGTH_MULTIPLE}, which are not "
             f"divisible by {mesh.size()} ranks; leave it out, or use a power of 2",
             code="uneven-split",
         )
@@ -117,7 +118,8 @@ def _family_of(network: nn.Module, ranks: int) -> EncoderFamily:
     config = network.config
     if FAMILIES[name] is LLAMA_LANGUAGE_MODEL and config.tie_word_embeddings:
         raise UserError(
-            f"--tp {ranks}: the head of this language model is also its embedding table (tie_word_embeddings), which "
+            f"--tp {ranks}: the head of this language model is also its embedding table "
+            "(tie_word_embeddings), which "
             "is not split; use --strategy zero3",
             code="model-not-splittable",
         )

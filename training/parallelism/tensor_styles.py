@@ -105,9 +105,8 @@ def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
     """(batch, seq) -> (batch, seq, hidden), zero for tokens that other ranks hold."""
     weight: DTensor = embedding.weight
     ranks, rank = weight.device_mesh.size(), weight.device_mesh.get_local_rank()
-    first = rank * -(
-        -embedding.num_embeddings // ranks
-    )  # DTensor makes all parts but the last of equal size
+    # DTensor makes all parts but the last of equal size
+    first = rank * -(-embedding.num_embeddings // ranks)
     local_rows = weight.to_local()
     # Look up row 0 for tokens of other ranks, to keep indices valid, and zero the result.
     ids = input_ids - first

@@ -92,7 +92,10 @@ class Timeline:
     def title(self) -> str:
         ranks, name = len(self.ranks), SCHEDULES[self.schedule].title
         stages = f"{ranks * self.stages_per_rank} stages on " if self.stages_per_rank > 1 else ""
-        return f"{name}: {stages}{ranks} ranks, {self.micro_batches} micro-batches, bubble {self.bubble_share:.1%}"
+        return (
+            f"{name}: {stages}{ranks} ranks, {self.micro_batches} micro-batches, bubble "
+            f"{self.bubble_share:.1%}"
+        )
 
     def turn(self, box: Box) -> int:
         return box.action.stage // len(self.ranks)
@@ -318,7 +321,8 @@ def main() -> None:
         "--stages",
         type=positive,
         default=4,
-        help="stages of the whole pipeline; with --schedule all, its ranks, each holding as many stages as the "
+        help="stages of the whole pipeline; with --schedule all, its ranks, each holding as many "
+        "stages as the "
         "schedule needs (default: %(default)s)",
     )
     parser.add_argument(

@@ -44,7 +44,8 @@ def _run(text: str) -> tuple[str, float, float]:
         ) from None
     if not (0 < found[1] <= MOST_DAYS and 0 < found[2] <= 1):
         raise argparse.ArgumentTypeError(
-            f"{text}: the days must be above 0 and at most {MOST_DAYS}, the utilisation above 0 and at most 1"
+            f"{text}: the days must be above 0 and at most {MOST_DAYS}, the utilisation above 0 "
+            "and at most 1"
         )
     return found
 
@@ -203,7 +204,8 @@ def _work(flags: argparse.Namespace, shape: ModelShape, cluster: Cluster) -> Wor
     if tokens % seq_len:
         nearest = max(1, tokens // seq_len) * seq_len
         raise UserError(
-            f"--batch_tokens {tokens} and --seq_len {seq_len}: does not make whole rows; use {nearest}",
+            f"--batch_tokens {tokens} and --seq_len {seq_len}: does not make whole rows; use "
+            f"{nearest}",
             code="uneven-split",
         )
     # bf16 first: it needs no loss scaling, and its halves are as fast as fp16's.

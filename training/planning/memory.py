@@ -77,7 +77,8 @@ class BlockActivations:
     """
 
     entry: float  # the block's input, which is all that full checkpointing keeps
-    norms: float  # around norms and dropouts; only sequence parallelism splits it over tensor-parallel ranks
+    # Around norms and dropouts; only sequence parallelism splits it over tensor-parallel ranks.
+    norms: float
     inputs: float  # what enters the first matrices, whole on each tensor-parallel rank
     split: float  # inside attention and feed-forward, always split
     scores: float  # attention probabilities, unless a fused kernel avoids them

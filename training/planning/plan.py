@@ -153,7 +153,8 @@ class Answer:
         found = [caution for plan in self.best for caution in cautions(plan.shape, plan.layout)]
         if any(plan.share_of_ideal > 1 + ROUNDING for plan in self.best):
             found.append(
-                "Faster than ideal: with so few tokens, a GPU with the whole model spends its time on reading weights, "
+                "Faster than ideal: with so few tokens, a GPU with the whole model spends its "
+                "time on reading weights, "
                 "and each of these GPUs reads only a part of them."
             )
         return list(dict.fromkeys(found))
@@ -232,7 +233,8 @@ def _no_layout(
     layouts = [layout for strategy in strategies for layout in layouts_of(shape, cluster, strategy)]
     if not layouts:
         return UserError(
-            f"--strategy {names}: has no layout of {shape.name} on {cluster.name}; omit it to see others",
+            f"--strategy {names}: has no layout of {shape.name} on {cluster.name}; omit it to see "
+            "others",
             code="plan-no-layout",
         )
     any_size = replace(work, micro_batch=None)
@@ -242,11 +244,13 @@ def _no_layout(
     if sizes:
         fitting = ", ".join(map(str, sorted(sizes)))
         return UserError(
-            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; use one of {fitting}",
+            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; use one "
+            f"of {fitting}",
             code="uneven-split",
         )
     return UserError(
-        f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be divided evenly over {cluster.gpus} GPUs by "
+        f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be divided evenly over "
+        f"{cluster.gpus} GPUs by "
         f"{names}; use a multiple of {cluster.gpus * work.seq_len}",
         code="uneven-split",
     )
@@ -257,8 +261,10 @@ def no_layout_fits(answer: Answer) -> UserError:
     closest = answer.plans[0]
     missing = (closest.memory.total - closest.cluster.usable_memory) / GIB
     return UserError(
-        f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {closest.layout.name}, "
-        f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); use more GPUs, larger ones or a "
+        f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, "
+        f"{closest.layout.name}, "
+        f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); use more GPUs, larger "
+        "ones or a "
         "smaller --batch_tokens",
         code="plan-does-not-fit",
     )
@@ -319,19 +325,25 @@ def cautions(shape: ModelShape, layout: Layout) -> list[str]:
     """Why there is no launch command; nothing if there is one."""
     if not shape.source:
         unknown = [
-            f"No command: only the dimensions of {shape.name} are known. Give --model a folder that holds a "
+            f"No command: only the dimensions of {shape.name} are known. Give --model a folder "
+            "that holds a "
             "config.json and weights (safetensors) to get one."
         ]
         if shape.split_elsewhere and (layout.tp > 1 or layout.pp > 1):
             unknown.append(
-                f"This trainer does not split the network of {shape.name}: layouts with tp or pp are for programs "
-                "that do, such as Megatron-LM, and are planned with this trainer's memory and schedules."
+                f"This trainer does not split the network of {shape.name}: layouts with tp or pp "
+                "are for programs "
+                "that do, such as Megatron-LM, and are planned with this trainer's memory and "
+                "schedules."
             )
         return unknown
     if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
         return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
     if shape.num_labels is None and shape.tied_embeddings and (layout.tp > 1 or layout.pp > 1):
         return [
-            "No command: the trainer cannot split a language model whose head is its embedding table; use zero3."
+            (
+                "No command: the trainer cannot split a language model whose head is its "
+                "embedding table; use zero3."
+            )
         ]
     return []

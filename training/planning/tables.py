@@ -85,7 +85,8 @@ def print_largest(families: Sequence[LargestAnswer]) -> None:
             rows.append((one.strategy, *size, how, *figures, obstacle))
         notes = [f"Nothing fits under {', '.join(nothing)}."] if nothing else []
         notes.append(
-            f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,}) in "
+            f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of "
+            f"{work.seq_len:,}) in "
             f"{work.precision}. Of each GPU, {_gib(cluster.usable_memory)} GiB can be filled."
         )
         _Table(f"With the proportions of {family.shape.name}", header, rows, notes).print(console)
@@ -228,7 +229,8 @@ def _summary(answer: Answer) -> str:
     if efficiency:
         speed = f"an efficiency of {efficiency:.0%}"
     summary += (
-        f" The fastest, {best.layout.full_name}, reaches {best.tokens_per_second:,.0f} tokens per second, an MFU of "
+        f" The fastest, {best.layout.full_name}, reaches {best.tokens_per_second:,.0f} tokens per "
+        "second, an MFU of "
         f"{best.mfu:.0%} and {speed}."
     )
     if answer.target_tokens:

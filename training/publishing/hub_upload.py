@@ -46,7 +46,8 @@ class PublishFailure(ForeseenError):
 
 @dataclass(frozen=True)
 class Target:
-    """A repository to upload to; ``name`` is ``account/name``. An existing one is never made public or private.
+    """A repository to upload to; ``name`` is ``account/name``. An existing one is never made public
+    or private.
 
     ``sdk``: what the hub does with a Space's files.
     """
@@ -75,7 +76,10 @@ def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneL
         type=Path,
         nargs="?",
         const=dry_run_folder,
-        help=f"write the repository into this folder instead (default: {dry_run_folder}); needs no token",
+        help=(
+            f"write the repository into this folder instead (default: {dry_run_folder}); needs no "
+            "token"
+        ),
     )
     return parser
 
@@ -152,10 +156,12 @@ def upload(
     folders: Collection[str],
     reasons: Mapping[int, str] | None = None,
 ) -> str:
-    """Create the repository if needed, commit these files to it at once, and read them back. Returns the commit.
+    """Create the repository if needed, commit these files to it at once, and read them back.
+    Returns the commit.
 
-    The hub keeps what a broken upload has sent, so it is not sent again. Other files in ``folders``, from an earlier
-    upload, are deleted; other files elsewhere stay. ``reasons``: what some of the hub's status codes mean here.
+    The hub keeps what a broken upload has sent, so it is not sent again. Other files in
+    ``folders``, from an earlier upload, are deleted; other files elsewhere stay. ``reasons``: what
+    some of the hub's status codes mean here.
 
     Raises:
         UserError: the hub refuses, something else is kept there, or the connection breaks.
@@ -169,7 +175,8 @@ def upload(
         stale = sorted(name for name in names if name.partition("/")[0] in folders and "/" in name)
         operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
         message = f"Publish {target.name.rpartition('/')[2]}"
-        # On top of what was looked at: without the parent, two publishers would delete each other's files unseen.
+        # On top of what was looked at: without the parent, two publishers would delete each other's
+        # files unseen.
         commit = api.create_commit(
             target.name,
             operations,
@@ -200,9 +207,11 @@ def explain(
     reasons: Mapping[int, str] | None = None,
     after_a_break: str = "start again: what the hub already has is not sent again",
 ) -> str:
-    """The reason behind one of ``HUB_ERRORS`` and what to do, in one line that does not show the token.
+    """The reason behind one of ``HUB_ERRORS`` and what to do, in one line that does not show the
+    token.
 
-    ``reasons``: what some of the hub's status codes mean here. ``after_a_break``: what to do if the connection broke.
+    ``reasons``: what some of the hub's status codes mean here. ``after_a_break``: what to do if the
+    connection broke.
     """
     return _explain(error, _REASONS | dict(reasons or {}), after_a_break).replace(
         get_token() or "\0", "TOKEN"
@@ -242,7 +251,8 @@ def _open(api: HfApi, target: Target) -> ModelInfo | SpaceInfo:
 def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
     if target.private and not there.private:
         raise UserError(
-            f"{target}: exists and is public; make it private in its settings, or choose another name",
+            f"{target}: exists and is public; make it private in its settings, or choose another "
+            "name",
             code="hub-name-taken",
         )
     names = {file.rfilename for file in there.siblings or []}
@@ -266,7 +276,8 @@ def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], com
         found = there.get(addition.path_in_repo)
         if found is None or not _holds(found, addition):
             raise PublishFailure(
-                f"{target}: {addition.path_in_repo} was not stored as it was sent; rerun the command",
+                f"{target}: {addition.path_in_repo} was not stored as it was sent; rerun the "
+                "command",
                 code="hub-upload-failed",
             )
 

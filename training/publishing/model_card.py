@@ -17,7 +17,8 @@ from training.monitoring.records import metrics_of
 # By this tag a repository of the hub is known to come from here.
 TAG = "distrinews"
 _MADE_HERE = ("starter", "tiny", "sample")
-# Of the bases whose licence is known here; what is trained from another gets its licence from a person.
+# Of the bases whose licence is known here; what is trained from another gets its licence from a
+# person.
 _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -49,13 +50,19 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     if metrics.get("validation", True):
         tested = f"after the best epoch ({metrics['best_epoch']}) was chosen on a validation split"
     else:
-        tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
+        tested = (
+            f"after the last epoch ({metrics['best_epoch']}); no validation split chose between "
+            "the epochs"
+        )
     version = f"Version {in_markdown(metrics['version'])}. " if metrics.get("version") else ""
     figures = ", ".join(
         f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items()
     )
     kind = "A news classifier" if _is_news(metrics) else _facts(metrics).kind
-    reads = f"Labels: {some_of(test['labels'], in_markdown)}. Texts are cut at {metrics['max_length']} tokens."
+    reads = (
+        f"Labels: {some_of(test['labels'], in_markdown)}. Texts are cut at "
+        f"{metrics['max_length']} tokens."
+    )
     if not test["labels"]:
         reads = f"It was trained on blocks of {metrics['max_length']} tokens."
     results = f"""{test["rows"]:,} test {"rows" if test["labels"] else "blocks"}, read once, {tested}:
@@ -99,7 +106,8 @@ def _classes(test: dict[str, Any]) -> str:
     if "per_class" not in test:
         return ""
     lines = [
-        f"| {in_markdown(label)} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} "
+        f"| {in_markdown(label)} | {scores['precision']:.3f} | {scores['recall']:.3f} | "
+        f"{scores['f1']:.3f} "
         f"| {scores['rows']} |"
         for label, scores in test["per_class"].items()
     ]

@@ -37,10 +37,12 @@ _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:-])(?:~|/(?P<root>\w+))/[^\s`"')]+""")
 
 
 def model_files(model: Path) -> Files:
-    """The files of a model's repository: weights, tokenizer, metrics, every exported artefact and the card.
+    """The files of a model's repository: weights, tokenizer, metrics, every exported artefact and
+    the card.
 
     Raises:
-        UserError: the folder is not a complete model, an artefact does not belong to it, or its card names a path.
+        UserError: the folder is not a complete model, an artefact does not belong to it, or its
+            card names a path.
     """
     if is_artefact(model) or model.is_file():
         raise UserError(
@@ -108,7 +110,8 @@ def _card(model: Path) -> bytes:
     for number, line in enumerate(text.splitlines(), start=1):
         if (found := _ABSOLUTE_PATH.search(line)) and _is_of_a_machine(found):
             raise UserError(
-                f"{path}: line {number} names {found[0]}, a path of one machine; write a name in its place, "
+                f"{path}: line {number} names {found[0]}, a path of one machine; write a name in "
+                "its place, "
                 "or remove the file: then a new card is written",
                 code="model-card-path",
             )
@@ -124,7 +127,8 @@ def _new_card(model: Path) -> str:
     metrics = _read(path) if path.is_file() else {}
     if "test" not in metrics:
         raise UserError(
-            f"{model}: has neither a {_CARD} nor a {_METRICS} with test results to write one from; add one",
+            f"{model}: has neither a {_CARD} nor a {_METRICS} with test results to write one "
+            "from; add one",
             code="model-card-missing",
         )
     return model_card(metrics, model.name, read_saved_model(model).cleaning)

@@ -112,7 +112,8 @@ def find_batch_size(
     memory.free()
     if found is None:
         raise TrainingFailure(
-            f"--batch_size auto: not one row of {strategy.config.max_length} tokens fits in {limit / GIB:.1f} GiB; "
+            f"--batch_size auto: not one row of {strategy.config.max_length} tokens fits in "
+            f"{limit / GIB:.1f} GiB; "
             "lower --max_length, or use --activation_checkpointing full or --strategy zero3",
             quiet=not ranks.is_first,
             code="out-of-memory",
@@ -142,7 +143,8 @@ def settle_batch_size(
     found = find_batch_size(strategy, ranks, targets[:1], most, kept)
     if kept and found.rows < kept:
         say(
-            f"batch size auto: this run's {kept} rows no longer fit here: {found}, in more micro-batches"
+            f"batch size auto: this run's {kept} rows no longer fit here: {found}, in more "
+            "micro-batches"
         )
     else:
         say(f"batch size auto: {found}")
@@ -231,9 +233,8 @@ class _Memory:
         with contextlib.suppress(
             OSError
         ):  # where that is not allowed, the peak of the whole process counts
-            Path("/proc/self/clear_refs").write_text(
-                "5"
-            )  # proc_pid_clear_refs(5): the peak starts at the present size
+            # proc_pid_clear_refs(5): the peak starts at the present size
+            Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> float:
         if self.device.type == "cuda":

@@ -52,9 +52,8 @@ BYTES_PER_WEIGHT, BYTES_PER_SECOND = 20, 2e8
 MARGIN = 0.01
 # The pace of a step is that of the last so many of them.
 STEPS_REMEMBERED = 200
-FORWARD_AND_BACKWARD = (
-    3  # times the work of the forward pass; a guess until the first steps are done
-)
+# Times the work of the forward pass; a guess until the first steps are done.
+FORWARD_AND_BACKWARD = 3
 ROWS_TIMED = 512  # per rank, in the first seconds
 # Of the time of a step, when nothing but these two has been timed; the rest is the optimizer and
 # the exchange of gradients.
@@ -284,8 +283,10 @@ def start_budget(
     if left <= 0 and not earlier:
         needed = budget.spent + budget.closing
         raise UserError(
-            f"--budget {config.budget}: the start took {format_time(budget.spent)} and the test rows need "
-            f"{format_time(budget.closing)}, so nothing is left to train in; give at least {math.ceil(1.5 * needed)}s",
+            f"--budget {config.budget}: the start took {format_time(budget.spent)} and the test "
+            "rows need "
+            f"{format_time(budget.closing)}, so nothing is left to train in; give at least "
+            f"{math.ceil(1.5 * needed)}s",
             quiet=not ranks.is_first,
             code="budget-too-short",
         )
@@ -349,9 +350,8 @@ def expect_accuracy(config: TrainConfig, data: PreparedData, rows_seen: int) -> 
         ask_words(rows, some, len(data.tokens.label_names)).argmax(axis=1) != rows.labels[some]
     ).mean()
     expected = float(wrong) * (min(rows_seen, len(index)) / len(some)) ** PER_ROWS
-    chance = 1.3 * math.sqrt(
-        max(expected * (1 - expected), 1e-6) / len(data.tokens.test)
-    )  # of the test rows
+    # Of the test rows.
+    chance = 1.3 * math.sqrt(max(expected * (1 - expected), 1e-6) / len(data.tokens.test))
     return Expectation(
         max(0.0, 1 - WORST * expected - chance), min(1.0, 1 - BEST * expected + chance)
     )

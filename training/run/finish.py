@@ -138,7 +138,8 @@ def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor
         return write_report(config.run_dir, _report_data(context, result, doubted))
     except OSError as error:
         raise TrainingFailure(
-            f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
+            f"the model could not be written ({error}); nothing is lost, the checkpoints in "
+            f"{config.run_dir} "
             f"are complete: free some space, then {config.how_to_resume}",
             code="model-not-saved",
         ) from error
@@ -300,7 +301,8 @@ def _load_best(context: RunContext) -> EpochMetrics:
             ranks.run_on_all_ranks(lambda saved=saved: context.strategy.load_weights(saved))
             break
         context.say(
-            f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} {damage}"
+            f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} "
+            f"{damage}"
         )
     return epoch
 
@@ -334,7 +336,10 @@ def _report_data(
 def _notes(context: RunContext, result: _Result) -> list[str]:
     """What a reader of the report should know, told by each part of the run."""
     config, tokens, plan, change = context.config, context.data.tokens, context.plan, result.change
-    blocks = f"Rows are blocks of {config.max_length} tokens, into which all texts of a split were joined."
+    blocks = (
+        f"Rows are blocks of {config.max_length} tokens, into which all texts of a split were "
+        "joined."
+    )
     return [
         *result.hints,
         *tokens.notes,

@@ -593,8 +593,8 @@ class _Fitting:
         usual = _Strength(PENALTIES[2], of_names)
         if not self.folds:
             return ways[0], replace(usual, of_texts=of_texts), None
-        # One choice after the other: all combinations of ways, penalties, names and texts would be up
-        # to 60 fits per fold, these are about ten.
+        # One choice after the other: all combinations of ways, penalties, names and texts would be
+        # up to 60 fits per fold, these are about ten.
         way = max(ways, key=lambda one: self.judge(one, usual)) if len(ways) > 1 else ways[0]
         chosen, score = self._best_penalty(way, usual)
         if of_names and self._every_label_has_rows():

@@ -43,7 +43,10 @@ class Start:
         """What the fitted head is worth on rows that it has not seen, in words; empty if that could not be told."""
         if self.score is None:
             return ""
-        return f"{METRICS[self.metric].title} {METRICS[self.metric].shown(self.score)} by {self.folds} folds"
+        return (
+            f"{METRICS[self.metric].title} {METRICS[self.metric].shown(self.score)} by "
+            f"{self.folds} folds"
+        )
 
 
 def wanted_pooling(config: TrainConfig) -> str:

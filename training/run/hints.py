@@ -113,13 +113,16 @@ def trust_in(start: Start | None, *, has_test: bool) -> list[str]:
             else "did not use (folds were no better with them)"
         )
         said.append(
-            f"The head {did} {texts} without a label, and answers {format_percent(start.agreement, 0)} of them as "
+            f"The head {did} {texts} without a label, and answers "
+            f"{format_percent(start.agreement, 0)} of them as "
             "names and rows alone would."
         )
     if not has_test:
         said.append(
-            "No row has a label, so nothing measures this model: label some 100 texts, and run python -m "
-            "training.evaluate with --dataset to know how good it is. A few rows of each label, given with --dataset "
+            "No row has a label, so nothing measures this model: label some 100 texts, and run "
+            "python -m "
+            "training.evaluate with --dataset to know how good it is. A few rows of each label, "
+            "given with --dataset "
             "beside --labels, make it better."
         )
     return said
@@ -128,7 +131,10 @@ def trust_in(start: Start | None, *, has_test: bool) -> list[str]:
 def _beaten(run: Evidence) -> str:
     better = "A linear model of the words is better than this network"
     if run.share_cut > MANY_CUT:
-        cut = f"{format_percent(run.share_cut, digits=0)} of the texts were cut at --max_length {run.config.max_length}"
+        cut = (
+            f"{format_percent(run.share_cut, digits=0)} of the texts were cut at --max_length "
+            f"{run.config.max_length}"
+        )
         windows = "" if run.config.columns.pair else ", or --long windows"
         return f"{better}, and {cut}: try a larger one{windows}."
     return f"{better}: try {run.more_epochs}, {run.other_rate}, or another --model."
@@ -157,9 +163,15 @@ def _is_at_chance(run: Evidence) -> str:
         return ""
     if run.baseline and run.baseline.gain.is_clear and not run.baseline.wins:
         return ""  # it knows more than the words say: the labels are hard to tell, or are noisy
-    found = f"The network has hardly begun to learn: its loss is {loss:.3g}, and guessing costs {run.chance_loss:.3g}"
+    found = (
+        f"The network has hardly begun to learn: its loss is {loss:.3g}, and guessing costs "
+        f"{run.chance_loss:.3g}"
+    )
     if run.baseline and not _texts_tell(run.baseline, run.test):
-        return f"{found}. The linear baseline finds nothing either, so the texts may not tell the labels."
+        return (
+            f"{found}. The linear baseline finds nothing either, so the texts may not tell the "
+            "labels."
+        )
     return f"{found}. Try {run.other_rate} or {run.more_epochs}."
 
 
@@ -192,7 +204,10 @@ def _still_improves(run: Evidence) -> str:
     )
     moved = f"was still {'falling' if metric in SMALLER_IS_BETTER else 'rising'} at the last epoch"
     how = "try" if run.config.budget else run.continued
-    return f"The validation {title} {moved} ({shown(before)}, then {shown(now)}): {how} {run.more_epochs}."
+    return (
+        f"The validation {title} {moved} ({shown(before)}, then {shown(now)}): {how} "
+        f"{run.more_epochs}."
+    )
 
 
 def is_clear_gain(metric: str, before: float, now: float, rows: int) -> bool:

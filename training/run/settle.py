@@ -174,7 +174,8 @@ def _do_without_fitted_head(config: TrainConfig, ranks: Ranks, say: Callable[[st
     asked = "--method head" if config.method == "head" else f"--unlabelled {config.unlabelled}"
     remedy = "Leave it out" if config.unlabelled else "Use --method fine_tune"
     raise UserError(
-        f"{asked}: no head can be fitted to --model {config.model}; its last layer is not known, it "
+        f"{asked}: no head can be fitted to --model {config.model}; its last layer is not known, "
+        "it "
         "has too many weights, or what it says of the rows is not finite. "
         f"{remedy if config.dataset else 'Use another --model'}",
         quiet=not ranks.is_first,

@@ -132,7 +132,8 @@ class RunState:
             yield f"Training ended after {epochs}, because its time (--budget {config.budget}) was up."
         elif last.epoch < config.epochs and config.method != "head":
             yield (
-                f"Training stopped after epoch {last.epoch} of {config.epochs}, because {config.early_stopping} "
+                f"Training stopped after epoch {last.epoch} of {config.epochs}, because "
+                f"{config.early_stopping} "
                 f"evaluations in a row had no better {config.best_metric} on the validation rows."
             )
         if self.skipped_steps:
@@ -159,9 +160,8 @@ class RunState:
         self.step = plain["step"]
         self.epochs = [EpochMetrics(**epoch) for epoch in plain["epochs"]]
         self.epoch_loss.take(plain["epoch_loss"])
-        self.epoch_accuracy.take(
-            plain.get("epoch_accuracy", (0.0, 0))
-        )  # an older version did not keep it
+        # An older version did not keep it.
+        self.epoch_accuracy.take(plain.get("epoch_accuracy", (0.0, 0)))
         self.epoch_seconds = plain["epoch_seconds"]
         self.skipped_steps = plain["skipped_steps"]
         self.bad = BadStepCount(**plain["bad"])

@@ -145,7 +145,8 @@ def optimizer_step(
         scale.update(finite=not scaler_skipped)
         if scale.enabled and scale.scale < LossScale.LEAST:
             raise TrainingFailure(
-                f"step {step}: the gradients overflow in fp16 even with a loss scale of {LossScale.LEAST:.0e}; use "
+                f"step {step}: the gradients overflow in fp16 even with a loss scale of "
+                f"{LossScale.LEAST:.0e}; use "
                 f"--precision bf16 or fp32, or lower --learning_rate, then {config.how_to_resume}",
                 code="loss-not-finite",
                 quiet=not strategy.ranks.is_first,
@@ -204,9 +205,8 @@ def forward_backward(
             strategy.seed_dropout(step, batch.first_row)
             with phases("forward"):
                 with strategy.autocast():
-                    logits = strategy.forward(
-                        batch.input_ids, batch.attention_mask
-                    )  # (rows, labels)
+                    # (rows, labels)
+                    logits = strategy.forward(batch.input_ids, batch.attention_mask)
                 if batch.windows is not None:
                     logits = pool_windows(logits, batch.windows)  # (inputs, labels + 1) before
                 losses.append(row_losses(strategy.task, logits, batch, config))  # (rows,)

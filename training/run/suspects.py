@@ -43,11 +43,11 @@ REDUCED_WEIGHT = 0.1
 WORDS_SHARE = 0.75  # weight of the words beside the steps, which know more
 SHARPNESS = 0.6  # of the words' answers; words repeat each other, so naive Bayes is too sure
 SMOOTHING = 0.1  # of each word under each label, in rows
-MOST_TOKENS = (
-    2**24
-)  # with which pairs of tokens are sorted too, in about 2 GiB; with more, single tokens say enough
+# With which pairs of tokens are sorted too, in about 2 GiB; with more, single tokens say enough.
+MOST_TOKENS = 2**24
 MOST_SUMS = 2**26  # of words by label: half a GiB
-USUAL_ROWS = 20  # A label's usual doubt is that of its rows and of so many of all labels, because it may have few.
+# A label's usual doubt is that of its rows and of so many of all labels, because it may have few.
+USUAL_ROWS = 20
 TENSOR = "suspects/rows"
 # Its columns: the sum of the log-probabilities of a row's label, how many they are, the strongest
 # other label in the last of them, and the row's weight in the loss.

@@ -36,7 +36,8 @@ def validate(context: RunContext) -> EpochMetrics:
         )
     if not math.isfinite(validation["loss"]):
         raise TrainingFailure(
-            f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and is kept; "
+            f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is "
+            "good and is kept; "
             f"lower --learning_rate, then {context.config.how_to_resume}",
             quiet=not context.ranks.is_first,
             code="loss-not-finite",

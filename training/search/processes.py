@@ -21,9 +21,8 @@ from common.processes import receive_when_parent_dies
 from training.search.space import SearchSpace
 
 TRAINING = Path(__file__).resolve().parents[1]
-STOP_SECONDS = (
-    60.0  # that a run of an earlier search, which was killed, has for its last checkpoint
-)
+# That a run of an earlier search, which was killed, has for its last checkpoint.
+STOP_SECONDS = 60.0
 
 
 class Process(Protocol):
@@ -45,7 +44,8 @@ def share_machine(space: SearchSpace) -> Start:
     gpus = _gpus() if space.config.get("device") != "cpu" else []
     if gpus and len(gpus) < space.at_once * space.processes:
         raise UserError(
-            f"at_once {space.at_once} and processes {space.processes}: take {space.at_once * space.processes} GPUs, "
+            f"at_once {space.at_once} and processes {space.processes}: take "
+            f"{space.at_once * space.processes} GPUs, "
             f"and this machine has {len(gpus)}; lower one, or set device: cpu in config",
             code="gpus-too-few",
         )

@@ -108,7 +108,8 @@ def open_study(space: SearchSpace) -> Study:
     if changed := [key for key in definition if before.get(key) != definition[key]]:
         if any(space.output_dir.glob("trial_*/model.run")):
             raise UserError(
-                f"{space.output_dir}: was searched with another {' and '.join(changed)}, so trials cannot be compared; "
+                f"{space.output_dir}: was searched with another {' and '.join(changed)}, so "
+                "trials cannot be compared; "
                 "name another output_dir",
                 code="search-changed",
             )
@@ -129,7 +130,10 @@ def _database_errors() -> Iterator[None]:
         yield
     # ModuleNotFoundError is that of a database's driver.
     except (StorageInternalError, SQLAlchemyError, ModuleNotFoundError) as error:
-        message = f"the database of the trials does not answer ({first_line(error)}); check the storage, then rerun"
+        message = (
+            f"the database of the trials does not answer ({first_line(error)}); check the "
+            "storage, then rerun"
+        )
         raise UserError(message, code="search-storage") from error
 
 
@@ -319,7 +323,8 @@ class Search:
             if len(trials) < self.num_trials:
                 return  # stopped before the first of them was done
             raise TrainingFailure(
-                f"{folder}: none of the {len(trials)} trials finished; {trials[-1].error or 'all were pruned'}",
+                f"{folder}: none of the {len(trials)} trials finished; "
+                f"{trials[-1].error or 'all were pruned'}",
                 code="search-without-result",
             )
         # Here and not at the top, because matplotlib takes a second to import.
@@ -331,7 +336,8 @@ class Search:
         config = config_of(self.space, best.values, folder / "best", str(folder))
         write_whole(folder / "best.yaml", _given(config))
         print(
-            f"\nBest: trial {best.number}, {metric} {best.value:.4f} on the validation rows ({_listed(best.values)})\n"
+            f"\nBest: trial {best.number}, {metric} {best.value:.4f} on the validation rows "
+            f"({_listed(best.values)})\n"
             f"Its model: {folder / f'trial_{best.number:03}' / 'model'}\n"
             f"All trials: {folder / 'trials.csv'}, {folder / 'search.png'}\n"
             f"To train it again: training/run_ddp.sh {self.space.processes} --config "
@@ -398,7 +404,8 @@ def _error_of(running: Running, exit_code: int) -> tuple[str, str]:
         return f"its process was ended by {signal.Signals(-exit_code).name}", "rank-killed"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     return (
-        f"{lines[-1] if lines else 'it printed nothing'} (exit code {exit_code}, see {running.log})",
+        f"{lines[-1] if lines else 'it printed nothing'} (exit code {exit_code}, see "
+        f"{running.log})",
         "",
     )
 

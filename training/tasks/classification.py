@@ -37,7 +37,8 @@ class Classification(Task):
         present = Counter(map(str, labels))
         if len(present) < 2:
             raise UserError(
-                f"--dataset {dataset}: all training rows have the label {next(iter(present))!r}; two labels are needed",
+                f"--dataset {dataset}: all training rows have the label {next(iter(present))!r}; "
+                "two labels are needed",
                 code="labels-too-few",
             )
         notes = _notes_on_labels(dataset, present, known=known is not None)
@@ -128,7 +129,8 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
     per_label = num_rows / len(labels) if len(labels) > FEW_LABELS else math.inf
     if per_label < 2:
         raise UserError(
-            f"--dataset {name}: {counts}; is the label column free text, or a number to predict (--task regression)?",
+            f"--dataset {name}: {counts}; is the label column free text, or a number to predict "
+            "(--task regression)?",
             code="labels-too-many",
         )
     few = f"{counts}: few rows to learn each from; is it the right column?"
@@ -179,7 +181,8 @@ def _note_on_other_tasks(labels: Counter[str]) -> str:
     if _are_fractions(labels):
         examples = ", ".join(sorted(labels)[:3])
         return (
-            f"labels look like numbers to predict ({examples}): each value is trained as a class of "
+            f"labels look like numbers to predict ({examples}): each value is trained as a class "
+            "of "
             "its own; --task regression predicts the number"
         )
     if lists := _lists(labels):
@@ -257,8 +260,8 @@ def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
 
 
 def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
-    # A confidence of exactly 1 belongs to the last bin, not to one behind it. A bin's gap is counted
-    # in rows, so that the sum weighs each bin by its rows.
+    # A confidence of exactly 1 belongs to the last bin, not to one behind it. A bin's gap is
+    # counted in rows, so that the sum weighs each bin by its rows.
     bins = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
     gaps = [
         abs(confidence[bins == i].sum() - correct[bins == i].sum()) for i in range(CALIBRATION_BINS)

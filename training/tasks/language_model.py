@@ -116,7 +116,8 @@ class CausalLanguageModel(LanguageModel):
     def check_vocabulary(cls, model: str, vocabulary: Vocabulary) -> None:
         if vocabulary.end is None:
             raise UserError(
-                f"--model {model} and --task causal_lm: its tokenizer has no token for the end of a text (eos_token)",
+                f"--model {model} and --task causal_lm: its tokenizer has no token for the end of "
+                "a text (eos_token)",
                 code="token-missing",
             )
 
@@ -142,8 +143,8 @@ class MaskedLanguageModel(LanguageModel):
     """Hidden tokens are predicted from all others.
 
     The vocabulary is by far the widest layer, and six of seven tokens are not predicted. So
-    :meth:`inputs_and_targets` marks those that are (``~id`` in place of ``id``, which is negative), and the
-    model's scores are theirs alone, one token after the other: (tokens that are predicted,
+    :meth:`inputs_and_targets` marks those that are (``~id`` in place of ``id``, which is negative),
+    and the model's scores are theirs alone, one token after the other: (tokens that are predicted,
     vocabulary).
     """
 
@@ -155,7 +156,8 @@ class MaskedLanguageModel(LanguageModel):
     def check_vocabulary(cls, model: str, vocabulary: Vocabulary) -> None:
         if vocabulary.mask is None:
             raise UserError(
-                f"--model {model} and --task masked_lm: its tokenizer has no mask token; use an encoder such as BERT, "
+                f"--model {model} and --task masked_lm: its tokenizer has no mask token; use an "
+                "encoder such as BERT, "
                 "or --task causal_lm",
                 code="token-missing",
             )

@@ -33,14 +33,17 @@ class MultiLabelClassification(Task):
         names = list(known or sorted(present))
         if len(names) < 2:
             raise UserError(
-                f"--dataset {dataset}: the training rows have {len(names)} different labels, and --task multi_label "
-                "needs two; for one label that applies or not, use --task classification with two labels",
+                f"--dataset {dataset}: the training rows have {len(names)} different labels, and "
+                "--task multi_label "
+                "needs two; for one label that applies or not, use --task classification with two "
+                "labels",
                 code="labels-too-few",
             )
         num_rows = len(labels)
         if 2 * len(names) > num_rows:
             raise UserError(
-                f"--dataset {dataset}: {len(names):,} different labels in {num_rows:,} rows; is column {column} free "
+                f"--dataset {dataset}: {len(names):,} different labels in {num_rows:,} rows; is "
+                f"column {column} free "
                 "text?",
                 code="labels-too-many",
             )

@@ -35,7 +35,8 @@ class Regression(Task):
     ) -> tuple[list[str], list[str]]:
         if len(set(labels)) < 2:
             raise UserError(
-                f"--dataset {dataset}: all training rows have the number {labels[0]:g}; two are needed",
+                f"--dataset {dataset}: all training rows have the number {labels[0]:g}; two are "
+                "needed",
                 code="labels-too-few",
             )
         return [column], []

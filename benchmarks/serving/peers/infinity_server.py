@@ -1,7 +1,7 @@
 """Infinity: its optimum engine over our ONNX int8 file, in a folder laid out as it looks for one.
 
-Two of its bugs are worked around here: it passes optimum an absolute file name where a relative one is expected, and
-its warm-up sends texts longer than the model's positions (so warm-up is off).
+Two of its bugs are worked around here: it passes optimum an absolute file name where a relative one
+is expected, and its warm-up sends texts longer than the model's positions (so warm-up is off).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def make_folder(folder: Path) -> Path:
     for name in ("config.json", "tokenizer.json"):
         (made / name).symlink_to((folder / name).resolve())
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # version 5 of transformers writes one that version 4 lacks
-    )
+    # Version 5 of transformers writes one that version 4 lacks.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (made / "tokenizer_config.json").write_text(json.dumps(config))
     return made
 

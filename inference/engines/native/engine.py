@@ -348,7 +348,8 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         except RecursionError as error:
             raise ValueError(f"{path.name} has a header that is nested too deep") from error
         header.pop("__metadata__", None)
-        # Small arrays of odd sizes shift all that follow, so it is the largest that gets its position.
+        # Small arrays of odd sizes shift all that follow, so it is the largest that gets its
+        # position.
         offsets = (entry["data_offsets"] for entry in header.values())
         begins = {end - begin: begin for begin, end in offsets}
         data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes
