@@ -100,8 +100,7 @@ def export(
     max_drop: float,
     console: Console,
 ) -> Exported:
-    """Write a model's artefact for an engine into a folder next to the weights, measured on
-    ``rows``.
+    """Write a model's artefact for an engine next to the weights, measured on ``rows``.
 
     Raises:
         ExportRefusedError: It loses more than ``max_drop`` in the metric of the task
@@ -127,10 +126,8 @@ def export(
 
         with stages.stage(f"Write the {engine} {precision} files"):
             calibration = _calibration(saved, tokenizer, rows)
-            config, weights = (
-                config_with_attention(saved.config),
-                weights_with_attention(saved.config, weights),
-            )
+            config = config_with_attention(saved.config)
+            weights = weights_with_attention(saved.config, weights)
             options = _write_engine_files(engine, precision, config, weights, calibration, folder)
             # Before the description is copied beside them: only what replaces the weights counts.
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
