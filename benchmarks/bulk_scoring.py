@@ -116,7 +116,7 @@ def run_engine(model: ModelLoader, token_ids: list[list[int]]) -> None:
     futures = []
     for start in range(0, len(token_ids), ROWS_PER_PART):
         window = token_ids[start : start + ROWS_PER_PART]
-        futures += passes.submit(Prepared(None, 0, None, [], window, passes.divide(window)))  # type: ignore[arg-type]
+        futures += passes.submit(Prepared(None, 0, None, [], window, passes.divide(window)))
     for future in futures:
         future.result()
     passes.close()

@@ -181,7 +181,7 @@ class Lines(Sequence[str]):
         self._begin = place.offset  # of what is held
         source.seek(place.offset)
 
-    def __getitem__(self, number: int) -> str:  # type: ignore[override]
+    def __getitem__(self, number: int) -> str:
         while number >= self._next:
             # A csv.Error, so that it is handled like any malformed record: its first line is
             # rejected, and reading continues with the next one.

@@ -160,7 +160,7 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    task: Literal[tuple(TASK_FACTS)] = _field(DEFAULT_TASK, "task")  # type: ignore[valid-type]
+    task: Literal[tuple(TASK_FACTS)] = _field(DEFAULT_TASK, "task")
     """what the model answers; classification = one label per text, pair = one label per pair of
     texts, multi_label = each label that applies, from none to all, regression = a number; on plain
     text without labels, embedding = the vector that --distill gives a text, to make a small encoder
@@ -435,9 +435,7 @@ class TrainConfig(BaseModel):
     deterministic: bool = _field(False, "optimization")
     """refuse operations that are not reproducible bit for bit; slower on GPUs"""
 
-    strategy: Literal[tuple(STRATEGY_FACTS)] = _field(  # type: ignore[valid-type]
-        "ddp", "processes", on_resume="any"
-    )
+    strategy: Literal[tuple(STRATEGY_FACTS)] = _field("ddp", "processes", on_resume="any")
     """how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 =
     sharded optimizer state, then also gradients, then also weights; deepspeed = the same with
     DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all of them combined"""
@@ -875,7 +873,7 @@ def flag_of(name: str) -> str:
 
 def on_resume(name: str) -> OnResume:
     """What the field ``name`` may be when a run resumes from a checkpoint."""
-    return TrainConfig.model_fields[name].json_schema_extra["on_resume"]  # type: ignore[index, call-overload, return-value]
+    return TrainConfig.model_fields[name].json_schema_extra["on_resume"]
 
 
 def model_place(model: str) -> str:
@@ -967,7 +965,7 @@ def _build_parser(description: str, shown: Collection[str]) -> OneLineParser:
     )
     groups: dict[str, Any] = {}
     for name, field in TrainConfig.model_fields.items():
-        title = field.json_schema_extra["group"]  # type: ignore[index, call-overload]
+        title = field.json_schema_extra["group"]
         group = (
             groups.setdefault(title, parser.add_argument_group(title))
             if title not in groups

@@ -80,7 +80,7 @@ class BaseCard(ABC, Generic[Config]):
     in_training_loop: ClassVar[bool] = False  # runs for every global batch of every epoch
     output_view_type: ClassVar[ViewType] = "table"
     held: ClassVar[Held | None] = None
-    config_schema: type[Config] = CardConfig  # type: ignore[assignment]
+    config_schema: type[Config] = CardConfig
     input_schema: ClassVar[dict[str, str]] = {}  # name to type; all are needed
     output_schema: ClassVar[dict[str, str]] = {}
 

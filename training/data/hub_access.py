@@ -206,4 +206,4 @@ def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
     # Two collective calls: the first one ends when every leading rank has downloaded.
     ranks.run_on_all_ranks(lead)
     ranks.run_on_all_ranks(follow)
-    return result  # type: ignore[return-value]
+    return result

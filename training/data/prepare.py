@@ -675,7 +675,7 @@ def _fit_to_rows(model: NewsClassifier, config: TrainConfig, data: PreparedData,
 
 
 def _head_of(model: NewsClassifier) -> nn.Linear | None:
-    return model.network.get_submodule(model.head) if model.head else None  # type: ignore[return-value]
+    return model.network.get_submodule(model.head) if model.head else None
 
 
 def _try_out(

@@ -105,7 +105,7 @@ class Ranks:
             raise kind(
                 text if rank == 0 else f"rank {rank}: {text}", code=code, quiet=not self.is_first
             )
-        return result  # type: ignore[return-value]
+        return result
 
     def from_first(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on rank 0, on every rank. Pickled: small values only.
@@ -113,7 +113,7 @@ class Ranks:
         Raises:
             UserError: as :meth:`run_on_all_ranks`.
         """
-        return self.broadcast(self.run_on_all_ranks(lambda: work() if self.is_first else None))  # type: ignore[return-value]
+        return self.broadcast(self.run_on_all_ranks(lambda: work() if self.is_first else None))
 
     @contextmanager
     def probing(self, put: Callable[[str], None], remove: Callable[[str], None]) -> Iterator[str]:
@@ -142,7 +142,7 @@ class Ranks:
         """
         first = self.run_on_all_ranks(lambda: work() if self.local_rank == 0 else None)
         rest = self.run_on_all_ranks(lambda: work() if self.local_rank != 0 else None)
-        return first if self.local_rank == 0 else rest  # type: ignore[return-value]
+        return first if self.local_rank == 0 else rest
 
 
 def is_lost_rank(error: BaseException | None) -> bool:

@@ -225,7 +225,7 @@ def blocks_of(container: nn.Module) -> Iterable[nn.Module]:
     """Blocks in order; a pipeline stage keeps its blocks in a ModuleDict, by their numbers in the
     whole model.
     """
-    return container.values() if isinstance(container, nn.ModuleDict) else container  # type: ignore[return-value]
+    return container.values() if isinstance(container, nn.ModuleDict) else container
 
 
 def find_blocks(network: nn.Module) -> Sequence[nn.Module]:

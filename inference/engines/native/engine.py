@@ -354,7 +354,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         begins = {end - begin: begin for begin, end in offsets}
         data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes
         data = _aligned_memory(data_bytes, begins[max(begins)])
-        if file.readinto(data) != len(data):  # type: ignore[arg-type]
+        if file.readinto(data) != len(data):
             raise OSError(f"{path.name} was cut while it was read")
     tensors = {}
     for name, entry in header.items():

@@ -49,7 +49,7 @@ class LineBuffer:
         """Cut off a line and add it to those found; False if no line is complete."""
         if not self._is_skipping:
             # It matches anything, so there is a match.
-            del self._bytes[: _BLANKS.match(self._bytes).end()]  # type: ignore[union-attr]
+            del self._bytes[: _BLANKS.match(self._bytes).end()]
         # A line that is too long is reported once, as None, at the moment in which that is known;
         # the rest of it is thrown away piece by piece, so it never takes more than the limit.
         length = self._bytes.find(b"\n")
