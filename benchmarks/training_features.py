@@ -294,7 +294,7 @@ def async_saving(options: Namespace) -> None:
     }
     rows = []
     for layout in map(Layout.parse, options.layouts):
-        with tempfile.TemporaryDirectory(prefix="saving-", dir=options.shard) as folder:
+        with tempfile.TemporaryDirectory(prefix="saving-", dir=options.place) as folder:
             names = ("rounds", "steps", "rows", "tokens")
             results = run_ranks(
                 save_rank, layout, folder=folder, **{name: getattr(options, name) for name in names}
