@@ -86,6 +86,8 @@ def main() -> None:
     entries = [read_model(folder) for folder in options.models]
     data = load_data(options.dataset, LoadOptions(seed=options.seed))
     for folder, entry in zip(options.models, entries, strict=True):
+        # A model that was tested on other rows cannot stand in one table with the baseline. The
+        # number of rows is all that its metrics say about them.
         if entry.test["rows"] != len(data.test):
             message = (
                 f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has "
@@ -126,6 +128,8 @@ def means(entries: Sequence[Entry]) -> str:
 
 def fit_baseline(data: TextData, options: Namespace) -> Entry:
     """Fit the baseline on the rows that training takes, without those kept for validation."""
+    # The same split with the same seed as in training, so the baseline has no row more than the
+    # models.
     train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
     harness.report(f"Fitting {BASELINE} on {len(train):,} rows ...")
     started = time.perf_counter()
@@ -153,6 +157,8 @@ def read_model(folder: Path) -> Entry:
             f"--models {folder}: {path} cannot be read ({error})", code="data-unreadable"
         ) from error
     run_dir = folder.with_name(f"{folder.name}.run")
+    # A run that was interrupted and resumed counts its seconds on, so the largest is the whole
+    # time.
     seconds = [record["seconds"] for record in read_metrics(run_dir) if record["kind"] == "step"]
     base = Path(metrics["base_model"])
     encoder = (base.name, training_command(base.with_name(f"{base.name}.run")))

@@ -110,6 +110,7 @@ def main() -> None:
 
 def token_ids(model: Path) -> list[int]:
     ids = read_saved_model(model).tokenizer().encode([TEXT])[0].ids
+    # Cut to exactly so many tokens, but with the end token at the end, as the tokenizer cuts.
     return [*ids[: TOKENS - 1], ids[-1]]
 
 
@@ -131,6 +132,7 @@ def write_site(site: Path, model: Path, node_modules: Path) -> str:
         raise UserError(what, code="benchmark-input")
     shutil.copytree(harness.ROOT / "inference" / "web", site, dirs_exist_ok=True)
     shutil.copy(harness.HERE / "browser_worker.js", site)
+    # The empty icon keeps the browser from asking for one, which would be a request of its own.
     (site / "bench.html").write_text(
         "<!doctype html><link rel=icon href='data:,'><title>Benchmark</title>"
     )
@@ -154,6 +156,8 @@ def served(site: Path) -> Iterator[tuple[str, dict[str, int]]]:
             # Browsers give shared memory, and with it threads, only to isolated pages.
             self.send_header("Cross-Origin-Opener-Policy", "same-origin")
             self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
+            # Nothing is cached: every first answer has to fetch all that it needs, and its bytes
+            # are counted.
             self.send_header("Cache-Control", "no-store")
             super().end_headers()
 
@@ -253,6 +257,8 @@ def open_all(page: Any, address: str, ids: Sequence[int], passes: int) -> str:
     logits, chosen = {}, ""
     for name, case in CASES.items():
         opened = ask(page, name, opening(case, address, ids))
+        # Without isolation or a second core the engine falls back to one thread and says nothing:
+        # the row for two threads would be that of one.
         if case.engine == "ours" and opened["facts"]["threads"] != case.threads:
             raise TrainingFailure(
                 f"{name}: the browser started no threads", code="benchmark-failed"
@@ -260,6 +266,8 @@ def open_all(page: Any, address: str, ids: Sequence[int], passes: int) -> str:
         logits[name] = opened["logits"]
         chosen = opened["facts"]["kernels"] if name == OURS else chosen
         ask(page, name, {"passes": 3 * passes})  # until the browser has optimised the code
+    # A fast engine with another answer is no finding. Quantised kernels round differently, so the
+    # label is compared and not the logits.
     if len({int(np.argmax(found)) for found in logits.values()}) > 1:
         raise TrainingFailure(
             f"the engines disagree on the text: {logits}", code="benchmark-failed"
@@ -277,6 +285,7 @@ def measure_starts(
         context = browser.new_context()
         page = context.new_page()
         page.goto(f"{address}/bench.html")
+        # The page itself and the benchmark's own worker count for neither engine.
         sent.clear()
         began = page.evaluate("performance.now()")
         ask(page, "first", opening(case, address, ids))

@@ -52,6 +52,8 @@ def variants(options: Namespace) -> dict[str, Flags]:
 @cache
 def prepare_tokens(dataset: str, model: str) -> None:
     """Fill the cache of tokens, as it is on every run but the first of somebody's data."""
+    # A budget that this run cannot use up, and one epoch of a few rows: only the tokens that it
+    # leaves in the cache matter.
     flags = (
         "--dataset",
         dataset,
@@ -75,6 +77,7 @@ def measure(trial: Trial) -> Figures:
     flags = ("--dataset", dataset, *trial.flags, "--seed", str(trial.seed))
     seconds, metrics, printed = train_as_a_user(flags, trial.output)
     config = (trial.run_dir / "config.yaml").read_text(encoding="utf-8")
+    # What the run decided is read from its configuration, and not asked of the code that decides.
     settings = dict(re.findall(rf"^({'|'.join(CHOSEN)}): '?([^'\n]*)", config, re.M))
     expected = re.search(r"test accuracy ([\d.]+)% to ([\d.]+)%", printed)
     return {
@@ -101,6 +104,7 @@ def expected(row: Row) -> str:
     if ranges[0] is None:
         return harness.NONE
     held = [
+        # Whether a prediction held is judged round by round; the table shows the last range.
         low <= accuracy <= high
         for (low, high), accuracy in zip(ranges, row.values("accuracy"), strict=True)
     ]

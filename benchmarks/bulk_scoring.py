@@ -73,6 +73,8 @@ def main() -> None:
 def measure_model(path: Path, num_rows: int, options: Namespace, run: dict[str, Any]) -> None:
     model = ModelLoader(path)
     found = read_labelled_rows(options.data, model.labels).texts
+    # Texts repeat if there are too few. Nothing here remembers answers, so a repeated text costs as
+    # much as a new one.
     texts = [found[i % len(found)] for i in range(num_rows)]
     case: dict[str, Any] = {
         "model": path.name,
@@ -116,6 +118,8 @@ def run_engine(model: ModelLoader, token_ids: list[list[int]]) -> None:
     futures = []
     for start in range(0, len(token_ids), ROWS_PER_PART):
         window = token_ids[start : start + ROWS_PER_PART]
+        # Cut into the windows of scoring, so both sort by length within the same rows and have the
+        # same passes: what differs is everything around these.
         futures += passes.submit(Prepared(None, 0, None, [], window, passes.divide(window)))
     for future in futures:
         future.result()
@@ -161,6 +165,7 @@ def measure_memory(options: Namespace) -> list[dict[str, float]]:
                 "folder": folder,
                 "rows": num_rows,
             }
+            # A process of its own for each size: the peak of a process never falls again.
             [figures] = run_ranks(
                 score_in_this_process, Layout(1, usable_cpus()), pin=False, **arguments
             )
@@ -198,6 +203,7 @@ def score_in_this_process(model: str, data: str, folder: str, rows: int) -> dict
     if found != rows:
         raise UserError(f"{found:,} rows were written instead of {rows:,}", code="benchmark-failed")
     size = source.stat().st_size
+    # The next size writes its own rows, and they need not be on the disk together.
     source.unlink()
     return {
         "before_mb": before * 1024 / MB,

@@ -99,6 +99,8 @@ def deep_network(width: int = 256, depth: int = 24) -> nn.Sequential:
 CASES = {
     "CNN(width=32)": Case(partial(CNN, width=32), rows=4),
     "CNN(width=256)": Case(partial(CNN, width=256), rows=4),
+    # Its gradients, about 6 MB, would fit into one bucket of the default size: with a limit of 1
+    # MiB there are several, and all but the last can overlap with the backward pass.
     "deep_network()": Case(deep_network, rows=64, bucket_mb=1),
 }
 
@@ -144,6 +146,8 @@ class Variant:
         average: Callable[[nn.Module], object],
     ) -> None:
         self.network = network
+        # The optimizer and `average` keep the bare network. DDP trains its very parameters, so the
+        # weights of all variants can be compared by name and without a prefix.
         self.model = wrap(network)
         self.average = average
         self.optimizer = SGD(network.parameters(), lr=0.01, momentum=0.9)
@@ -175,6 +179,8 @@ def variants_of(case: Case) -> dict[str, Variant]:
         DDP: (ddp, keep),
     }
     return {
+        # Copied before it is wrapped: DDP registers hooks on the parameters of the network that it
+        # gets, and a copy shared by two variants would communicate in both.
         name: Variant(copy.deepcopy(network), wrap, average)
         for name, (wrap, average) in functions.items()
     }
@@ -208,6 +214,9 @@ def measure(ranks: Ranks, case: Case, rounds: int, steps: int) -> dict[str, dict
             ranks.barrier()
             seconds[name].append((time.perf_counter() - began) / steps)
             profiles[name].append(profiled(variants[name], to_profile, ranks))
+    # The first round warms up and counts nowhere: DDP fills its buckets in the order in which
+    # gradients are ready only after it has seen a backward pass, and allocators and connections are
+    # cold.
     reference = variants[DDP].network
     return {
         name: {
@@ -233,6 +242,8 @@ def profiled(variant: Variant, batches: list[Batch], ranks: Ranks) -> dict[str, 
         ranks.barrier()
         with record_function(STEPS):
             for batch in batches:
+                # These steps train too, with the same batches for every variant, so weights stay
+                # comparable.
                 variant.step(*batch)
     # Only events after the marker: the barrier above is a collective too. DDP and gloo run on
     # threads of their own, so their events are not children of the marker and can only be told
@@ -372,6 +383,7 @@ def run_and_follow(command: Sequence[str]) -> dict[str, str]:
             for line in process.stdout or ():
                 print(line, end="", flush=True)
                 last = EPOCH.match(line) or last
+        # Ctrl-C and SIGTERM (which becomes an exit) must not leave torchrun and its ranks behind.
         except BaseException:
             process.terminate()
             raise

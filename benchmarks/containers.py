@@ -74,6 +74,7 @@ def has_image(name: str) -> bool:
 @contextmanager
 def opened(image: str) -> Iterator[Container]:
     """A container of a local image; it is removed at the end."""
+    # Never pulled: an image of that name from a registry would not be the one that was just built.
     name = _buildah("from", "--pull-never", image)
     try:
         config = json.loads(_buildah("inspect", "--type", "image", image))["Docker"]["config"]
@@ -84,6 +85,8 @@ def opened(image: str) -> Iterator[Container]:
 
 def stop(launcher: subprocess.Popen[Any]) -> int:
     """Send SIGTERM to a container's first process, as an engine does, and wait for its exit code."""
+    # The signal goes to the process inside. Sent to the launcher, it would end `unshare`, and the
+    # server would be killed instead of asked to stop.
     first = _first_process(launcher)
     if first is not None:
         os.kill(first, signal.SIGTERM)
@@ -91,6 +94,7 @@ def stop(launcher: subprocess.Popen[Any]) -> int:
 
 
 def resident_bytes(launcher: subprocess.Popen[Any]) -> int:
+    # Of the server's process; the launcher only waits for it.
     status = Path(f"/proc/{_first_process(launcher)}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 

@@ -99,6 +99,7 @@ def write_rows(
     """
     draw = np.random.default_rng(options.seed)
     train, test = clean_rows(data)
+    # Of the three faults, two are planted among the training rows and count there.
     num_made = max(0, options.rows - len(train) - 2 * options.planted)
     train += mixed_rows(train, num_made, data.label_names, draw)
     added = plant(train, data.label_names, options.planted, draw)
@@ -139,6 +140,8 @@ def mixed_rows(
     train: Sequence[Row], number: int, names: Sequence[str], draw: np.random.Generator
 ) -> list[Row]:
     """Rows that each join halves of two texts with the same label."""
+    # Halves of the same label keep the label plausible, and two halves have too few word triples in
+    # common with either source to be near it.
     by_label = {name: [text.split() for text, label in train if label == name] for name in names}
     made = []
     for _ in range(number):
@@ -166,6 +169,8 @@ def plant(
     chosen = [long[i] for i in draw.permutation(len(long))[: 3 * number]]
     added: dict[str, list[Planted]] = {fault: [] for fault in FAULTS}
     for start, fault in enumerate(FAULTS):
+        # The faults get disjoint rows: one that was leaked and also repeated would be found under
+        # either, and the recall of a fault would depend on another one.
         for position, (text, label) in enumerate(chosen[start :: len(FAULTS)]):
             kind = KINDS[position % len(KINDS)]
             if fault == "conflicts":
@@ -180,6 +185,8 @@ def changed(text: str, kind: str, draw: np.random.Generator) -> str:
     if kind == "equal":
         return "  ".join(["", *text.swapcase().split(" ")])
     near = text
+    # Changed until one more change would no longer be near: the closer to the limit, the harder to
+    # find.
     for _ in range(4):
         words = near.split()
         position = int(draw.integers(len(words)))
@@ -211,6 +218,8 @@ def similarity(one: str, other: str) -> float:
 def judge(found: Sequence[dict[str, Any]], planted: dict[str, str], fault: str) -> dict[str, float]:
     """Recall by kind, and precision, of the rows that the report names under a fault."""
     named = {one["row"] for one in found}
+    # Rows that were not planted may be right too: joined halves can repeat something. So precision
+    # asks whether texts are near and not whether they were planted.
     right = [is_right(one, fault) for one in found]
     recall = {
         kind: float(np.mean([row in named for row, own in planted.items() if own == kind] or [1]))
@@ -237,6 +246,7 @@ def run_command(folder: Path, report: Path) -> dict[str, float]:
         command, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(process.pid, 0)
+    # The process is gone now, and Popen, which did not wait for it itself, has to be told.
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise UserError(
@@ -253,6 +263,8 @@ def run_command(folder: Path, report: Path) -> dict[str, float]:
 
 def predict(data: TextData, num_rows: int, seed: int) -> dict[str, Any]:
     """What is predicted from some rows for twice as many, and what these then bring."""
+    # One order for both: the many rows contain the few, so the difference is that of more rows and
+    # not of other ones.
     order = np.random.default_rng([seed, num_rows]).permutation(len(data.train))
 
     def curve(count: int) -> dict[str, Any]:

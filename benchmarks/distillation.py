@@ -69,6 +69,8 @@ def main() -> None:
         folder = Path(name)
         write_texts(folder / "test.csv", data.test.texts)
         write_texts(folder / "speed.csv", data.train.texts[: options.speed_rows])
+        # Accuracy needs every seed. Speed does not depend on the values of the weights, so one
+        # model of each kind takes part in the rounds.
         models: dict[str, Model] = {}  # of each student the first seed's
 
         def add(case: str, model: Model) -> None:
@@ -115,9 +117,11 @@ def score(model: Model, source: Path, folder: Path) -> tuple[list[str], float]:
     """The labels that the model gives, and rows per second."""
     path, engine = model
     out = folder / "answers.jsonl"
+    # Scoring resumes what it finds, and would otherwise have nothing to do the second time.
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "inference.score", str(source), str(out)]
     printed = run_program([*command, "--model", str(path), "--engine", engine])
+    # The last line is the summary; those before it are progress.
     speeds = re.findall(r"([\d,]+) rows per second", printed)
     labels = [json.loads(line)["label"] for line in out.read_text(encoding="utf-8").splitlines()]
     return labels, float(speeds[-1].replace(",", ""))

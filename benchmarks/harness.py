@@ -61,6 +61,7 @@ def add_common_flags(parser: argparse.ArgumentParser, page: str, rounds: int) ->
 
 
 def _markdown_path(text: str) -> Path:
+    # Results and figure go to the same name with .json and .png, which must not be the page itself.
     if not text.endswith(".md"):
         raise argparse.ArgumentTypeError(f"{text}: must end in .md")
     return Path(text)
@@ -120,6 +121,8 @@ def run_rounds(
         for name in in_turns(list(cases), number):
             found[name] = measure(cases[name], number)
             report(f"round {number + 1}/{num_rounds}, {name}: {describe(found[name])}")
+        # In the order of the cases and not of their turns, or the rows of a table would follow the
+        # round.
         yield {name: found[name] for name in cases}
 
 
@@ -242,6 +245,8 @@ def write_page(path: Path, text: str, results: Any = None, figure: bytes | None 
 
 def row_per_line(value: Any, indent: str = "") -> str:
     """JSON with a line for each element of a list, and for each object of plain values."""
+    # The files are committed: with a line per measurement, a diff shows which ones are new, and a
+    # file of rounds stays short enough to read.
     items = value.values() if isinstance(value, dict) else value
     is_nested = isinstance(value, dict | list) and any(
         isinstance(item, dict | list) for item in items

@@ -43,6 +43,7 @@ def main() -> None:
     facts, sizes, starts = harness.measurement_facts(MODULE, ()), [], []
     with ExitStack() as stack:
         base_name = _base(options.flags)
+        # The base is measured too: its size is not ours to change, and is subtracted below.
         base = stack.enter_context(containers.opened(base_name))
         for model in options.models:
             container = stack.enter_context(containers.opened(_built(model, options.flags)))
@@ -100,6 +101,8 @@ def _size_row(name: str, container: Container, base: Container) -> list[str]:
 
 
 def _num_bytes(folder: Path) -> int:
+    # Links count as links: followed, a file would be counted once per name, or one outside the
+    # image.
     files = (path.lstat() for path in folder.rglob("*") if not path.is_dir())
     return sum(status.st_size for status in files)
 
@@ -131,6 +134,8 @@ def _start(container: Container, engine: str) -> tuple[float, int]:
             time.sleep(0.005)
         seconds = time.perf_counter() - started
         for _ in range(NUM_ANSWERS):
+            # Memory after some answers, because buffers of the forward pass are allocated by the
+            # first ones.
             _is_answered("/predict", {"text": TEXT})
         return seconds, containers.resident_bytes(server)
     finally:

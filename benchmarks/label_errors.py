@@ -77,6 +77,8 @@ def main() -> None:
     ):
         folder, planted, runs = Path(name), {}, {}
         for seed, rate in product(range(options.seeds), RATES):
+            # All data is written before the first run begins, because three actions share each
+            # folder.
             planted[rate, seed] = plant(data, options, rate, seed, folder / f"{rate}_{seed}")
         for action, rate, seed in trials(options.seeds):
             rows = folder / f"{rate}_{seed}"
@@ -85,6 +87,8 @@ def main() -> None:
         for future in as_completed(runs):
             (test, told), (action, rate, seed) = future.result(), runs[future]
             if action == "list":
+                # Only runs that list: the others act on what they suspect, which changes the
+                # ranking.
                 suspects = folder / f"{rate}_{seed}_list.run" / "suspects.csv"
                 figures = {"seed": seed} | found(suspects, told, planted[rate, seed])
                 run["found"][str(rate)].append(figures)
@@ -124,6 +128,7 @@ def plant(data: TextData, options: Namespace, rate: float, seed: int, folder: Pa
     }
     labels = splits["train"].labels
     planted = generator.permutation(len(labels))[: round(rate * len(labels))]
+    # A shift by at least one and less than all labels is never the label itself.
     shift = generator.integers(1, len(data.label_names), len(planted))
     labels[planted] = (labels[planted] + shift) % len(data.label_names)
     write_rows(folder, data.label_names, **splits)
@@ -221,6 +226,8 @@ def found(suspects: Path, told: dict[str, Any], planted: set[int]) -> dict[str, 
 def precision_at_recall(ranking: Sequence[bool], planted: Collection[int]) -> float:
     """The precision of a ranking, the most suspicious first, down to where enough of the planted errors are found."""
     hits = np.cumsum(ranking)
+    # `hits` rises along the ranking: the first place with enough hits is how many rows a person
+    # would have to read.
     number = int(np.searchsorted(hits, math.ceil(RECALL * len(planted)))) + 1
     return float(hits[number - 1] / number) if number <= len(hits) else 0.0
 

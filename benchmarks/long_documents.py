@@ -39,6 +39,8 @@ def measure(trial: Trial) -> Figures:
     given |= {"max_length": options.max_length, "learning_rate": 2e-4, "batch_size": 8}
     _, rank = trial.train(**given)
     with (trial.run_dir / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        # The file has the test rows in their order, so each answer can be put beside its text's
+        # place.
         right = np.array([row["label"] == row["predicted"] for row in csv.DictReader(file)])
     return {
         "accuracy": float(right.mean()),
@@ -55,10 +57,12 @@ def make_articles(
     """Articles, and the place of the deciding text in each."""
     positions = generator.integers(parts + 1, size=count)
     fillers = generator.choice(np.flatnonzero(rows.labels == FILLER), (count, parts))
+    # The topics take turns, so that all labels are equally frequent; 0 is the filler.
     topics = np.arange(count) % rows.labels.max() + 1
     deciding = np.array(
         [generator.choice(np.flatnonzero(rows.labels == topic)) for topic in topics]
     )
+    # Training and test articles are made of training and test texts, so no sentence is in both.
     texts = []
     for position, row, others in zip(positions, deciding, fillers, strict=True):
         article = [rows.texts[i] for i in others]

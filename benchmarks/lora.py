@@ -32,6 +32,8 @@ moments. *Memory*: the most that the process held at any time.
 def measure(trial: Trial) -> Figures:
     """Train once, on half of the written rows."""
     options, generator, drawn = trial.options, np.random.default_rng(0), {}
+    # The written rows do not depend on the seed. Which half of them is trained on does, by
+    # `max_train_rows`; the test rows are the same for all runs.
     for split, count in (("train", 2 * options.rows), ("test", options.test_rows)):
         rows = trial.data.splits[split]
         drawn[split] = rows.take(np.sort(generator.permutation(len(rows))[:count]))
@@ -43,6 +45,7 @@ def measure(trial: Trial) -> Figures:
     }
     given |= {"max_train_rows": options.rows, "batch_size": 16, "max_length": 64, "save_every": 0}
     test, rank = trial.train(Layout(1, usable_cpus()), **given)
+    # There is one, at the end, because none is saved on the way.
     (checkpoint,) = trial.run_dir.glob("checkpoints/step_*")
     return {
         "accuracy": test["accuracy"],

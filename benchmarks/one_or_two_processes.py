@@ -80,6 +80,7 @@ def main() -> None:
             # The global batch stays the same, or two processes would take half as many steps.
             ranks = train(
                 layout,
+                # On GPUs the processes are not pinned: their threads only assemble batches.
                 pin=not on_gpu,
                 dataset=data,
                 model=options.model,
@@ -144,6 +145,7 @@ def write_data(source: Path, folder: Path, rows: int, test_rows: int) -> Path:
             message = f"--data {source}: {name} cannot be read ({error.strerror})"
             raise UserError(message, code="data-unreadable") from error
         # Rows and not lines are drawn: a quoted text may have several lines.
+        # All layouts read this one folder, so they train on the same rows.
         chosen = random.Random(SEED).sample(found, min(count, len(found)))
         with (folder / name).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, quoting=csv.QUOTE_ALL).writerows(chosen)
@@ -170,6 +172,7 @@ def render(results: Mapping[str, dict[str, Any]], figure: str) -> str:
         if device in results:
             text += _section(results[device]["facts"], results[device]["rounds"])
         else:
+            # The headings stay, so that a reader sees what would be measured and how to do it.
             text += f"Empty until {FILLED_BY[device]}.\n\n{harness.table(_columns([]), [])}"
     return text
 
@@ -228,6 +231,7 @@ def draw(results: Mapping[str, dict[str, Any]]) -> bytes:
             names = list(rounds[0])[::-1]
             speeds = [[rate(found[name]) for found in rounds] for name in names]
             middle = [median(rates) for rates in speeds]
+            # Error bars are lengths from the top of the bar and not positions.
             low = [mid - min(rates) for mid, rates in zip(middle, speeds, strict=True)]
             high = [max(rates) - mid for mid, rates in zip(middle, speeds, strict=True)]
             panel.barh(
@@ -253,6 +257,8 @@ def _parse() -> Namespace:
     add("--global_batch", type=positive, default=64, help="rows per step (default: 64)")
     add("--precision", choices=("bf16", "fp16", "fp32"), help="default: fp32 on CPUs, bf16 on GPUs")
     options = parser.parse_args()
+    # An odd batch would give two processes one row less than one process has, and the comparison
+    # says that all runs take the same global batches.
     if options.global_batch % 2:
         message = (
             f"--global_batch {options.global_batch}: must be even, because two processes share it"

@@ -92,6 +92,7 @@ def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
             f"a real step of {ranks} processes took more than {LONGEST} seconds",
             code="benchmark-failed",
         ) from None
+    # Libraries may print lines of their own; the result is the one that is JSON.
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise UserError(
@@ -111,6 +112,8 @@ def this_machine(rates: dict[str, float], ranks: int) -> Cluster:
         memory_bandwidth=rates["memory"],
         link_bandwidth=rates.get("link", 1e9),
         matrix_share=1.0,
+        # Products of attention are small and slower than those of the feed-forward: the planner
+        # takes the rate of the one as a share of that of the other.
         attention_share=rates["attention_flops"] / rates["flops"],
     )
     reached = Calibration(half_dimension=0, memory_share=1.0, link_share=1.0)
@@ -120,6 +123,8 @@ def this_machine(rates: dict[str, float], ranks: int) -> Cluster:
 def plan_of(row: dict[str, Any]) -> Plan:
     """The plan for a measured row, at the rates that its machine reached; nominal ones if no step was timed."""
     layout, step = Layout(**row["layout"]), row["real"].get("step")
+    # Memory does not depend on rates, so a row without a timed step still has its prediction of
+    # bytes.
     cluster = this_machine(step, layout.ranks) if step else Cluster(GPUS["cpu"], 1, layout.ranks)
     return make_plan(SHAPES[row["model"]], layout, cluster)
 

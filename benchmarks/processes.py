@@ -84,6 +84,8 @@ def run_ranks(
         files = [
             stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * layout.processes)
         ]
+        # Two streams per rank: libraries may warn on the second one while the first ends with the
+        # result.
         outputs, errors = files[: layout.processes], files[layout.processes :]
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_kill, processes)

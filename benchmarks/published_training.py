@@ -55,6 +55,7 @@ def compare(path: Path = PUBLISHED) -> dict[str, tuple[dict[str, Any], list[Comp
 def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
     shape = _shape(source, row)
     gpu = replace(GPUS[source["gpu"]], **source.get("gpu_is", {}))
+    # A run on fewer GPUs than a machine has stays within one.
     per_node = min(gpu.gpus_per_node, row["gpus"])
     calibration = Calibration(**source.get("calibration", {}))
     cluster = Cluster(gpu, row["gpus"] // per_node, per_node, calibration=calibration)
@@ -105,6 +106,7 @@ def _batches(row: dict[str, Any]) -> list[tuple[int, int]]:
     """The rows of a micro-batch and how many of them make a step, as each choice has them."""
     if "rows_per_step" not in row:
         return [(row["micro_batch"], row.get("accumulation", 1))] if row["micro_batch"] else []
+    # Ranks of one tensor or pipeline group work on the same rows, so only the others divide a step.
     data_ranks = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1))
     rows = row["rows_per_step"] // data_ranks
     fitting = [number for number in (1, 2, 4, 8, 16) if rows % number == 0]
@@ -116,6 +118,9 @@ def _measured_tokens(source: dict[str, Any], row: dict[str, Any], shape: ModelSh
     if "tokens_per_gpu" in row:
         return row["tokens_per_gpu"]
     layers, hidden = shape.layers, shape.hidden
+    # Some sources publish FLOP/s instead of tokens. They count operations by Megatron's formula,
+    # which is undone here: per token 72 * layers * hidden^2, or 96 if a forward pass is repeated
+    # for checkpointing, times a factor for attention and the head.
     attention = source["seq_len"] / (6 * hidden)
     recomputed = source["flops_formula"] == "megatron-recomputed"
     factor, head = (96, 16) if recomputed else (72, 12)

@@ -93,6 +93,8 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
     def batch(number: int) -> MicroBatch:
         ids = torch.randint(1, shape.vocab, (rows, layout.seq_len))
         labels = torch.randint(0, shape.num_labels, (rows,))
+        # Each row counts as one of all rows of the step, over micro-batches and data ranks: the
+        # mean.
         weights = torch.full((rows,), 1 / (rows * layout.accumulation * layout.dp))
         first = number * rows
         positions = np.arange(first, first + rows)
@@ -118,8 +120,12 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
     def note(*_: object) -> None:
         with record_function(AT_UPDATE):
             at_update["gradients"] = _bytes(parameter.grad for parameter in parameters)
+            # At this moment gradients and, from earlier steps, moments are there, and activations
+            # are gone: a known point from which the profiler's changes can be counted.
             at_update["alive"] = _alive()
 
+    # Moments are allocated in the first step, and DDP orders its buckets anew in the second. Both
+    # would be in the peak.
     for step in (1, 2):
         optimizer_step(strategy, batches, step, 1e-4)
     # The whole model, of which each rank has kept its part, may still wait in a reference cycle.
@@ -148,6 +154,7 @@ def measure_seconds(
     A machine that others share is not equally fast all day: what a step is held to is measured
     before and after it.
     """
+    # The barrier inside each rate makes all ranks compute at the same time, as they do in a step.
     before = measure_rates(ranks)
     batches = micro_batches_of(shape, layout)
     strategy = STRATEGIES[layout.strategy](
@@ -216,6 +223,9 @@ def measure_rates(ranks: Ranks) -> dict[str, float]:
     hops = 2 * (ranks.world_size - 1)
     copied = torch.empty_like(large)
     rates = {
+        # Shapes of a small DistilBERT batch: 8 rows of 128 tokens through the feed-forward, and
+        # their 12 heads of 64 channels each in attention. A rate of huge matrices would be out of
+        # reach for a step.
         "flops": 2 * 1024 * 768 * 3072 / _seconds(lambda: left @ right, ranks),
         "attention_flops": 2 * 96 * 128 * 128 * 64 / _seconds(lambda: queries @ keys, ranks),
         "memory": 2 * large.nbytes / _seconds(lambda: copied.copy_(large), ranks),
@@ -254,6 +264,7 @@ def main() -> None:
         found = MEASURES[flags.what](shape, layout, ranks)
         everywhere = _of_all_ranks(found, ranks)
         if ranks.is_first:
+            # A step ends with its slowest rank and fits if the fullest one fits.
             worst = {name: min if name in RATES else max for name in found}
             print(
                 json.dumps({name: worst[name](one[name] for one in everywhere) for name in found})

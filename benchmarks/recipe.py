@@ -122,6 +122,7 @@ def draw(data: TextData, per_label: str, seed: int) -> np.ndarray:
         generator.permutation(np.flatnonzero(labels == label))[: int(per_label)]
         for label in np.unique(labels)
     ]
+    # In the order of the data again: the trainer shuffles by its own seed.
     return np.sort(np.concatenate(chosen))
 
 
@@ -274,6 +275,8 @@ def render(run: dict[str, Any]) -> str:
 
     def share(name: str) -> Callable[[str], str]:
         def cell(case: str) -> str:
+            # Cases without rows have no baseline; their missing figures are zeros here and are left
+            # out.
             found = [100 * value for value in values(case, name) if value]
             if not found:
                 return harness.NONE
@@ -288,6 +291,8 @@ def render(run: dict[str, Any]) -> str:
             both = {
                 case: (mean(values(case, "defaults")), mean(values(case, name)))
                 for case in cases
+                # Only where both were measured with every seed: a mean over other seeds would
+                # compare other rows.
                 if case.split(" / ")[2] == model and all(values(case, name))
             }
             behind = [

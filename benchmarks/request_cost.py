@@ -80,12 +80,16 @@ def measure_rounds(options: Namespace) -> dict[str, Series]:
 
         def measure(workers: int, number: int) -> dict[str, float]:
             with started(_server(workers), options.model, sys.executable) as running:
+                # A second that counts nowhere: the first requests open connections and let buffers
+                # grow.
                 _wrk(running, script, 1)
                 found = _wrk(running, script, options.seconds)
                 rate = STEADY_SHARE * found["rate"]
                 steady = running.apply(
                     Load(str(bodies), running.port, "/predict", 1, options.seconds, rate=rate)
                 )
+                # wrk is a closed loop, in which a slow answer delays the next request and hides the
+                # wait. The tail comes from our open loop, in which it does not.
                 return found | {"p99_ms": steady["latency"]["200"]["p99"] * 1e3}
 
         rounds = list(
@@ -131,10 +135,12 @@ def _wrk(running: Running, script: Path, seconds: float) -> dict[str, float]:
         UserError: a request was not answered with 200.
     """
     before = running.tree.cpu_seconds()
+    # One thread, because wrk takes its time from the server's cores.
     flags = ["-t1", f"-c{CLIENTS}", f"-d{math.ceil(seconds)}s", "-s", script]
     command = ["wrk", *flags, f"http://127.0.0.1:{running.port}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = running.tree.cpu_seconds() - before
+    # Refusals are cheap, and would make the server look fast.
     if "Non-2xx" in said or "Socket errors" in said:
         raise UserError(f"wrk: {' '.join(said.split())}", code="benchmark-failed")
     count = re.search(r"(\d+) requests in", said)

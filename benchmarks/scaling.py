@@ -67,6 +67,7 @@ def main() -> None:
         (name, count)
         for count in options.processes
         for name in options.strategies
+        # With one process there is nothing to shard: it is measured once, under the name of ddp.
         if count > 1 or name == "ddp"
     ]
     rounds: Rounds = {}
@@ -177,6 +178,7 @@ def page(facts: dict[str, str], rounds: Rounds, figure: str, cores: int | None =
     cores = cores or usable_cpus()
 
     def held(job: Job) -> dict[str, int]:
+        # Bytes are counted and not timed; every round has the same.
         first = rounds[f"{job[0]} {job[1]}"][0]
         return {state: first[state] for state in STATES}
 
@@ -190,6 +192,8 @@ def page(facts: dict[str, str], rounds: Rounds, figure: str, cores: int | None =
         "range": lambda job: harness.spread(rates(rounds, job)),
         "× one process": lambda job: f"{speed_up(job):.2f}",
         "efficiency": lambda job: (
+            # Processes that share a core cannot be expected to be faster: an efficiency would only
+            # describe the machine.
             f"{speed_up(job) / job[1]:.0%}" if job[1] <= cores else "cores shared"
         ),
         "weights, MB": lambda job: f"{held(job)['parameters'] / 1e6:.1f}",
@@ -233,6 +237,7 @@ def _draw_rates(axes: Axes, rounds: Rounds) -> None:
     axes.plot(counts, ideal, color="#9aa5b1", linestyle="--", label="linear")
     for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in jobs), strict=False):
         own = [count for strategy, count in jobs if strategy == name and count in counts]
+        # Every line begins at the same point, which is ddp on one process.
         shown = {1: one} | {count: median(rates(rounds, (name, count))) for count in own}
         axes.plot(list(shown), list(shown.values()), "o-", color=colour, label=name)
     axes.set(xlabel="processes, a core each", ylabel="samples/s", xticks=counts, ylim=(0, None))

@@ -36,6 +36,7 @@ def main() -> None:
     workload = read_workload(options.model, options.texts)
     run = new_run(options, workload)
     sections = harness.read_results(options.output.with_suffix(".json"))
+    # The library stays until the last round, because each server loads it anew when it starts.
     with tempfile.TemporaryDirectory(prefix="hide-") as folder:
         preload = ""
         if options.avx2_only:
@@ -54,6 +55,8 @@ def main() -> None:
 def _measure_rounds(
     options: Namespace, run: dict[str, Any], plan: Plan, sections: dict[str, Any]
 ) -> None:
+    # Only the section of this instruction set is replaced: the others were measured on other
+    # machines and cannot be repeated here.
     sections[run["instruction_set"]] = run
     failed: dict[str, str] = {}
 
@@ -91,6 +94,8 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         raise UserError(
             "--servers: none of them can be measured, see above", code="benchmark-failed"
         )
+    # The library that hides the newer instructions is loaded by the servers and not by this
+    # process, which would still see them.
     instruction_set = "avx2" if options.avx2_only else instruction_sets()[0]
     facts = harness.measurement_facts(MODULE, PACKAGES)
     if options.avx2_only:
@@ -100,6 +105,7 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
     return {
         "facts": facts,
         "instruction_set": instruction_set,
+        # The loop runs before the first round, when no server takes cores from it.
         "bare_operations_per_second": bare_rate(instruction_set, usable_cpus()),
         "operations_per_text": _int8_operations(options.model, workload.facts["tokens_mean"]),
         "model": options.model.name,

@@ -52,6 +52,7 @@ def main() -> None:
         for model in options.models
         for engine in ENGINES
         for cores in options.cores
+        # A model may be exported for one engine alone.
         if ENGINES[engine].folder(model).is_dir()
     }
     run: dict[str, Any] = {

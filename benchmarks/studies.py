@@ -58,6 +58,8 @@ class Trial:
         layout = layout or Layout(usable_cpus(), 1)
         rank, *_ = run_ranks(train_rank, layout, flags=[*words_of(given), *self.flags])
         epochs = [record for record in rank["records"] if record["kind"] == "epoch"]
+        # Steps alone, without start, validation and test, which would blur what the variants differ
+        # in.
         rank["seconds"] = sum(record["seconds"] for record in epochs)
         return json.loads((self.output / "metrics.json").read_text(encoding="utf-8"))["test"], rank
 
@@ -126,6 +128,7 @@ class Study:
             # Models are deleted after each trial: dozens of encoders would fill the disk.
             def measure(flags: Flags, seed: int) -> Figures:
                 with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as scratch:
+                    # The number of the round is the seed, so all variants of a round share it.
                     return self.measure(Trial(options, data, flags, seed, Path(scratch) / "model"))
 
             num_rounds = options.seeds if self.seeds else options.rounds
@@ -153,6 +156,8 @@ class Study:
 
     def page(self, run: Run) -> str:
         """The page of a run."""
+        # The rounds that are there and not those that were asked for: the page is written after
+        # each one.
         counts = {"seeds": len(run.get("rounds", ())), "processes": usable_cpus()}
         text = self.introduction.format(**run | counts | self.words(run))
         introduction = harness.introduction(self.module, self.title, text)

@@ -60,6 +60,8 @@ def measure(trial: Trial) -> Figures:
         flags = ("--dataset", options.dataset, "--model", model, "--budget", budget, "--seed", seed)
         seconds, metrics, _ = train_as_a_user(flags, trial.output)
         return {"seconds": seconds, "accuracy": metrics["test"]["accuracy"]}
+    # The others get what ours has: a new process, whose start and imports count. Measured in this
+    # one, they would find their libraries imported.
     result = trial.output.with_suffix(".json")
     command = [sys.executable, "-m", STUDY.module, "--one", kind, *rest, seed, str(result)]
     began = time.monotonic()
@@ -74,6 +76,7 @@ def run_one(options: Namespace) -> None:
     data = load_data(options.dataset)
     labels = data.train.labels
     generator = np.random.default_rng(int(seed))
+    # All kinds take the beginning of one order, so that fewer rows are among the more rows.
     order = generator.permutation(len(labels))
     if kind == "setfit":
         rows = np.concatenate(
@@ -124,6 +127,7 @@ def _trainer(
             folder,
             num_train_epochs=1,
             seed=seed,
+            # As ours does by default: the comparison is of recipes and not of number formats.
             bf16=cpu_gains_by_bf16(),
             use_cpu=not torch.cuda.is_available(),
             save_strategy="no",
@@ -200,6 +204,7 @@ def fastest(run: Run) -> str:
         of_kind = [
             case
             for case in cases
+            # The median has to reach the goal: the best of several rounds would reward luck.
             if case.split(", ")[0] == kind and middle(run, case, "accuracy") >= goal
         ]
         best = min((middle(run, case, "seconds") for case in of_kind), default=None)
@@ -261,4 +266,5 @@ STUDY = studies.Study(
 )
 
 if __name__ == "__main__":
+    # With --one, this module is the process of another recipe that `measure` has started.
     harness.run_benchmark(lambda: run_one(STUDY.parse()) if "--one" in sys.argv else STUDY.main())

@@ -141,6 +141,8 @@ def balance(options: Namespace) -> None:
                 "--batch_size"
             )
             raise UserError(message, code="flag-value")
+        # Every step is logged, so a record's rate is that of one step. The times are added and not
+        # the rates: a mean of rates would give the fast steps too much weight.
         seconds = sum(first["global_batch"] / record["samples_per_second"] for record in steps)
         share = first["speeds"][-1] if first["speeds"] else 1 / num_ranks
         return {"milliseconds": 1000 * seconds / len(steps), "share": share}
@@ -204,6 +206,8 @@ def add_compression_flags(parser: ArgumentParser) -> None:
 def compression(options: Namespace) -> None:
     def measure(kind: str, number: int) -> dict[str, float]:
         rate = {"learning_rate": options.learning_rate} if options.learning_rate else {}
+        # Every kind of a round has the round's seed, so that the difference within a round is that
+        # of compression and not of the draw.
         first = train(
             options.layout, compress=kind, seed=number + 1, **training_flags(options), **rate
         )[0]
@@ -232,6 +236,7 @@ def compression(options: Namespace) -> None:
 
     columns: dict[str, Callable[[str], str]] = {
         "`--compress`": str,
+        # Bytes follow from the shapes of the weights and not from the seed: any round tells them.
         "MB per step per rank": lambda kind: f"{seeds[0][kind]['sent'] / 1e6:.3g}",
         "× less": lambda kind: f"{seeds[0][kind]['uncompressed'] / seeds[0][kind]['sent']:.1f}",
         "training loss, last epoch": lambda kind: shown(kind, "train_loss", 4),
@@ -318,7 +323,9 @@ def cost_of_save(ranks: Sequence[dict[str, Any]]) -> float:
     """Seconds of training that a save by a thread takes: the copy, and by how much it slows the steps meanwhile."""
     blocked, quiet, disturbed = slowest(ranks, "blocked"), ranks[0]["quiet"], ranks[0]["disturbed"]
     # Only rank 0's steps: a barrier ends each step, so all ranks have the same times.
+    # None is disturbed if the thread was done before the first step ended.
     slowed = median(disturbed) - median(quiet) if disturbed else 0.0
+    # The factor is the number of steps that one save overlaps with, on average.
     return median(blocked) + len(disturbed) / len(blocked) * slowed
 
 
@@ -350,6 +357,8 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
 
         def save(waits: bool) -> list[Any]:
             ranks.barrier()
+            # The barrier lets all ranks begin together: `blocked` would otherwise include the wait
+            # for one that is still in its step.
             saver.save(num_steps, strategy.state_dict, {"step": num_steps}, None)
             if waits:
                 return saver.wait()
@@ -390,6 +399,8 @@ def random_batch(rows: int, tokens: int, shard: Any) -> list[MicroBatch]:
     """This rank's part of a batch of random rows without padding."""
     ids = np.random.default_rng(SEED).integers(1000, 30_000, rows * tokens).astype(np.int32)
     everything = TokenizedRows(ids, np.arange(rows + 1) * tokens, np.arange(rows) % len(LABELS), 0)
+    # Each row has the same length, offsets are its multiples, and nothing is padded: the time of a
+    # step does not depend on which rows a rank gets.
     return micro_batches_of_rank(everything, np.arange(rows), shard, 1)
 
 
@@ -462,8 +473,13 @@ def restart(options: Namespace) -> None:
             killed = []
             try:
                 for number in range(options.rounds):
+                    # Events carry the number of restarts so far, so each kill waits for a
+                    # checkpoint of the ranks that run now. Without one, the next start would have
+                    # to go back further, or to the beginning.
                     wait_for("checkpoint", number)
                     victim = read_statuses(run_dir)[number % options.processes]
+                    # The system's clock and not a monotonic one: it is compared with the times of
+                    # the events, which other processes wrote, and with those of torchrun's log.
                     killed.append(time.time())
                     os.kill(victim.pid, signal.SIGKILL)
                     wait_for("first_step", number + 1)
@@ -561,6 +577,8 @@ def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tupl
         apply_tensor_parallel(
             model, init_device_mesh("cpu", (num_ranks,)), sequence_parallel=sequence_parallel
         )
+        # The hidden states are (rows, length, width), of which a rank has its part of the sequence.
+        # The mask stays whole: inside attention, each rank has all tokens for its heads.
         length = block.length // num_ranks if sequence_parallel else block.length
         hidden = torch.randn(block.rows, length, block.config.hidden_size, requires_grad=True)
         mask = torch.ones(block.rows, block.length, dtype=torch.int64)
@@ -580,6 +598,8 @@ def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tupl
             return tensor
 
         with CommDebugMode() as calls:
+            # Only the forward pass saves tensors. Calls are counted over both passes, because
+            # sequence parallelism changes those of the backward pass too.
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 output = model.blocks[0](hidden, **context)
             output.sum().backward()
@@ -644,6 +664,7 @@ def observation_cost(options: Namespace) -> None:
         folder = Path(name)
         data = load_data(SAMPLE)
         write_weights(folder / "base", "base", len(data.label_names))
+        # Random weights come without a tokenizer, and a folder to train from needs one.
         load_tokenizer(TINY, data.train.texts, MAX_LENGTH).save_pretrained(folder / "base")
 
         def measure(case: tuple[str, int, dict[str, int]], number: int) -> dict[str, float]:
@@ -657,6 +678,8 @@ def observation_cost(options: Namespace) -> None:
                 precision="fp32",
                 max_length=MAX_LENGTH,
                 cache_dir=folder / "cache",
+                # Replicas are not compared during the run: that is timed afterwards, by itself, and
+                # would otherwise be in some of the steps.
                 check_replicas_every=0,
                 metrics_port=free_port(),
                 **flags,
@@ -699,8 +722,11 @@ def monitoring_share(found: dict[str, float]) -> float:
     """The cost of all monitoring as a share of a step without it."""
     # Per step: the hooks in each, the look in one of COMPARE_EVERY, the comparison in one of
     # COMPARISON_EVERY. Per second: the page and the status file.
+    # The measured step includes its own monitoring, which is taken out of the denominator below.
     at_steps = found["hooks"] + found["look"] / COMPARE_EVERY
     by_time = (found["page"] / PAGE_EVERY + found["status"] / STATUS_EVERY) / 1000
+    # Steps get slower by what they do themselves; a page or a status file takes its share of each
+    # second whatever a step takes.
     return (at_steps + found["comparison"] / COMPARISON_EVERY) / (
         found["step"] - at_steps
     ) + by_time
@@ -763,6 +789,8 @@ def observed_rank(flags: list[str]) -> dict[str, Any]:
         trainer.fit()
         context = trainer.context
 
+        # The comparison is a collective: without the barrier, the time of a rank would include its
+        # wait for the others to arrive.
         def repeated(work: Callable[[], object]) -> float:
             found = []
             for _ in range(REPEATS):

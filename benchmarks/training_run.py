@@ -43,6 +43,7 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
             compute_repeatedly(strategy.parts[0], slowdown)
         trainer.fit()
         traffic = strategy.compression.traffic if strategy.compression else None
+        # Gradients are sent in fp32, four bytes each, unless they are compressed.
         gradients = sum(parameter.numel() * 4 for parameter in strategy.parameters.values())
         return {
             "global_batch": trainer.context.plan.global_batch_size,
@@ -70,6 +71,8 @@ def compute_repeatedly(model: nn.Module, times: int) -> None:
     def keep_first(
         module: nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor
     ) -> torch.Tensor:
+        # (times * rows, labels) to (rows, labels). The backward pass still computes all copies:
+        # their gradient is zero, but the products are the same size.
         return logits[: len(logits) // times] if module.training else logits
 
     model.register_forward_pre_hook(repeat)
@@ -87,6 +90,8 @@ def train(
     """Train with these flags in a temporary folder; returns what the function found on each rank."""
     arguments = {"slowdown": slowdown} if slowdown else {}
     with tempfile.TemporaryDirectory(prefix="training-") as folder:
+        # No checkpoints unless a benchmark asks for them: writing them would be in the time of its
+        # steps.
         flags = {"save_every": 0, "output_dir": f"{folder}/model"} | flags
         return run_ranks(rank_function, layout, pin=pin, flags=words_of(flags), **arguments)
 
@@ -115,6 +120,7 @@ def train_as_a_user(flags: Sequence[str], output: Path) -> tuple[float, dict[str
     launcher = harness.ROOT / "training" / "run_ddp.sh"
     command = [str(launcher), str(usable_cpus()), *flags, "--output_dir", str(output)]
     began = time.monotonic()
+    # One thread per process, because there is a process for each core: more would compete for them.
     printed = run_program(command, {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
     seconds = time.monotonic() - began
     return seconds, json.loads((output / "metrics.json").read_text(encoding="utf-8")), printed

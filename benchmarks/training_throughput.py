@@ -116,6 +116,8 @@ def plan(variants: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, str
         # A layout that only shows how ours scales leaves out the others.
         only_ours = SCALED.get(layout) in layouts
         chosen = [name for name in variants if VARIANTS[name].is_ours or not only_ours]
+        # The machine's matrix rate is measured in every round, right before the variants whose
+        # share of it is shown: on another day or beside other work it is another one.
         precisions = dict.fromkeys(VARIANTS[name].precision for name in chosen)
         jobs += [(f"{MATMUL}{precision}", layout) for precision in precisions]
         jobs += [(name, layout) for name in chosen]
@@ -144,6 +146,8 @@ def describe(result: dict[str, Any]) -> str:
 def measure_startup(rounds: int) -> list[float]:
     """Seconds from the launcher's start to the first optimizer step, with tokens in the cache."""
     with tempfile.TemporaryDirectory(prefix="startup-", ignore_cleanup_errors=True) as folder:
+        # The first start tokenizes the data and brings the libraries into the page cache. Later
+        # starts have both, as a user's have, so this one is not counted.
         _first_step(Path(folder), "warm-up")
         seconds = []
         for number in range(1, rounds + 1):
@@ -166,6 +170,8 @@ def _first_step(folder: Path, name: str) -> float:
         process = subprocess.Popen(command, cwd=harness.ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             # The first line of metrics.jsonl is written right after the first optimizer step.
+            # Only the size of a file is looked at, in short pauses: to read the log would take time
+            # from the cores that are measured.
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None or time.perf_counter() - started > STARTUP_TIMEOUT:
                     message = f"{STARTUP_COMMAND}: ended before its first step ({last_line(log)})"
@@ -227,6 +233,8 @@ def render(section: dict[str, Any]) -> str:
     rounds, blocks = section["rounds"], SIZES[section["size"]]
     family, width, note = "DistilBERT", blocks.hidden_dim, ""
     if section.get("task") == CausalLanguageModel.name:
+        # Llama's feed-forward has three matrices; `write_language_model` says why they are
+        # narrower.
         family, width, note = "Llama", blocks.hidden_dim * 2 // 3, LANGUAGE_MODEL
     jobs = [(name, layout) for layout in section["layouts"] for name in section["variants"]]
     facts = section["facts"] | {
@@ -234,6 +242,7 @@ def render(section: dict[str, Any]) -> str:
         "Rows": f"{section['rows']:,} of {section['tokens'] / section['rows']:.1f} tokens each on average",
         "Rounds": str(len(rounds)),
     }
+    # Sections that were measured before there were tasks name none.
     task = section.get("task", Classification.name)
     task = "" if task == Classification.name else f", {task}"
     return (
@@ -293,6 +302,7 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
 
 
 def _peak(section: dict[str, Any], precision: str, layout: str) -> float:
+    # The best of all rounds: what the machine can do, not what disturbed it in one of them.
     return max(found[f"{MATMUL}{precision} {layout}"]["flops"] for found in section["rounds"])
 
 
@@ -317,6 +327,7 @@ def _scaling(section: dict[str, Any]) -> str:
             one, two = (
                 [found[key]["samples_per_second"] for found in section["rounds"]] for key in keys
             )
+            # Within a round: both layouts then ran on a machine of the same speed.
             shares = [100 * b / (2 * a) for a, b in zip(one, two, strict=True)]
             title = VARIANTS[name].title.replace("*", "")
             lines.append(

@@ -116,6 +116,8 @@ def matmul_rank(precision: str) -> dict[str, Any]:
 
 def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     """The textbook recipe: every text padded to the maximum, a DataLoader, AdamW, DDP."""
+    # Padded before the clock starts, like a dataset that a recipe tokenizes first and then loads:
+    # (rows, 128) each.
     ids, mask = pad(rows, np.arange(len(rows)), MAX_LENGTH)
     mask = mask_of(ids, mask)
     labels = torch.from_numpy(_targets(workload, rows))
@@ -137,6 +139,7 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True
     )
+    # PyTorch's schedule counts from 0 and wants a factor; ours counts from 1 and gives a rate.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: _rate(step + 1, len(loader)) / LEARNING_RATE
     )
@@ -255,6 +258,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
         micro_batches = micro_batches_of_rank(
             rows, batch, DataShard(ranks.rank, ranks.world_size), targets=Targets(model.task)
         )
+        # A step has one micro-batch here: the whole share of this rank.
         epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
         result = optimizer_step(strategy, micro_batches, step, learning_rate)
@@ -302,6 +306,7 @@ def _network(workload: Workload) -> PreTrainedModel:
 
 
 def _rate(step: int, steps: int) -> float:
+    # PyTorch's scheduler asks once more after the last step.
     return learning_rate_at(min(step, steps), steps, LEARNING_RATE, WARMUP, "linear")
 
 

@@ -146,6 +146,7 @@ def make_workload(
     if len(found) > VOCABULARY:
         message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"
         raise UserError(message, code="benchmark-input")
+    # Full batches alone, so that every step of every variant takes as many rows.
     most = (len(data.train) - WARMUP_ROWS) // GLOBAL_BATCH * GLOBAL_BATCH
     if most < GLOBAL_BATCH:
         message = (
@@ -159,6 +160,8 @@ def make_workload(
     # from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
     timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
+    # A data set has training and test rows and nothing else, so the warm-up's rows take the test's
+    # place.
     chosen = TextData(
         Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup)
     )

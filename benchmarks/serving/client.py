@@ -29,6 +29,8 @@ NO_ANSWER = "no answer"  # still waiting when the patience ended
 BROKEN = "broken"  # the connection failed or was closed before the answer
 NOT_SENT = "not sent"  # more requests in flight than a client may have sockets
 RECEIVE_BYTES = 1 << 16
+# An open loop opens a socket per request that waits, so a server that answers nothing would take
+# them without end.
 MAX_CONNECTIONS = 4000
 _CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -67,6 +69,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        # By status: a refusal takes next to no time, and would make the median of the answers look
+        # better the more texts a server turns away.
         self.seconds: dict[str, list[float]] = {}
         self.done_at: list[float] = []
         self.client_rates: list[float] = []
@@ -129,6 +133,7 @@ class Connection:
         self.received += piece
         if not _is_complete(self.received):
             return None
+        # `HTTP/1.1 ` has nine bytes, and the next three are the status.
         status = self.received[9:12].decode("ascii", "replace")
         self.is_last = _CLOSES.search(self.received, 0, self.received.find(b"\r\n\r\n")) is not None
         self.received.clear()
@@ -170,6 +175,8 @@ class Client:
                 # A client whose connection ends stops: reconnecting would hide the failure.
                 if now < end and _can_go_on(connection, status) and self._send(connection, now):
                     waiting.add(connection)
+        # These are not dropped: a server that never answers its slowest requests would have a
+        # better p99 than one that does.
         self.tally.outcomes[NO_ANSWER] += len(waiting)
         self.tally.client_rates = _client_rates(connections, began)
         return began
@@ -204,6 +211,8 @@ class Client:
                 self.tally.outcomes[NOT_SENT] += 1
             elif self._send(connection, due):
                 waiting.add(connection)
+            # Without waiting: what has been answered meanwhile frees its connection, so the next
+            # request need not open another one.
             self._take_answers(0, waiting, free)
         end = began + self.load.seconds + self.load.patience
         while waiting and (now := time.perf_counter()) < end:
@@ -230,6 +239,8 @@ class Client:
         for number, _ in self._epoll.poll(0):
             connection = self._connections[number]
             status = connection.status()
+            # Forgotten before the caller hears of it: the system gives the same number to the next
+            # socket that is opened, which must not be taken for this one.
             if status == BROKEN or connection.is_last:
                 self._epoll.unregister(number)
                 connection.socket.close()
@@ -253,6 +264,8 @@ class Client:
         connection = Connection(
             socket.create_connection(("127.0.0.1", self.load.port), timeout=self.load.patience)
         )
+        # Otherwise the kernel may hold a small request back until earlier bytes are acknowledged,
+        # and the wait would look like the server's.
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[connection.socket.fileno()] = connection
         self._epoll.register(connection.socket.fileno(), select.EPOLLIN)
@@ -274,6 +287,7 @@ def _send_times(load: Load, began: float) -> Iterator[float]:
     if not load.poisson:
         yield from (began + number / load.rate for number in range(count))
         return
+    # `first` depends on the round alone, so all servers of a round get the same gaps.
     random = Random(load.first)
     # Given its number of events, the times of a Poisson process are independent and uniform.
     yield from sorted(began + random.uniform(0, load.seconds) for _ in range(count))

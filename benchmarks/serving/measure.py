@@ -48,10 +48,13 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
     Raises:
         ServerFailure: it does not start or gives no useful answer.
     """
+    # The requests are encoded here, before anything is measured, and the client only reads them: it
+    # shares the cores with the server.
     singles, lists = bodies / "singles.jsonl", bodies / "lists.jsonl"
     server.write_bodies(singles, plan.texts, 1)
     server.write_bodies(lists, plan.texts, BATCH)
     with started(server, plan.model, plan.pythons[server.python], plan.preload) as running:
+        # Idle memory is read before the warm-up, which lets the allocators grow.
         result: dict[str, Any] = {"start_s": running.start_s, "pss_idle": running.tree.pss_bytes()}
 
         def load(name: str, **how: Any) -> None:

@@ -30,6 +30,8 @@ MODULE = "benchmarks.serving_load"
 OURS = "ours"
 STOCK = ("bentoml", "litserve", "mosec", "ray", "infinity")
 TUNED = ("mosec_tuned", "mosec_tuned_onnx")
+# A refusal tells the client at once to go elsewhere or to come back later. What is lost was
+# accepted first, so the client has waited for nothing.
 REFUSALS = ("429", "503")
 LOST = (BROKEN, NO_ANSWER, "500", "502", "504", "408")
 MB = 1e6
@@ -203,11 +205,14 @@ class Results:
     def rounds(self, name: str) -> list[Measured]:
         """A server's complete rounds."""
         found = (one.get(name, {}) for one in self.run["rounds"])
+        # This figure is written last, so a round that has it went through all loads. Half a round
+        # would enter the medians of some columns and not of others.
         return [measured for measured in found if "pss_loaded" in measured]
 
     def loads(self) -> list[Measured]:
         """What was measured in every load of every round, whichever server it was sent to."""
         rounds = [one for name in self.names for one in self.rounds(name)]
+        # A server that answered nothing has no capacity, and was sent no open loop.
         return [one[load] for one in rounds for load in (*CLOSED, STEADY, OVERLOAD) if load in one]
 
     def series(self, name: str, figure: Figure) -> list[float]:
@@ -228,6 +233,8 @@ class Results:
         ratios = [
             value
             for one in self.run["rounds"]
+            # Both figures come from one round, and a round in which either server failed is left
+            # out: a machine that slows down over the hours then slows both sides of a ratio.
             if (value := _value(lambda both: figure(both[name]) / figure(both[other]), one))
             is not None
         ]
@@ -255,6 +262,8 @@ class Results:
 def _value(figure: Callable[[Any], float], measured: Any) -> float | None:
     try:
         return figure(measured)
+    # A server that answered nothing has no latencies (KeyError), no rate to divide by
+    # (ZeroDivisionError), or no refusal whose largest time could be taken (ValueError).
     except (KeyError, ZeroDivisionError, ValueError):
         return None
 
@@ -318,6 +327,8 @@ def _middle(figure: Figure) -> Callable[[Results], float | None]:
 
 def _worst(figure: Figure) -> Callable[[Results], float | None]:
     """The largest of our rounds."""
+    # For promises that hold always and not on average: a median would hide the one round in which a
+    # request was lost.
     return lambda results: max(results.series(OURS, figure), default=None)
 
 
@@ -327,6 +338,8 @@ def _against(
     """The ratio of ours to the other server that comes closest to it, or is ahead."""
 
     def measured(results: Results) -> float | None:
+        # Of rates, the smallest ratio is that to the fastest of the others; of latencies, where
+        # less is better, it is the largest, so such a goal gives `max`.
         ratios = [results.ratio(OURS, other, figure) for other in others if other in results.names]
         return best((ratio for ratio in ratios if ratio is not None), default=None)
 
@@ -372,6 +385,8 @@ def goals_table(results: Results) -> str:
     has_vnni = "vnni" in results.run["instruction_set"]
     goals = []
     for what, measure, bound, with_vnni, without, shape in GOALS:
+        # The section decides and not this machine: a page is also written from rounds of other
+        # machines.
         limit = with_vnni if has_vnni else without
         if limit is not None:
             goals.append(Goal(what, measure(results), bound, limit, shape))
@@ -494,6 +509,8 @@ def _accuracy(results: Results) -> list[str]:
             sum(a == b for a, b in zip(one["labels"], wanted, strict=True))
             for one in results.rounds(name)
         )
+        # The lowest over rounds: labels should be the same in all of them, and a median would hide
+        # a round in which they were not.
         return f"{min(same)} of {len(wanted)}"
 
     labels: dict[str, Cell] = {
@@ -535,6 +552,7 @@ def _trust(results: Results) -> str:
         return ""
     kinds = ("client_share", "others_share", "stolen_share", "lateness_p99")
     client, others, stolen, lateness = ([load[kind] for load in loads] for kind in kinds)
+    # A load is disturbed by the sum: two disturbances below the limit can exceed it together.
     noise = [own + host for own, host in zip(others, stolen, strict=True)]
     return TRUST.format(
         client=f"{max(client):.1%}",
@@ -559,6 +577,7 @@ def _settings(results: Results) -> list[str]:
     missing = {
         name: f"not measured: {why}"
         for name, why in (run["left_out"] | failures).items()
+        # A server that failed after some complete rounds keeps the figures of these.
         if name not in results.names
     }
     told = {name: f"{_setting(results, name)}." for name in results.names} | missing

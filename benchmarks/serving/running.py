@@ -162,6 +162,8 @@ class Running:
     def apply(self, load: Load) -> dict[str, Any]:
         """Let a client send a load; returns its figures and the processor time of server, client, others and host."""
         cpu, machine, began = self.tree.cpu_seconds(), _machine_seconds(), time.monotonic()
+        # The client is a process of its own that imports the standard library alone: it starts
+        # quickly, and its processor time can be told apart from that of this process.
         command = [sys.executable, "-m", "benchmarks.serving.client", json.dumps(asdict(load))]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -177,6 +179,8 @@ class Running:
         )
         result["server_cpu_s"] = self.tree.cpu_seconds() - cpu
         result["client_share"] = result["client_cpu_s"] / cores
+        # Ticks are coarse, and the three counts are not read at the same moment, so that on a quiet
+        # machine the difference may fall below zero.
         result["others_share"] = (
             max(0.0, busy - result["server_cpu_s"] - result["client_cpu_s"]) / cores
         )
@@ -199,12 +203,15 @@ def started(server: Server, model: Path, python: str, preload: str = "") -> Iter
     mark = f"{os.getpid()}-{port}"
     folder = str(server.folder(model).resolve())
     environment = os.environ | server.environment
+    # All files are here. Offline, no library asks the Hub about them, which would count as start.
     environment |= {MARK: mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= {"LD_PRELOAD": preload} if preload else {}
     environment |= {"SERVED_FOLDER": folder, "SERVED_PORT": str(port), "MODEL_CHECKPOINT": folder}
     arguments = [argument.format(port=port) for argument in server.command]
     tree = ProcessTree(mark)
     with (
+        # Some peers write into the current folder, which must not be the project's. The log is a
+        # file and not a pipe: nobody reads it meanwhile, and a full pipe would stop the server.
         tempfile.TemporaryDirectory(prefix="serving-load-") as cwd,
         tempfile.TemporaryFile("w+") as log,
     ):
@@ -222,6 +229,8 @@ def started(server: Server, model: Path, python: str, preload: str = "") -> Iter
 def _wait_for_answer(
     server: Server, port: int, process: subprocess.Popen[bytes], log: IO[str]
 ) -> None:
+    # A text and not a health check: a server may listen long before it has a model, and answers
+    # with an error until then.
     body = server.body(["Shares of the software maker fall"], False)
     end = time.monotonic() + START_TIMEOUT
     status = 0
@@ -236,6 +245,7 @@ def _wait_for_answer(
             status = 0  # not listening yet
         if status == 200:
             return
+        # The start of a fast server is a fraction of a second, which a longer pause would round up.
         time.sleep(0.01)
     what = f"answers {status}" if status else "does not listen"
     raise ServerFailure(
@@ -258,6 +268,8 @@ def _request(
 
 def _machine_seconds() -> tuple[float, float]:
     """Processor seconds of this machine so far: busy with anything, and stolen by its host."""
+    # The first line is the sum over all cores. Its last two fields, the time of guests, are left
+    # out: the kernel has counted them under user and nice already.
     ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _idle, _waiting, irq, soft_irq, stolen = ticks[:8]
     return (user + nice + system + irq + soft_irq) / _TICKS, stolen / _TICKS

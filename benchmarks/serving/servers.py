@@ -70,6 +70,8 @@ class Server:
 
     def write_bodies(self, path: Path, texts: Sequence[str], size: int) -> None:
         """Write one JSON body per line, of ``size`` texts each; an incomplete last group is left out."""
+        # All requests of a load have the same number of texts, so that requests can be counted as
+        # texts.
         groups = [texts[i : i + size] for i in range(0, len(texts) - size + 1, size)]
         path.write_text("".join(json.dumps(self.body(group, size > 1)) + "\n" for group in groups))
 
@@ -133,6 +135,7 @@ SERVERS = {
         "metrics and access log "
         "off",
         ("bentoml",),
+        # Here and below, reports of usage are off: they would be sent while the server is measured.
         environment={"BENTOML_DO_NOT_TRACK": "true"},
         body=_always_list,
     ),
@@ -196,6 +199,8 @@ DEFAULT = ["ours", "naive", "bentoml", "litserve", "infinity", "mosec", "mosec_t
 def package_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
     """Versions of packages in another Python; those that it lacks are left out."""
     code = (
+        # One start of the other Python for all packages. Those that it lacks are left out before
+        # they are asked for, because asking for them would raise.
         "import importlib.metadata as metadata, json, sys\n"
         "names = {one.metadata['Name'] for one in metadata.distributions()} & set(sys.argv[1:])\n"
         "print(json.dumps({name: metadata.version(name) for name in sys.argv[1:] if name in "

@@ -42,6 +42,8 @@ class PeerClassifier:
         texts = [
             request["texts"] if "texts" in request else [request["text"]] for request in requests
         ]
+        # The texts of all requests are classified together and dealt out again in their order: a
+        # framework that has collected a batch must not see it run request by request.
         answers = iter(self.classify([text for group in texts for text in group]))
         return [
             [next(answers) for _ in group] if "texts" in request else next(answers)
@@ -66,6 +68,7 @@ class PeerClassifier:
         return answers
 
     def _probabilities(self, ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        # Padded to the longest of this call and not to the model's limit: (texts, longest) each.
         longest = max(map(len, ids))
         input_ids = np.zeros((len(ids), longest), dtype=np.int64)
         mask = np.zeros_like(input_ids)
@@ -73,6 +76,7 @@ class PeerClassifier:
             input_ids[row, : len(one)] = one
             mask[row, : len(one)] = 1
         logits = self._run(input_ids, mask)
+        # Less the row's largest logit, or a large one would overflow; the softmax is the same.
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
         return exponentials / exponentials.sum(axis=1, keepdims=True)
 

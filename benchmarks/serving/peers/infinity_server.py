@@ -36,6 +36,8 @@ def make_folder(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
+    # The first bug: the engine asks this function for the file, and gives its answer to optimum. It
+    # is replaced in the module that calls it, before the command line loads a model.
     engine.get_onnx_files = lambda **_: Path(MODEL_FILE)
     from infinity_emb.cli import cli
 

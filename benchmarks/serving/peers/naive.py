@@ -23,6 +23,8 @@ class Texts(BaseModel):
     texts: list[str]
 
 
+# Not `async`, as in most tutorials: FastAPI then calls them in threads, several at a time, and
+# these compete for the cores in PyTorch.
 @app.post("/predict")
 def predict(request: Text) -> dict:
     return classify([request.text])[0]

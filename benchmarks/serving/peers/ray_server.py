@@ -12,6 +12,8 @@ from starlette.requests import Request
 from benchmarks.serving.peers.classifier import PORT, PeerClassifier
 
 
+# Ray only keeps books of its CPUs and holds no process to them: the replica computes on all cores,
+# because the classifier counts those that it may use.
 @serve.deployment(num_replicas=1, max_ongoing_requests=512, ray_actor_options={"num_cpus": 1})
 class Classify:
     def __init__(self) -> None:
