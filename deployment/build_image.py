@@ -77,6 +77,8 @@ def main() -> None:
         )
     print(f"Built {' and '.join(image.tags)}", flush=True)
     if options.push:
+        # The overlay names the digest: a tag may be moved to another image, and nodes keep what
+        # they pulled under it.
         repository, digest = push(builder, image.tags[0])
         print(
             _HOW_TO_USE.format(
@@ -178,6 +180,8 @@ def _tags(name: str, asked: str | None, parts: Sequence[str], suffix: str | None
     # A colon before the last slash belongs to a registry's port.
     if asked and ":" in asked.rpartition("/")[2]:
         return [asked]
+    # Images for several platforms are built one by one and joined under one name later. Until then
+    # none of them may take `latest` from the others.
     if suffix:
         return [f"{asked or name}:{'-'.join((*parts, suffix))}"]
     return [f"{asked or name}:{tag}" for tag in ("-".join(parts), "latest")]
@@ -205,6 +209,7 @@ def push(builder: str, tag: str) -> tuple[str, str]:
     Raises:
         BuildFailure: the registry refuses it, or the builder does not say which digest it got.
     """
+    # The last colon, because an earlier one may belong to a registry's port.
     repository = tag[: tag.rindex(":")]
     with tempfile.TemporaryDirectory(prefix="distrinews-push-") as folder:
         file = Path(folder, "digest")

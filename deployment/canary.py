@@ -101,6 +101,8 @@ class Route:
                     # somebody has changed the route meanwhile, nothing is written.
                     operations.append({"op": "test", "path": f"{pointer}/name", "value": name})
                     weight = percent if name == self.canary else 100 - percent
+                    # `add` sets a weight whether the rule has one or not; `replace` would fail
+                    # without one.
                     operations.append({"op": "add", "path": f"{pointer}/weight", "value": weight})
         if not operations:
             what = f"no rule has both backends, {self.stable} and {self.canary}"
@@ -155,6 +157,8 @@ class Rule:
         # metrics: without this a canary that is down would look perfect.
         if canary.ready == 0:
             return "none of its servers is ready"
+        # A difference and not a ratio: beside servers that fail nothing, a single failure would be
+        # infinitely worse. A p99 is never zero, so below it can be a ratio.
         if canary.failed > stable.failed + self.most_failed:
             return (
                 f"it fails {canary.failed:.2%} of its requests, the stable servers "
@@ -172,12 +176,15 @@ class Rule:
 def queries(route: Route, path: str, seconds: int) -> dict[str, str]:
     """The questions to Prometheus, each answered by a value for each Service."""
     which = f'namespace="{route.namespace}", service=~"{route.stable}|{route.canary}"'
+    # Only POSTs count: probes and scrapes always succeed, and would dilute the share of failures.
     posts, window = f'distrinews_requests_total{{{which}, method="POST"', f"[{seconds}s]"
     buckets = f'distrinews_request_seconds_bucket{{{which}, route="{path}"}}{window}'
     return {
         "ready": f"sum by (service) (distrinews_model_ready{{{which}}})",
         "requests": f"sum by (service) (increase({posts}}}{window}))",
         "failed": f'sum by (service) (increase({posts}, status=~"5.."}}{window}))',
+        # The buckets of a Service's servers are added before the quantile is taken: quantiles of
+        # several servers cannot be averaged.
         "p99_s": f"histogram_quantile(0.99, sum by (service, le) (rate({buckets})))",
     }
 
@@ -245,6 +252,8 @@ def main() -> None:
 
 def _check_ready(route: Route, options: argparse.Namespace) -> None:
     try:
+        # Once, before anything changes: a wrong address or namespace is a mistake in the command,
+        # and no reason to roll back.
         found = measure(options.prometheus, route, options.path, _SHORTEST_WINDOW_S)
     except Unanswered as error:
         raise UserError(
@@ -278,6 +287,8 @@ def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measur
                 options.prometheus, route, options.path, max(_SHORTEST_WINDOW_S, round(elapsed))
             )
         except Unanswered as error:
+            # A question or two without an answer say nothing about the canary. After more, nobody
+            # is watching it, and that is a reason to stop.
             silence += 1
             print(f"{elapsed:6.0f} s  Prometheus did not answer ({error})", flush=True)
             if silence >= _MOST_SILENCE:
@@ -289,6 +300,8 @@ def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measur
         print(f"{elapsed:6.0f} s  {route.canary}: {canary}; {route.stable}: {stable}", flush=True)
         # At 100% the stable servers get no requests: what they did before is what counts.
         stable = stable if stable.requests >= rule.least_requests else before
+        # Judged at every look and not only at the end of the step: a bad canary is withdrawn at the
+        # next one. A good one stays until the step is over.
         if canary.requests >= rule.least_requests or canary.ready == 0:
             if reason := rule.broken(canary, stable):
                 raise CanaryFailure(reason)

@@ -83,6 +83,7 @@ def _browser_command(name: str) -> list[str]:
     ]
     flags += ["-Wl,--import-memory", f"-Wl,-z,stack-size={_STACK_BYTES}"]
     exports = _EXPORTS + _THREAD_EXPORTS if has_threads else _EXPORTS
+    # The linker drops every function that is not exported or called from one that is.
     flags += [f"-Wl,--export={function}" for function in exports]
     flags += [f"-Wl,--initial-memory={_FIRST_MEMORY}", f"-Wl,--max-memory={_MOST_MEMORY}"]
     flags += ["-Wl,--shared-memory"] * has_threads

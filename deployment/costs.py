@@ -27,6 +27,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 _HIRED = (
+    # The rates were measured on processors, and say nothing about GPUs.
     *(machine for machine in HUB_FLAVORS.values() if not machine.gpus),
     Machine("m7i.large", 2, "", 0.1008, EC2),
 )
@@ -72,6 +73,7 @@ def _served(section: dict[str, Any]) -> Rate:
         f"{section['workload']['dataset']}, over HTTP"
     )
     rate = median(each["ours"]["64 clients"]["texts_per_second"] for each in section["rounds"])
+    # The page's facts are prose for people; the number of cores is the one that the load ran on.
     cores = int(re.findall(r"(\d+) cores", section["facts"]["Machine"])[0])
     return Rate(what, rate, cores, _source("serving", section["facts"]))
 
@@ -111,6 +113,7 @@ def simulate(
     rate: Rate, machine: Machine, texts: int, machines: int = 1
 ) -> tuple[float, float, float]:
     """Texts per second, hours and dollars of so many machines of one kind, all kept busy."""
+    # More machines change the hours and not the dollars: each is paid for a shorter time.
     texts_per_second = rate.per_core * machine.cores * machines
     hours = texts / texts_per_second / 3600
     return texts_per_second, hours, hours * machines * machine.dollars_per_hour
@@ -122,6 +125,7 @@ def _table(rate: Rate, hired: Sequence[Machine], texts: int, machines: int) -> s
     ]
     for machine in hired:
         texts_per_second, hours, dollars = simulate(rate, machine, texts, machines)
+        # Lists quote two or four digits, and neither should be rounded.
         price = f"{machine.dollars_per_hour:.4f}".removesuffix("00")
         figures = (f"{texts_per_second:,.0f}", f"{hours:,.1f}", f"{dollars:,.2f}")
         rows.append((machine.name, str(machine.cores), price, *figures))
@@ -187,6 +191,7 @@ def _count(text: str) -> int:
 
 
 def _machine(text: str) -> Machine:
+    # From the right, because a name may contain colons. The blanks stand for what is missing.
     name, cores, dollars = [*text.rsplit(":", 2), "", ""][:3]
     if not (name and cores and dollars):
         raise argparse.ArgumentTypeError(f"{text}: must be NAME:CORES:DOLLARS, such as mine:64:2.5")

@@ -57,6 +57,7 @@ def _ask(server: subprocess.Popen[bytes], model: Path, address: str) -> int:
         print(f"{answer['label']:9} {answer['confidence']:6.1%}  {headline}")
     engine = fetch_json(f"{address}/model")["engine"]["engine"]
     print(f"\nServed by the {engine} engine.", flush=True)
+    # Only where somebody can press Ctrl-C: in a pipe or a script it would serve for ever.
     if sys.stdout.isatty():
         print(f"Open {address}/demo to try your own headlines. Serving until Ctrl-C ...")
         server.wait()
@@ -77,6 +78,8 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], address: str) -> str | 
             fetch(f"{address}/health", timeout=5)
             return None
         except HTTPError as error:
+            # A server without a model answers 503 with its reason, which says more than that it did
+            # not start in time.
             reason = json.load(error).get("error") or "still loading"
         except OSError:
             pass  # it does not listen yet

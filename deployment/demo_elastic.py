@@ -88,6 +88,8 @@ class Stage:
             yield
             return
         before = len(self._said)
+        # The live display has a screen of its own, which vanishes at the end: what was said
+        # meanwhile is printed once more below.
         with Live(console=self._console, screen=True, auto_refresh=False) as self._live:
             yield
         self._live = None
@@ -149,6 +151,8 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
         )
         start = list_starts(stage.run_dir, since)[-1]
         stage.say(f"{start.world_size} ranks train, from step {start.step} on.")
+        # The next fault waits for a checkpoint of this start. Otherwise two faults could fall
+        # between two checkpoints, and the second restart would begin before the first fault.
         due = start.step + STEPS_BETWEEN
         wait_until(
             lambda: last_saved_step(stage.run_dir) >= due,
@@ -168,6 +172,8 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
     cluster.start("A", 2, cores[:2])
     cluster.start("B", 1, cores[-1:])
     wait_for_steps("the start", since=0.0)
+    # On two ranks the first sums would round differently already, and the comparison could not say
+    # up to which step both runs are equal to the last bit.
     if list_starts(stage.run_dir)[0].world_size != 3:
         raise TrainingFailure(
             "machine B joined too late for the first start, perhaps because this machine is busy; "
@@ -236,6 +242,8 @@ def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
         for ending in ("", ".run")
     ]
     found = next((folder for folder in folders if folder.exists()), None)
+    # The log of the undisturbed run is the mark: no other command writes it, so what lies beside it
+    # may be removed.
     if found and not undisturbed_log(undisturbed).exists():
         raise UserError(
             f"--output_dir {output_dir}: {found} is not from an earlier demonstration; name a new "
@@ -293,6 +301,8 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     """Compare steps, losses and weights with the undisturbed run's; returns the exit code."""
     ours, theirs = (recorded_losses(folder) for folder in (output_dir, undisturbed))
     steps = range(1, max(theirs) + 1)
+    # A step that was lost, or taken twice after a restart, shows here even if the losses look
+    # alike.
     whole = sorted(ours) == sorted(theirs) == list(steps)
     same = next((step - 1 for step in steps if ours.get(step) != theirs.get(step)), len(steps))
     apart = max(abs(ours.get(step, np.inf) - theirs[step]) / theirs[step] for step in steps)
@@ -326,6 +336,7 @@ def recorded_losses(output_dir: Path) -> dict[int, float]:
     losses: dict[int, float] = {}
     for record in read_metrics(output_dir.with_name(output_dir.name + ".run")):
         if record["kind"] == "step":
+            # Infinity fails every comparison below, as a repeated step should.
             losses[record["step"]] = np.inf if record["step"] in losses else record["loss"]
     return losses
 

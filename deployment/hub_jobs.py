@@ -72,6 +72,7 @@ def main() -> None:
         Job([*score, source.mounted, target.mounted, *flags], [source.volume, target.volume, model])
         for source, target in pairs
     ]
+    # Before the sign-in, so that anybody can see what a command would do and cost.
     price = _announce(jobs, options)
     if not options.yes:
         print("Nothing was started. The same command with --yes starts it.")
@@ -145,6 +146,8 @@ def _jobs(addresses: list[str]) -> list[tuple[Place, Place]]:
     reads = [_place(source, "/in") for source in sources]
     if len(reads) == 1:
         return [(reads[0], _place(target, "/out"))]
+    # Several inputs go into one folder, each under its own name, so two of the same name would
+    # overwrite each other.
     names = [PurePosixPath(source.path or source.volume.source).name for source in reads]
     _refuse_same_names(names, target)
     return [
@@ -175,6 +178,7 @@ def _place(address: str, mount_path: str) -> Place:
         source=found["name"],
         mount_path=mount_path,
         revision=found["revision"],
+        # The input cannot be changed by a Job, whatever its flags say.
         read_only=True if mount_path == "/in" else None,
     )
     return Place(volume, found["path"] or "")

@@ -123,6 +123,8 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
             f"{model}: {what}; write one with python -m inference.export {model}",
             code="artefact-missing",
         )
+    # The server picks the fastest engine at its start, so artefacts of different weights would make
+    # answers depend on the processor.
     if len({manifest.source["weights_sha256"] for manifest in found.values()}) > 1:
         what = f"{' and '.join(found)} were made from different weights"
         raise DeploymentError(

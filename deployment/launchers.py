@@ -83,6 +83,7 @@ def launch(
             env=os.environ | ENVIRONMENT,
             stdout=file,
             stderr=subprocess.STDOUT,
+            # Ctrl-C at the terminal then reaches the caller alone, which ends the machines itself.
             start_new_session=True,
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )

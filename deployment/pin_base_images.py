@@ -53,6 +53,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     texts = {path: path.read_text() for path in options.files}
+    # By the whole pinned name: an image that several files use is asked for once, and they get the
+    # same digest even if its tag moves meanwhile.
     found = {match[0]: match for text in texts.values() for match in PINNED.finditer(text)}
     # All are known before one file changes.
     newest = {

@@ -84,6 +84,7 @@ def _publish_page(options: argparse.Namespace) -> None:
     with hub_errors(str(target)):
         space = api.space_info(target.name)
     address = space.host or f"https://{space.subdomain}.static.hf.space"
+    # This file names the weights by their hash: once it is the new one, visitors get the new model.
     wait_until_shown(
         address, api.token if space.private else None, "model/model.json", files["model/model.json"]
     )

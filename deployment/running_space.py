@@ -104,6 +104,7 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
     """
     headers = _token_header(f"{address}/health", token)
     _wait_until_healthy(f"{address}/health", headers)
+    # The previous build answers until the new one is up, and is just as healthy.
     revision = fetch_json(f"{address}/model", headers=headers).get("revision")
     if revision != expected.revision:
         raise PublishFailure(
@@ -138,6 +139,7 @@ def wait_until_shown(address: str, token: str | None, name: str, content: bytes)
         try:
             if fetch(f"{address}/{name}", headers=headers) == content:
                 return
+            # For a while the hub still gives out the file of the commit before.
             reason = "another file"
         except OSError as error:
             reason = first_line(error)
@@ -156,6 +158,8 @@ def _runtime(api: HfApi, name: str) -> SpaceRuntime | None:
 
 
 def _is_of(runtime: SpaceRuntime, commit: str, built: bool) -> bool:
+    # Not every answer names a commit. Without one, a build that was seen since the commit is the
+    # sign.
     sha = runtime.raw.get("sha")
     return built if sha is None else sha == commit
 

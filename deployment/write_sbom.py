@@ -146,6 +146,8 @@ def write_image_bill(name: str, files: dict[str, bytes], target: Path) -> str:
 def _debian(status: bytes, system: dict[str, str]) -> Iterator[Component]:
     for paragraph in status.decode().strip().split("\n\n"):
         package = Parser().parsestr(paragraph, headersonly=True)
+        # The list keeps packages that were removed, with another status. Images without a package
+        # manager have a file for each package, which states none.
         if "installed" in package.get("Status", "installed").split():
             where = {
                 "arch": package["Architecture"],
@@ -158,6 +160,7 @@ def _debian(status: bytes, system: dict[str, str]) -> Iterator[Component]:
 
 def _python(metadata: bytes) -> Component:
     package = BytesParser().parsebytes(metadata, headersonly=True)
+    # Normalised as PEP 503 says: two spellings of one name would otherwise be two packages.
     return _component(
         "library", re.sub(r"[-_.]+", "-", package["Name"]).lower(), package["Version"], "pypi"
     )

@@ -111,6 +111,7 @@ def _laid_out(rows: dict[str, list[Panel]], selected: str) -> list[Json]:
             )
             x += width
         y += height
+    # Numbered at the end, because rows and panels share one series of numbers.
     return [{"id": number, **panel} for number, panel in enumerate(made, start=1)]
 
 
@@ -136,6 +137,7 @@ def _target(panel: Panel, number: int, legend: str, query: str) -> Json:
         "datasource": DATASOURCE,
         "expr": query,
         "legendFormat": legend,
+        # A table shows the present value. As a range, it would have a line for every point in time.
         "instant": is_table,
         "range": not is_table,
         "format": "table" if is_table else "time_series",

@@ -79,6 +79,8 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
     ]
     lost, is_complete = "", False
     while waiting:
+        # In the order in which they end: the first one that was refused ends the command, whichever
+        # it is.
         [ended], waiting = ray.wait(waiting)
         try:
             error = ray.get(ended)

@@ -49,9 +49,12 @@ def main() -> int:
     is_local = connect(options.address)
     import ray
 
+    # Of a whole trial: Ray gives a machine to it only if all its ranks fit there.
     for_each = {"CPU": options.cpus_per_process * space.processes}
     if space.config.get("device") != "cpu" and ray.cluster_resources().get("GPU"):
         for_each["GPU"] = space.processes
+    # This machine never grows, so what does not fit at once would wait for ever; a cluster may
+    # grow.
     if is_local:
         check_room(
             f"at_once {space.at_once}",
@@ -97,6 +100,8 @@ class RemoteRun:
             self._code = ray.get(self._answer)
         except RayActorError:
             self._failures_left -= 1
+            # A trial that the search has ended is not resumed because its machine went at the same
+            # time.
             if self._failures_left < 0 or self._is_terminated:
                 self._code = 1
                 return self._code

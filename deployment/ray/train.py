@@ -72,6 +72,8 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
     trainer = TorchTrainer(
         _train_in_worker,
         train_loop_config={"config": config, "device": device, "folder": str(Path.cwd())},
+        # Ray forms the process group and would choose backend and timeout by itself: the run's own
+        # are given, so that it behaves as under torchrun.
         torch_config=TorchConfig(backend, timeout_s=int(start_timeout(config.collective_timeout))),
         scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
@@ -111,6 +113,8 @@ def _uses_gpus(config: TrainConfig, num_workers: int) -> bool:
     import ray
 
     if config.device == "auto":
+        # The cluster is asked and not PyTorch: the machine on which the command was typed may have
+        # no GPU.
         return ray.cluster_resources().get("GPU", 0) >= num_workers
     return config.device == "cuda"
 
@@ -154,6 +158,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
         "--address",
         help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)",
     )
+    # Ray's flags first; `parse_config` then shows its own and ends.
     if {"-h", "--help"} & set(arguments):
         print(parser.format_help())
     options, rest = parser.parse_known_args(arguments)

@@ -36,6 +36,8 @@ class Client(Thread):
         self.seconds: list[float] = []
         self.servers: Counter[str] = Counter()
         self.num_connections = 0
+        # Clients begin at different texts, so that a server with a cache does not get the same one
+        # from all of them at once.
         self._next = number
         self._end = end
         parts = urlsplit(address)
@@ -66,6 +68,8 @@ class Client(Thread):
             # start.
             self.servers[response.headers.get("X-Request-ID", "unknown").partition("-")[0]] += 1
         except (OSError, HTTPException) as error:
+            # The next request opens a new connection: what is left of a broken answer must not be
+            # read as the next one.
             self._connection.close()
             return type(error).__name__
         return str(response.status)
@@ -74,6 +78,7 @@ class Client(Thread):
 def summary(clients: list[Client], seconds: float) -> dict[str, object]:
     outcomes = sum((client.outcomes for client in clients), Counter())
     ordered = sorted(latency for client in clients for latency in client.seconds)
+    # By nearest rank: latencies that really occurred.
     quantiles = {
         f"p{percent}_ms": round(1000 * ordered[percent * (len(ordered) - 1) // 100], 1)
         if ordered
