@@ -46,6 +46,8 @@ class Drawing:
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" stroke="{INK}"/>'
         )
+        # Text is placed by its baseline, which lies 5 pixels below the middle of a letter. Lines
+        # are 18 apart, and half of them stand above the middle of the box.
         for number, line in enumerate(lines):
             self.text(x + width / 2, y + height / 2 + 5 + 18 * (number - (len(lines) - 1) / 2), line, anchor="middle")
 
@@ -61,6 +63,7 @@ class Drawing:
         for fill, words in entries:
             self.box(x, y, 14, 14, fill)
             self.text(x + 20, y + 12, words)
+            # About 7 pixels per letter: only a browser could measure the words.
             x += 40 + 7 * len(words)
 
     def __str__(self) -> str:
@@ -207,6 +210,8 @@ def gradients() -> Drawing:
 def fsdp_lanes() -> Drawing:
     """FSDP over time: what is communicated while a block is computed."""
     drawing = Drawing(382, "FSDP: the weights of the next block are gathered while a block is computed")
+    # Each box is (start, length, colour, block), in units of a block's forward pass; its backward
+    # pass takes two.
     unit = 47
     passes = {
         "Forward: the next block is gathered meanwhile": (
@@ -255,6 +260,8 @@ def tensor_parallel() -> Drawing:
         for x, name, fill in zip((left, right), names, (BLUE, ORANGE), strict=True):
             drawing.arrow(x + wide / 2, y - 40, x + wide / 2, y - 2)
             drawing.box(x, y, wide, 38, fill, name)
+        # The words lie on the arrows and get a ground of their own, or the lines would run through
+        # them.
         drawing.parts.append(f'<rect x="100" y="{y - 32}" width="220" height="20" fill="{GROUND}"/>')
         drawing.text(WIDTH / 2, y - 17, note, anchor="middle")
     for x in (left, right):
@@ -280,6 +287,8 @@ def mesh() -> Drawing:
             drawing.text(x + 85, y - 8, ("rows 0-15", "rows 16-31")[data], anchor="middle")
             for tensor in range(2):
                 fill = (BLUE, ORANGE)[tensor]
+                # Tensor ranks are neighbours in number, then data ranks, then stages, as the mesh
+                # numbers them.
                 drawing.box(x + 10 + 88 * tensor, y, 62, 44, fill, f"rank {4 * stage + 2 * data + tensor}")
             drawing.arrow(x + 73, y + 22, x + 97, y + 22, both=True)
         for tensor in range(2):
@@ -305,6 +314,7 @@ def zero_memory() -> Drawing:
     names = ("stage 0: ddp", "stage 1: zero1", "stage 2: zero2", "stage 3: zero3")
     for stage, name in enumerate(names):
         y, x = 70 + 54 * stage, float(LEFT)
+        # Computed by the planner's own function, so that drawing and plan cannot disagree.
         states = zero_states(1, 8, stage)
         drawing.text(LEFT, y - 6, f"{name}, {sum(states):g} bytes")
         for size, fill in zip(states, (BLUE, ORANGE, GREEN), strict=True):
@@ -318,6 +328,8 @@ def step_memory() -> Drawing:
     """Memory over one training step of four blocks."""
     drawing = Drawing(366, "Memory over a step: activations rise in the forward pass and fall in the backward pass")
     blocks, slot, floor = 4, 42, 268
+    # In proportion: AdamW's two moments are twice as high as the weights, and the gradients of four
+    # blocks as high as the weights. Only the activations are drawn freely.
     optimizer, weights, gradient, activation = 56, 28, 7, 27
     # (activations, gradients) of how many blocks are held in each slot; a block goes backward with
     # both.
@@ -385,6 +397,7 @@ def _layer_of_ranks(drawing: Drawing, strategy: str, layer: int, left: float, y:
     """A layer of which both ranks have something."""
     for rank, fill in enumerate((BLUE, ORANGE)):
         x = left + 95 * rank
+        # Under zero3, layer 1 is shown in its turn: gathered, and whole on both ranks.
         if strategy == "ddp" or (strategy == "zero3" and layer == 1):
             drawing.box(x, y, 85, 28, fill, f"layer {layer}")
         elif strategy == "tp":
@@ -397,6 +410,8 @@ def _layer_of_ranks(drawing: Drawing, strategy: str, layer: int, left: float, y:
 def check() -> str:
     """A terminal with what the checker says in the guide, wrapped as a terminal would."""
     guide = (DOCS / "DISTRIBUTED_TRAINING_GUIDE.md").read_text()
+    # Taken from the guide and not written a second time here. Unless it is there exactly once, this
+    # fails, and the drawing is not written.
     (printed,) = re.findall(r"^```text\n(faulty_solution\.py: each .*?)^```$", guide, re.M | re.S)
     lines = [("$ python -m learn.check data_parallel my_solution.py", "#9cdcfe")]
     for line in printed.replace("faulty_solution", "my_solution").splitlines():

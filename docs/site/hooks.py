@@ -29,6 +29,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the measured pages, by their headings."""
     paths = sorted((REPOSITORY / "benchmarks").glob("*.md"))
     titles = {re.search(r"^# (.+)$", path.read_text(), re.MULTILINE)[1]: path for path in paths}
+    # The last entry of the menu in mkdocs.yml only stands in for these.
     config.nav[-1] = {"Measured": [{title: f"benchmarks/{path.name}"} for title, path in titles.items()]}
     return config
 
@@ -38,8 +39,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, _RUN, content=_recorded_run()))
     for path in sorted((REPOSITORY / "benchmarks").iterdir()):
         if path.suffix in (".md", ".png"):
+            # The pages keep their folder, so that links between them stay right.
             name = str(path.relative_to(REPOSITORY))
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    # A copy of the list, because the loop adds files; links within the sources that it adds are not
+    # followed.
     for page in list(files.documentation_pages()):
         for target in _links(page.content_string, _place(page.src_uri)):
             name = _name_on_site(target)
@@ -57,9 +61,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         target = (folder / match["path"]).resolve()
         if not _is_ours(target):
             return match[0]
+        # Relative, so that the site works at any address.
         address = relpath(_name_on_site(target), Path(page.file.src_uri).parent)
         return f"]({address}{match['anchor'] or ''})"
 
+    # A source is shown as it is: brackets in its code are no links.
     return markdown if page.file.src_uri.startswith("source/") else _LINK.sub(rewritten, markdown)
 
 
@@ -102,6 +108,7 @@ def _name_on_site(target: Path) -> str:
 def _source_page(path: Path) -> str:
     """A file as it stands in the repository; not in the search, which is for explanations."""
     name, language = path.relative_to(REPOSITORY), _LANGUAGES.get(path.suffix, "text")
+    # Longer than any fence inside a Markdown file, which would otherwise end the block.
     fence = "`" * 8
     head = f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n# {name}\n\n"
     return f'{head}{fence}{language} linenums="1"\n{path.read_text()}\n{fence}\n'

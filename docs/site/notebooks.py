@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = REPOSITORY / "learn" / "notebooks"
 LESSONS = REPOSITORY / "docs" / "lessons"
 MAIN_LINE = REPOSITORY / "docs" / "site" / "train_and_serve.md"
+# A comment above a block may say what it is for; that of a script names its file.
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[\w-]+): (?P<value>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```\n", re.M | re.S
 )
@@ -48,6 +49,7 @@ def code(text: str) -> Cell:
 
 def notebook(cells: list[Cell]) -> str:
     """A file of Jupyter; the cells are numbered, so that the same page gives the same file."""
+    # Jupyter would draw the ids at random.
     numbered = [{"id": f"cell-{number}", **cell} for number, cell in enumerate(cells)]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     whole = {"cells": numbered, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
@@ -73,11 +75,13 @@ def notebook_of(path: Path, setup: str) -> str:
 def _cells_of(block: re.Match[str], lesson_name: str) -> list[Cell]:
     kind, text = block["kind"], block["text"]
     if kind == "python" and block["mark"] == "script":
+        # Ranks are processes of their own, which start from a file and see no cell.
         return [code(f"%%writefile {block['value']}\n{text}")]
     if kind == "python":
         return [code(text)]
     if kind == "bash" and f"cp learn/lessons/{lesson_name}.py" in text:
         exercise = (REPOSITORY / "learn" / "lessons" / f"{lesson_name}.py").read_text(encoding="utf-8")
+        # Its first cell writes the exercise, so there is nothing to copy.
         lines = [line for line in text.splitlines() if not line.startswith("cp ")]
         return [code(f"%%writefile my_solution.py\n{exercise}"), code("\n".join(f"!{line}" for line in lines))]
     if kind == "bash":
