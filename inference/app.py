@@ -84,6 +84,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await parts.served_model.close()
     if parts.line is not None:
         following.cancel()
+        # The supervisor goes on counting them: without the counts of an ended worker, the sums of
+        # all would fall.
         parts.line.say_counts(parts.metrics.snapshot())
     parts.lifecycle.end()
 

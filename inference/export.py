@@ -74,6 +74,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse_arguments(arguments)
+    # For terminals that lack the characters of the table.
     sys.stdout.reconfigure(errors="replace")
     # Else square brackets in a path would be taken for markup.
     console = Console(highlight=False, markup=False)
@@ -118,6 +119,7 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
             "texts; name rows with --rows"
         )
         raise UserError(what, code="data-not-found")
+    # The rows are read by the columns that training read, which the model's metrics name.
     columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label, pair)
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)
     if options.rows is None and path == SAMPLE_NEWS:

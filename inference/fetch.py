@@ -62,6 +62,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--manifest_sha256",
         metavar="HASH",
         type=_sha256,
+        # An empty variable counts as unset, as it does for the server.
         default=os.environ.get("MANIFEST_SHA256") or None,
         help="take only this manifest.json, of one artefact; then it does not matter who can "
         "write to ADDRESS (default: MANIFEST_SHA256)",
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
     deadline = began + options.timeout_s
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # The wait for the lock is within the time limit too. With a pinned manifest, what is there
+        # can be judged without asking anybody, so a restart needs no network.
         with _within(options.timeout_s, options.address), _locked(folder):
             if options.manifest_sha256 and _has_manifest(folder, options.manifest_sha256):
                 print(
@@ -156,11 +159,13 @@ def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[st
 
 
 def _read_whole(source: Source, path: str, deadline: float) -> bytes:
+    # None stands for the last attempt, whose failure is final.
     for delay in (*_DELAYS, None):
         data = b""
         try:
             for piece in source.read(path):
                 data += piece
+                # Counted while it arrives: a source may announce any length, or send without end.
                 if len(data) > _MOST_MANIFEST_BYTES:
                     what = f"has more than {_MOST_MANIFEST_BYTES:,} bytes, which no manifest has"
                     raise UserError(f"{source.address}/{path}: {what}", code="fetch-address")
@@ -175,6 +180,7 @@ def _fetch(
     source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float
 ) -> int:
     """Fetch the files of all manifests, and return how many bytes they have."""
+    # The folder is replaced by a rename, which would replace the link and not what it leads to.
     if folder.is_symlink():
         what = (
             f"is a symbolic link to {folder.readlink()}; fetch into a new folder, then let the "
@@ -186,6 +192,7 @@ def _fetch(
             f"{folder}: holds something other than a fetched model; name another FOLDER",
             code="not-writable",
         )
+    # Under the lock, so what lies here unfinished is of processes that were killed.
     remove_unfinished(folder)
     num_bytes = 0
     with writing_folder(folder) as aside:
@@ -196,6 +203,7 @@ def _fetch(
                 manifest = read_manifest(aside / engine)
             sizes = _sizes(f"{source.address}/{engine}".rstrip("/"), manifest)
             num_bytes += sum(sizes.values())
+            # Known from the manifests, before anything large is fetched.
             if num_bytes > most_gb * 1e9:
                 what = f"{num_bytes:,} bytes are more than --most_gb {most_gb:g} allows"
                 raise UserError(f"{source.address}: {what}", code="fetch-address")
@@ -213,6 +221,7 @@ def _fetch(
 
 def _sizes(address: str, manifest: Manifest) -> dict[str, int]:
     for name, described in manifest.files.items():
+        # A name with a slash or with dots in front could be written outside the folder.
         is_plain = re.fullmatch(r"\w[\w.-]*", name) and name != MANIFEST_FILE
         size = described.get("bytes") if isinstance(described, dict) else None
         if not is_plain or not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -228,6 +237,7 @@ def _download(source: Source, path: str, target: Path, size: int, deadline: floa
             with target.open("wb") as file:
                 for piece in source.read(path):
                     file.write(piece)
+                    # Nor may a source fill the disk by sending without end.
                     if file.tell() > size:
                         what = f"has more than the {size:,} bytes of its manifest"
                         raise ModelLoadError(f"{source.address}/{path}", what, _FETCH_AGAIN)
@@ -266,12 +276,14 @@ def _complete(source: Source, folder: Path, engines: list[str]) -> None:
             source.address, what, f"{_FETCH_AGAIN}, or give the address of one: /{engines[0]}"
         )
     for name in (*DESCRIPTION_FILES, "metrics.json"):
+        # Any of them will do: all were made from the same weights, and have the same copies.
         if (copy := folder / engines[0] / name).is_file():
             shutil.copyfile(copy, folder / name)
 
 
 def _holds(folder: Path, manifests: dict[str, bytes]) -> bool:
     """Whether a folder has these manifests, no others, and every file as they say."""
+    # The cheap questions come first; only at the end are all files read and hashed.
     there = [engine for engine in ("", *PRECISIONS) if is_artefact(folder / engine)]
     if there != list(manifests):
         return False

@@ -137,6 +137,7 @@ class ServerMetrics:
     def snapshot(self) -> Snapshot:
         families = []
         for family in self.registry.collect():
+            # Plain values, which can be sent from one process to another.
             samples = [(sample.name, sample.labels, sample.value) for sample in family.samples]
             families.append((family.name, family.documentation, family.type, samples))
         return families
@@ -174,6 +175,7 @@ class ServerMetrics:
             self._truncated.inc()
 
     def serves(self, name: str, revision: str, engine: str) -> None:
+        # The labels of the model before would stay as a second series that is 1.
         self._model.clear()
         self._model.labels(name, revision, engine).set(1)
 
@@ -209,6 +211,8 @@ def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snaps
     """What several processes count and measure together; ``only_counts`` for ended ones."""
     families: dict[str, tuple[str, str, dict[Any, tuple[str, dict[str, str], float]]]] = {}
     for name, documentation, kind, samples in itertools.chain.from_iterable(snapshots):
+        # A gauge says what is now, and an ended process has nothing now. Its counts stay: a counter
+        # that falls looks to Prometheus like a server that has started again.
         if only_counts and kind not in ("counter", "histogram"):
             continue
         found = families.setdefault(name, (documentation, kind, {}))[2]
@@ -224,6 +228,7 @@ def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snaps
 def _combined(name: str, before: float | None, value: float) -> float:
     if before is None:
         return value
+    # For example: several processes are ready once all of them are.
     if name in _LEAST:
         return min(before, value)
     return max(before, value) if name in _MOST else before + value

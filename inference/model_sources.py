@@ -26,6 +26,7 @@ _HUB_ADDRESS = re.compile(
 )
 _PIECE_BYTES = 1 << 20
 _SECONDS_OF_SILENCE = 30
+# What may be another answer a moment later.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -64,6 +65,7 @@ def source_at(address: str, *, is_pinned: bool) -> Source:
         return HubSource(address)
     if address.startswith(("https://", "http://")):
         url = _checked(address)
+        # Nobody is on the way to this machine itself, and a hash says whether anybody was.
         if url.scheme == "http" and not _is_loopback(url) and not is_pinned:
             message = (
                 "anyone on the network path could change what arrives over http; use https, or "
@@ -89,6 +91,8 @@ class HttpSource:
         try:
             redirects = Redirects()
             with build_opener(redirects).open(request, timeout=_SECONDS_OF_SILENCE) as response:
+                # The hub redirects large files to a storage, and names the commit in the redirect
+                # alone.
                 for headers in (*redirects.headers, response.headers):
                     self.answered(headers)
                 expected, received = response.headers.get("Content-Length"), 0
@@ -113,6 +117,8 @@ class HttpSource:
             raise SourceUnreachable(f"{self.address}/{path}: no answer ({reason})") from error
 
     def _request(self, path: str) -> Request:
+        # Not compressed on the way: the bytes are counted against Content-Length and the manifest's
+        # sizes.
         request = Request(f"{self.base}/{quote(path)}", headers={"Accept-Encoding": "identity"})
         if self.token:
             if urlsplit(self.base).scheme == "http" and not _is_loopback(urlsplit(self.base)):
@@ -184,6 +190,7 @@ class StoredSource:
             raise UserError(
                 f"{address}: may not be read ({first_line(error)})", code="fetch-address"
             ) from error
+        # What is not known to be final counts as a failure that may pass, and is asked again.
         except Exception as error:  # every driver has its own errors
             raise SourceUnreachable(f"{address}: cannot be read ({first_line(error)})") from error
 

@@ -132,6 +132,8 @@ def _given(prediction: dict[str, Any]) -> str:
 
 def _predict_file(options: argparse.Namespace) -> None:
     data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
+    # All lines are checked before the model is loaded: a mistake in the last one is told at once,
+    # and not after all others are answered.
     lines = _lines(f"--file {options.file}", data)
     if not lines:
         raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
@@ -139,6 +141,7 @@ def _predict_file(options: argparse.Namespace) -> None:
     blank: list[int] = []
     for start in range(0, len(lines), _LINES_AT_ONCE):
         blank += _predict_lines(lines[start : start + _LINES_AT_ONCE], model, options)
+    # Lines of markup are not empty, and only cleaning shows that they hold no text.
     if len(blank) == len(lines):
         raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
     if blank:
@@ -186,12 +189,15 @@ def _print_lines(
     answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answering, *, as_json: bool
 ) -> None:
     for text, prediction in answers:
+        # Tabs and line breaks within a text would look like further columns and answers.
         parts = [" ".join(part.split()) for part in texts_in(text)]
         if as_json:
             named = dict(zip(("text", "text_pair"), parts, strict=False))
             print(json.dumps({**named, **prediction}, ensure_ascii=False))
         else:
+            # A text from a file may hold control characters, which must not reach the terminal.
             print("\t".join([_line(prediction, answering), *map(printable, parts)]))
+    # Whoever reads the pipe gets the answers of each group as soon as they are there.
     sys.stdout.flush()
 
 

@@ -42,6 +42,7 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
     ) -> Request | None:
         self.headers.append(headers)
         old, new = urlsplit(req.full_url), urlsplit(newurl)
+        # To https is always allowed; to http only from http, where nothing is lost.
         if new.scheme not in ("https", old.scheme):
             raise RedirectRefused(
                 f"redirected from {old.scheme} to {new.scheme}, which is not followed"
@@ -52,6 +53,7 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
         if address := _written_address(new.hostname):
             self._allow(address)
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        # The library drops it on every redirect; another path of the same server may have it.
         if request is not None and _origin(old) == _origin(new):
             for name, value in req.unredirected_hdrs.items():
                 if name == "Authorization":
@@ -69,6 +71,8 @@ class Redirects(HTTPRedirectHandler, HTTPHandler, HTTPSHandler):
 
         def connection(host: str, **options: Any) -> HTTPConnection:
             made = kind(host, **options)
+            # Behind a proxy the connection leads to the proxy. Its address was set by the user and
+            # is often a private one.
             made.connected_to = (lambda _: None) if to_proxy else self._allow
             return made
 
@@ -120,6 +124,7 @@ def kind_of(address: str | None) -> str:
     ip = ip_address(address)
     if isinstance(ip, IPv6Address):
         ip = _embedded_v4(ip) or ip
+    # 0.0.0.0 and :: lead to this machine too.
     if ip.is_loopback or ip.is_unspecified:
         return "loopback"
     if ip.is_link_local:
@@ -140,4 +145,5 @@ def _embedded_v4(ip: IPv6Address) -> IPv4Address | None:
 
 
 def _origin(url: SplitResult) -> tuple[str, str | None, int]:
+    # An address may leave out its port and still name the same server.
     return url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)

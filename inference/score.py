@@ -115,6 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _stop)
     if usable_cpus() < _CPUS_FOR_PARALLEL_TOKENIZING:
         keep_tokenizer_on_one_thread()
+    # What the output depends on: a start with other values is another job, and does not go on with
+    # this one's parts.
     settings = {
         name: getattr(options, name)
         for name in ("text_column", "bad_rows", "probabilities", "prefix", "format", "part_rows")
@@ -122,6 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     job = plan_job(options.source, options.out, settings)
     model = _load_model(options, job)
     if model.reads_pairs:
+        # Only the model tells whether there is a second text, so this is settled after it is
+        # loaded.
         job.settings["pair_column"] = options.pair_column or "text_pair"
     _refuse_flags(options, model)
     # What can be refused is refused before anything is written, and before --restart removes parts.

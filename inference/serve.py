@@ -94,6 +94,8 @@ def _refuse_unusable_address(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
+            # As the server will: without it, a port whose last connections are still closing would
+            # be refused.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except (OSError, OverflowError, TypeError) as error:
@@ -161,6 +163,7 @@ def _config(settings: Settings, app: FastAPI, **more: Any) -> uvicorn.Config:
         forwarded_allow_ips=settings.forwarded_allow_ips,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=settings.grace_seconds,
+        # No route speaks WebSocket.
         ws="none",
         **({"log_level": settings.log_level} | more),
     )

@@ -33,6 +33,7 @@ MOST_WORKERS = 256
 class Settings(BaseModel):
     """What the server reads from its environment; an empty variable counts as unset."""
 
+    # Errors do not quote what they reject: it may be a key.
     model_config = ConfigDict(
         extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True
     )
@@ -293,6 +294,7 @@ class Settings(BaseModel):
                 f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}"
                 for problem in error.errors()
             )
+            # Without the error that it comes from, whose traceback would show the values.
             raise SettingsError("; ".join(problems)) from None
 
     @property
@@ -330,4 +332,5 @@ class Settings(BaseModel):
 
 def keep_tokenizer_on_one_thread() -> None:
     """Tokenize in the calling thread: the library's pool would take cores from passes."""
+    # Whoever has set the variable knows better.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
