@@ -117,6 +117,8 @@ def _test_result(metrics: dict[str, Any]) -> dict[str, float]:
 
 def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     rows = words.astype(np.float32)
+    # One scale for each word, (words,), beside (words, width) of int8. A row of zeros, as of a word
+    # that was never trained, must not divide by zero.
     scale = np.maximum(np.abs(rows).max(axis=1), np.finfo(np.float32).tiny) / np.float32(127)
     return np.rint(rows / scale[:, None]).astype(np.int8), scale
 
@@ -124,6 +126,7 @@ def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np
 def _answers(engine: NativeEngine, loaded: LoadedModel, text: str) -> list[float]:
     token_ids = loaded.tokenizer.encode([text])[0].ids
     found = answers_of(engine, loaded.saved.problem_type, [token_ids])[0]
+    # Seven digits are what float32 has.
     return [float(f"{one:.7g}") for one in found]
 
 

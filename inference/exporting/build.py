@@ -115,6 +115,8 @@ def export(
     tokenizer, kind = saved.tokenizer(), saved.problem_type
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
+    # Taken before the weights are read, and compared at the end: a training that goes on meanwhile
+    # may write them again.
     before = _files_now(saved)
     # Everything is written to a temporary folder, so a refusal anywhere below leaves an older
     # artefact untouched.
@@ -122,6 +124,8 @@ def export(
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = _float_weights(saved)
             reference = with_windows(TorchEngine(saved.config, weights, "fp32"), saved.config)
+            # The reference is tested first: an artefact that repeats a broken model would pass all
+            # comparisons.
             expected = check_engine(saved.path, reference, tokenizer, saved, FLOAT_TOLERANCE)
 
         with stages.stage(f"Write the {engine} {precision} files"):
@@ -177,6 +181,7 @@ def _calibration(
     """Token ids of a few texts, of a long one the first window, by which an engine may see how
     large activations become.
     """
+    # Spread over all rows, which are often sorted by label.
     chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
     token_ids = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
     return [ids[: saved.max_length] for ids in token_ids]

@@ -127,6 +127,7 @@ class _AccuracyComparison(Comparison):
                 "accuracy",
                 f"{found['before']:.2%}",
                 f"{found['after']:.2%}",
+                # Not with a minus sign in front, which would show a loss of zero as -0.00.
                 f"{0 - found['drop_points']:+.2f} points",
             ),
             ("changed labels", "", "", f"{found['disagreement_percent']:.2f}%"),
@@ -134,6 +135,7 @@ class _AccuracyComparison(Comparison):
 
     def changed_lines(self, limit: int) -> list[str]:
         changed, right = np.flatnonzero(self.before != self.after), self._class_ids
+        # False sorts first: those that the reference has right and the artefact has not.
         worst_first = sorted(changed, key=lambda i: self.before[i] != right[i])
         return [
             f"{self.labels[self.before[i]]} -> {self.labels[self.after[i]]} (right: "
@@ -154,6 +156,8 @@ class _F1Comparison(Comparison):
 
     def _f1(self, given: NDArray[np.bool_]) -> float:
         right = self._right
+        # 2 TP / (2 TP + FP + FN), of all labels together: given and right ones are TP + FP and TP +
+        # FN.
         every = int(given.sum()) + int(right.sum())
         return 2 * int((given & right).sum()) / every if every else 0.0
 

@@ -69,5 +69,7 @@ def _quantise(path: Path) -> None:
         # overflow.
         reduce_range=True,
         weight_type=QuantType.QInt8,
+        # Only products with weights. Both sides of attention's products are activations, which stay
+        # in float32.
         extra_options={"MatMulConstBOnly": True},
     )
