@@ -48,6 +48,7 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
             if torch.compiler.is_compiling()
             else partial(_at_position, forward, stream, stream.position)
         )
+        # Only this kind of checkpoint takes a context, by which `selective` says what is kept.
         return checkpoint(again, *args, use_reentrant=False, **contexts, **kwargs)
 
     block.forward = checkpointed_forward

@@ -84,12 +84,15 @@ class ShardedState:
         """Every weight and moment, gathered one at a time and kept by one rank, under the names of a state."""
         held, loads = {}, [0] * ranks.world_size
         for name, full in self._all_whole():
+            # The rank that has least so far. All ranks count alike, so they agree on it without
+            # asking.
             rank = loads.index(min(loads))
             loads[rank] += full.nbytes
             if rank == ranks.rank:
                 held[name] = full.cpu()
         return held
 
+    # A generator, because only one tensor may be whole at a time: no rank has room for all.
     def _all_whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors().items():
             yield f"model/{name}", self._whole(tensor)

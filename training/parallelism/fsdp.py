@@ -65,6 +65,7 @@ def apply_fsdp(
     for block in blocks:
         to_fp32(block)  # one at a time: what is sharded already holds its share alone
         fully_shard(block, **settings)
+    # Last, and so it takes what no block has taken: embeddings, head and whatever else is outside.
     fully_shard(part, **settings)
 
 

@@ -39,6 +39,8 @@ class MeshStrategy(Strategy):
                 "use ddp",
                 code="torchrun-needed",
             )
+        # Machines may have different numbers of ranks: what divides all of these fits into each
+        # machine.
         ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))
         self.dims = dims = ParallelDims.from_config(config, ranks.world_size, ranks_per_machine)
         self.mesh = dims.build_mesh(ranks.device.type)

@@ -84,6 +84,8 @@ class Timeline:
         """The most micro-batches whose activations a rank holds at once, summed over its stages."""
         kept = most = 0
         for box in self.ranks[rank]:
+            # A forward pass keeps its activations until the weights have their gradients: after a
+            # whole backward pass, or after its second half. The first half frees nothing yet.
             kept += {"F": 1, "I": 0}.get(box.action.kind, -1)
             most = max(most, kept)
         return most / self.stages_per_rank
@@ -129,6 +131,9 @@ def place(
     ranks: list[list[Box]] = [[] for _ in order]
     done: dict[tuple[int, str, int], float] = {}
     position = [0] * len(order)
+    # Each turn advances every rank as far as it can. An action may wait for one of a rank that
+    # comes later in the list, so turns go on until all are done; one without any progress is a
+    # deadlock.
     while any(index < len(actions) for index, actions in zip(position, order, strict=True)):
         before = list(position)
         for rank, actions in enumerate(order):
@@ -157,6 +162,7 @@ def _needs(action: Action, last: int) -> list[tuple[int, str, int]]:
         return [(stage - 1, "F", number)] if stage else []
     if action.kind == "W":
         return [(stage, "B", number)]
+    # A backward pass needs its own activations, and from the next stage the gradient of its output.
     return [(stage, "F", number), *([(stage + 1, "B", number)] if stage < last else [])]
 
 
@@ -242,6 +248,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     with mpl.rc_context({"font.size": 9, "text.color": INK, "axes.edgecolor": MUTED}):
         figure = Figure(figsize=(INCHES_WIDE, sum(heights) + 0.55), layout="constrained")
         panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
+        # With two stages on a rank each is half as large, and so is a box: only then can schedules
+        # be compared on one scale.
         longest = max(timeline.duration / timeline.stages_per_rank for timeline in timelines)
         for axes, timeline in zip(panels, timelines, strict=True):
             _panel(axes, timeline, longest)
@@ -283,12 +291,14 @@ def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:
                     linewidth=0.6,
                 )
             )
+            # A number that does not fit would cover the next box.
             if width * room > INCHES_PER_DIGIT * len(number):
                 axes.text(
                     start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=7
                 )
     axes.set_title(timeline.title, loc="left", fontsize=10)
     axes.set_xlim(0, longest)
+    # Reversed, so that rank 0 is at the top.
     axes.set_ylim(len(timeline.ranks) - 0.45, -0.55)
     axes.set_yticks(
         range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))]
