@@ -40,6 +40,7 @@ def keep_blocks(network: nn.Module, count: int, model: str) -> None:
         )
     kept = np.linspace(0, len(blocks) - 1, count).round().astype(int).tolist()
     setattr(network.get_submodule(owner), name, nn.ModuleList(blocks[i] for i in kept))
+    # Whoever loads the written model builds it from its configuration.
     network.config.num_hidden_layers = count
     if getattr(network.config, "layer_types", None):  # how each block attends, such as ModernBERT's
         network.config.layer_types = [network.config.layer_types[i] for i in kept]

@@ -74,6 +74,8 @@ def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
     adapters = LoraConfig(
         r=config.lora, lora_alpha=config.adapter_alpha, target_modules=layers, lora_dropout=0.0
     )
+    # The adapters draw from the seed alone, and nothing that is drawn later depends on how much
+    # they took.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(adapters, network, ADAPTER)
@@ -131,5 +133,6 @@ def frozen_hash(model: NewsClassifier) -> str:
     for name, tensor in model.state_dict().items():
         if name not in trained:
             found.update(name.encode())
+            # As bytes, because NumPy knows no bf16.
             found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()

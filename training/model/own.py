@@ -83,6 +83,7 @@ class Own:
                 )
             task.own_loss = self.loss
         if self.metric:
+            # A metric is only asked after an epoch. Tried here, a mistake in it costs nothing.
             with _as_user_error("metric"):
                 figures = dict(self.metric(scores, targets))
             numbers = int | float | np.number

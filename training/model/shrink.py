@@ -92,6 +92,8 @@ def shrink(
     words = weight(family.word_embeddings)[list(ids)]  # (words, hidden)
     frequency = torch.tensor([counts[id_] + 1.0 for id_ in ids])
     frequency /= frequency.sum()
+    # Centred and weighted by the root of the frequency, the rows' singular vectors are the
+    # principal directions of words as they occur in texts: rare ones hardly count.
     centred = (words - frequency @ words) * frequency[:, None].sqrt()
     # Signs of singular vectors differ between libraries; the product with them does not matter, but
     # the weights would.
@@ -101,6 +103,8 @@ def shrink(
     directions = directions[:width].float().T  # (hidden, width)
 
     positions = weight(family.position_embeddings)
+    # DistilBERT has no token types. Of a single text all tokens have the first, a constant that the
+    # positions can take up.
     if family.token_type_embeddings:
         positions = positions + weight(family.token_type_embeddings)[0]
     head_width = words.shape[1] // getattr(network.config, family.num_heads_key)
