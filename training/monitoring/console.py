@@ -95,7 +95,8 @@ class Outcome:
         if not self.checkpoint_file:
             # A language model: it is not served, but it can be trained further.
             return f"python -m training.train_single --model {folder} --dataset YOURS"
-        if self.exports:  # which names the next command
+        # With --export the run goes on, and what it calls prints the next command itself.
+        if self.exports:
             return ""
         rows = "" if self.test["rows"] else " --rows LABELLED.csv"
         return f"python -m inference.export {folder}{rows}"
@@ -109,11 +110,14 @@ class Console:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._epochs_shown: set[int] = set()
+        # A dumb terminal cannot move its cursor back, which a live bar needs for every refresh.
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (
             "dumb",
             "unknown",
             None,
         )
+        # What is printed has other people's texts, labels and paths in it: their brackets are no
+        # markup, their colons no emoji, and their numbers get no colours.
         self._rich = rich_console.Console(
             force_terminal=self.is_terminal,
             width=None if self.is_terminal else PLAIN_WIDTH,
@@ -156,6 +160,7 @@ class Console:
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         self._epochs_shown |= {metrics.epoch for metrics in epochs}
+        # Several epochs may be marked: each was the best when it ended. The last of them still is.
         best = max(
             (metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation),
             default=None,
@@ -309,6 +314,8 @@ class _ProgressWithFigures(Progress):
     figures = Text("")
 
     def get_renderables(self) -> Iterable[rich_console.RenderableType]:
+        # A Progress renders one table with a row per task. The figures need the whole width, so
+        # they are no column of it but a second renderable below.
         yield self.make_tasks_table(self.tasks)
         yield self.figures
 
@@ -327,6 +334,7 @@ class PlainBar(ProgressBar):
             self._print(self._not_printed)
 
     def update(self, metrics: StepMetrics) -> None:
+        # Kept until it is printed, so that a run which stops between two lines shows its last step.
         self._not_printed = metrics
         is_last = metrics.step >= self._total_steps
         if is_last or metrics.step >= self._next_step or time.monotonic() >= self._next_time:

@@ -186,6 +186,8 @@ class EventStream:
         self._phases = phases
         self._log_every = log_every
         self._first_step = self._total_steps = 0
+        # What happened before there was a stream, with the time at which it did: the program was
+        # imported, the group was formed. From these a restart's time is split, see `restart_split`.
         for kind, when in ranks.milestones.items():
             extra = {"process_started": process_started()} if kind == "imported" else {}
             self.write_on_rank0(kind, time=when, **extra)
@@ -204,8 +206,12 @@ class EventStream:
             for metrics in event.steps:
                 if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
                     self.publish(metrics)
+        # All ranks publish the same event and one line is enough, so rank 0 writes it. Within steps
+        # only the first one's end is recorded: a restart counts as over then.
         elif self._ranks.is_first and not (inside_step and event.step != self._first_step):
             self._record(event)
+        # After the record, because a subscriber may end the run with an error: then events.jsonl
+        # still says what it was about.
         for subscriber in self.subscribers:
             if subscriber.follows_steps or not inside_step:
                 subscriber.receive(event)
@@ -247,7 +253,8 @@ class EventStream:
             "step": self._phases.step,
         }
         line = {**now, "kind": kind, **fields}
-        if self._held_back is None:  # recording() has begun
+        # Once the context of `recording` was entered, nothing is held back any more.
+        if self._held_back is None:
             self._lines.write(line)
         else:
             self._held_back.append(line)
@@ -260,11 +267,14 @@ class EventStream:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """The folder belongs to this run from here on; an error that leaves this context is recorded as ``failed``."""
+        # Switched over before the first line is written: another thread that writes meanwhile goes
+        # to the file, and not into a list that nobody reads again.
         held_back, self._held_back = self._held_back or [], None
         for line in held_back:
             self._lines.write(line)
         try:
             yield
+        # Also a request to stop, which is no Exception: readers must not take the run for alive.
         except BaseException as error:
             self.write("failed", message=reason_to_record(error))
             raise
@@ -276,6 +286,8 @@ class EventStream:
 
 
 def _headline(prefix: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    # The loss and the two figures that are shown wherever there is little room. The whole
+    # evaluation, which may hold a matrix of all labels, is in metrics.jsonl.
     return {
         prefix + name: evaluation.get(name) for name in ("loss", *list(metrics_of(evaluation))[:2])
     }
@@ -328,6 +340,8 @@ class MetricsFile(Subscriber):
             if record["kind"] != "test" and record["step"] <= step
         ]
         try:
+            # Replaced as a whole and not cut where it is: whoever follows the file sees a new inode
+            # and starts over, instead of reading on in the middle of a line.
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         except OSError as error:
             self._say(
@@ -355,9 +369,8 @@ class JsonLines:
             json.dumps(_null_if_not_finite(record), allow_nan=False, ensure_ascii=False).encode()
             + b"\n"
         )
-        if (
-            self._torn
-        ):  # part of the last line is in the file: end it, so that it spoils only itself
+        # Part of the last line is in the file: end it, so that it spoils only itself.
+        if self._torn:
             line = b"\n" + line
         written = 0
         try:
@@ -412,6 +425,7 @@ def process_started(process: int | str = "self") -> float:
     try:
         # Field 22 of its stat: ticks from boot to the start.
         after_boot = int(process_fields(process)[19]) / os.sysconf("SC_CLK_TCK")
+        # Boot time goes on while the machine sleeps, as the ticks do. Monotonic time stops.
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot
     except (IndexError, AttributeError):
         return math.nan

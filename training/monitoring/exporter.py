@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 disable_created_metrics()
 
 _STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# A phase is a part of a step, often a small one, so its buckets begin a hundred times lower.
 _PHASE_SECONDS = (0.0001, 0.001, 0.0025, 0.005, *_STEP_SECONDS)
 _CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 Value = Callable[[Any], float | None]  # reads a metric's new value from an event
@@ -72,9 +73,12 @@ class Exporter(Subscriber):
         UserError: the port cannot be listened on.
     """
 
+    # The start of a step closes the phases of the one before; its end has this rank's own rows.
     follows_steps = True
 
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases) -> None:
+        # The registry that prometheus_client shares would refuse the names of a second run in this
+        # process, as a notebook starts one.
         self.registry = CollectorRegistry()
         # Of the ranks that hold parts of one replica, only one counts its rows.
         self.counts_rows = True
@@ -84,9 +88,8 @@ class Exporter(Subscriber):
         self._updates: defaultdict[type, list[tuple[Callable[[float], None], Value]]] = defaultdict(
             list
         )
-        self._by_phase: dict[
-            str, Histogram
-        ] = {}  # finding one by its label takes as long as observing
+        # Finding a histogram by its label takes as long as observing, so each is found once.
+        self._by_phase: dict[str, Histogram] = {}
         ProcessCollector(registry=self.registry)
         self._kinds = tuple(partial(self._register, kind) for kind in (Counter, Gauge, Histogram))
         self._register_steps(config)
@@ -94,6 +97,7 @@ class Exporter(Subscriber):
         self._register_times()
         self._register_checks()
         self._register_process(config, ranks)
+        # The port opens last: from then on another thread reads the registry, which is complete.
         self._stop_listening = _listen(config, ranks.local_rank, self.registry)
 
     # One call per metric, in the order of the page: its name, its help and the events that update
@@ -166,6 +170,8 @@ class Exporter(Subscriber):
             if name != "loss":
                 title, unit = METRICS[name].title, ", 0 to 1" if METRICS[name].is_share else ""
                 texts[name] = f"{title[0].upper() + title[1:]} there{unit}."
+        # `name=name` keeps the name of this round. A plain closure would look it up when an event
+        # comes, and find the last one for all of them.
         for name, text in texts.items():
             self._register(
                 Gauge,
@@ -266,6 +272,8 @@ class Exporter(Subscriber):
             "strategy": config.strategy,
             "device": ranks.device.type,
         }
+        # Prometheus has numbers only. So facts in words are the labels of a metric that is always
+        # 1, with which queries can join the others.
         info = Gauge(
             "distrinews_training_run_info", "1 for this rank.", labels, registry=self.registry
         )
@@ -290,13 +298,17 @@ class Exporter(Subscriber):
         }
         for name, (text, read) in readings.items():
             memory = gauge(f"device_memory_{name}_bytes", text, first=0)
+            # Read when somebody asks for the page, so that steps pay nothing for it.
             if device.type == "cuda":
                 memory.set_function(read)
 
     def receive(self, event: Event) -> None:
         match event:
+            # At the start and not at the end of a step: so the time between two steps is seen too.
             case StepStarted():
                 self._observe_phases()
+            # A row with the number -1 is a dummy, which a rank without rows of its own computes to
+            # take part in the collectives. It is nobody's sample.
             case StepDone(micro_batches=batches) if self.counts_rows:
                 self._samples.inc(sum(int((batch.rows >= 0).sum()) for batch in batches))
                 self._tokens.inc(sum(batch.num_tokens for batch in batches))
@@ -307,6 +319,8 @@ class Exporter(Subscriber):
             case RanksCompared(scaling_efficiency=None):  # not measured this time
                 return
             case RunStarted(epochs=epochs):
+                # A resumed run shows what it last measured until it validates again. The time of
+                # the start belongs to no step, so it is read here and dropped.
                 self._last_checkpoint.set(_unsaved_since(self._run_dir))
                 for epoch in epochs[-1:]:
                     self.receive(epoch)
@@ -320,6 +334,7 @@ class Exporter(Subscriber):
         """Where the time since the last step began has gone."""
         for phase, seconds in self.phases.elapsed("exporter").items():
             if seconds:
+                # Between two steps the main thread is in the phase that it began in, "start".
                 if phase not in self._by_phase:
                     self._by_phase[phase] = self._phase_seconds.labels(
                         "other" if phase == "start" else phase
@@ -359,6 +374,7 @@ class Exporter(Subscriber):
             registry=self.registry,
             **more,
         )
+        # Without this a gauge shows 0 until its first event, which looks like a measurement.
         if kind is Gauge and not label:
             metric.set(first)
         update = getattr(metric, {Counter: "inc", Gauge: "set", Histogram: "observe"}[kind])
@@ -386,6 +402,7 @@ def _listen(
     """Serve a registry's page on a thread; returns the function that ends that."""
     if not config.metrics_port:
         return lambda: None
+    # The ranks of one machine share its addresses, so each listens on a port of its own.
     port = config.metrics_port + local_rank
     try:
         server, thread = start_http_server(port, config.metrics_host, registry)
@@ -408,6 +425,8 @@ def _listen(
         ) from error
 
     def stop() -> None:
+        # The loop ends first. Then the socket is closed, or the port would stay taken for the next
+        # run of this process.
         server.shutdown()
         server.server_close()
         thread.join()

@@ -39,6 +39,10 @@ class LossSpikes(Subscriber):
         """Check the steps that updated the weights."""
         match event:
             case StepsAgreed(steps):
+                # A skipped step has changed nothing, and its loss may be NaN, with which no median
+                # can be taken. A loss is compared before it is added, so never with itself. A spike
+                # is added as well: if the loss stays up there, it becomes the usual one and is not
+                # reported for ever.
                 for metrics in steps:
                     if not metrics.skipped:
                         self._check(metrics)
@@ -52,7 +56,8 @@ class LossSpikes(Subscriber):
             return
         usual = median(self.losses)
         if metrics.loss <= usual + LEAST_RISE:
-            return  # nearly always, and at half the cost
+            # Nearly every step ends here, at half the cost: the second median is not computed.
+            return
         deviation = NORMAL * median(abs(loss - usual) for loss in self.losses)
         if metrics.loss <= usual + DEVIATIONS * deviation:
             return
@@ -64,6 +69,7 @@ class LossSpikes(Subscriber):
             "deviation": deviation,
         }
         self.events.write_on_rank0("loss_spike", **fields)
+        # All of them are counted and recorded, and only the first of a series is printed.
         if metrics.step > self.last_spike + 1:
             self.say(
                 f"Loss spike at step {metrics.step}: {metrics.loss:.4f}; the median of the "

@@ -38,6 +38,8 @@ class Monitors:
             ranks,
             phases,
             EventStream(config.run_dir, ranks, phases, config.log_every),
+            # A port may be taken on one rank alone. Then all raise its error; otherwise the others
+            # would wait for that rank in their next collective.
             ranks.run_on_all_ranks(lambda: Exporter(config, ranks, phases)),
             StatusFile(config.run_dir, ranks, phases),
             console,

@@ -21,11 +21,15 @@ class Phases:
         self.step = 0  # optimizer steps done
         # What a profiler puts around phases.
         self.mark: Callable[[str], AbstractContextManager] = nullcontext
+        # Totals since the start. Each reader remembers what it saw last, so the status file, the
+        # exporter and the profiler, which look at different times, take nothing from each other.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last_read: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        # The inner phase stops the outer one's clock and starts it again when it ends, also by an
+        # error. So each second belongs to one phase, and all of them add up to the time.
         outer = self.now
         self._enter(name)
         try:
@@ -40,6 +44,7 @@ class Phases:
 
     def elapsed(self, reader: str) -> dict[str, float]:
         """Seconds in each phase since ``reader`` last asked; for the main thread."""
+        # Entering the phase anew books what it has taken so far; its own clock starts over.
         self._enter(self.now)
         before, self._last_read[reader] = self._last_read.get(reader, {}), dict(self._seconds)
         return {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds.items()}

@@ -88,11 +88,12 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
     The names are loss, validation, learning_rate, throughput, gradient_norm, and of the test
     confusion_matrix or predictions.
     """
+    # The style holds within this context only, because both themes are drawn in one process.
+    # Figures are made without pyplot, which would keep each of them until it is closed.
     with mpl.rc_context(_style(theme)):
         figures: dict[str, Figure] = {}
-        if curves.steps or any(
-            record["epoch"] for record in curves.epochs
-        ):  # a head alone has no curve
+        # A run that fits a head alone has neither steps nor an epoch after 0, so no curve.
+        if curves.steps or any(record["epoch"] for record in curves.epochs):
             figures["loss"] = _loss(curves, theme)
         if any(record["epoch"] for record in curves.validated):
             figures["validation"] = _validation(curves, test, theme)
@@ -163,6 +164,8 @@ def _by_trial(
     if finished:
         better = np.minimum if metric in SMALLER_IS_BETTER else np.maximum
         so_far = better.accumulate([trial.value for trial in finished])
+        # The line goes on to the last trial of all: one that failed or was pruned has not changed
+        # the best so far.
         steps = [*(trial.number for trial in finished), max(trial.number for trial in trials)]
         axes.step(
             steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far"
@@ -190,6 +193,7 @@ def _by_field(
     values = [trial.values[name] for trial in trials]
     if is_log:
         axes.set_xscale("log")
+    # Fractions keep a scale even if they are few, because their distances mean something.
     elif len(set(values)) <= MOST_NAMED_VALUES and not all(
         isinstance(value, float) for value in values
     ):
@@ -199,6 +203,7 @@ def _by_field(
         labels = [_shorten(str(value)) for value in names]
         is_narrow = INCHES_PER_LETTER * sum(map(len, labels)) > inches - 1
         small = {"fontsize": 7.5} if is_narrow else {}
+        # A name that was shortened is broken where it was cut, and so needs half the width.
         labels = [label.replace("…", "…\n") for label in labels]
         axes.set_xticks(range(len(names)), labels, parse_math=False, **small)
         axes.set_xlim(-0.5, len(names) - 0.5)
@@ -210,6 +215,7 @@ def _by_field(
 def _trial_points(
     axes: Axes, trials: Sequence[SearchedTrial], positions: Sequence[Any], theme: Theme
 ) -> None:
+    # A pruned trial is an empty circle: its figure is one of an earlier epoch, not of a whole run.
     fillings = {"finished": theme.first, "pruned": theme.surface}
     for state, filling in fillings.items():
         points = [
@@ -225,6 +231,7 @@ def _trial_points(
                 markerfacecolor=filling,
                 label=state,
             )
+    # Trials come best first. The best one is drawn last, on top of the others.
     if trials and trials[0].state == "finished":
         axes.plot(positions[0], trials[0].value, "o", color=theme.second)
 
@@ -236,6 +243,8 @@ def _loss(curves: Curves, theme: Theme) -> Figure:
         if len(losses) < FEWEST_TO_SMOOTH:
             axes.plot(steps, losses, "o-", color=theme.first, label="training")
         else:
+            # The loss of single batches jumps, so it stays pale in the background, and its mean
+            # shows where it goes.
             window = max(3, len(losses) // 25)
             mean = _moving_mean(losses, window)
             axes.plot(steps, losses, color=theme.first, alpha=0.4, linewidth=0.8, label="training")
@@ -267,6 +276,8 @@ def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure
         axes.axhline(test[main], color=theme.muted, linestyle=":", label="test, best epoch")
         shown = [*shown, test[main]]
     low, high = np.nanmin(shown), np.nanmax(shown)
+    # At least a hundredth of the values, or a flat curve would be blown up until its noise fills
+    # the plot.
     margin = max(0.01 * max(1.0, abs(high)), 0.15 * (high - low))
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
@@ -324,9 +335,13 @@ def _predictions(test: Mapping[str, Any], theme: Theme) -> Figure:
 
 def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
     counts = np.asarray(test["confusion_matrix"], dtype=np.int64)  # (true, predicted)
+    # Of each true class, so that a rare one can be seen beside a frequent one. A class without a
+    # row stays empty instead of becoming NaN.
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     classes = len(counts)
     labels = [_shorten(label) for label in test["labels"]]
+    # Inches per cell. Two classes get large cells; from 20 on they shrink no more, and from 40 on
+    # the figure does not grow any further either.
     cell = float(np.interp(classes, [2, 4, 20], [1.2, 0.9, 0.52]))
     side = cell * min(classes, 40)
     longest = INCHES_PER_LETTER * max(map(len, labels))
@@ -363,6 +378,8 @@ def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
         for row, column in np.ndindex(counts.shape):
             count, share = int(counts[row, column]), float(shares[row, column])
             text = f"{count:,}\n{share:.1%}" if count else "0"
+            # A cell that is nearly full is dark on a light page, and light on a dark one: the
+            # number takes the page's colour there.
             colour = theme.surface if share > 0.7 else (theme.ink if count else theme.muted)
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
     return figure
@@ -393,6 +410,8 @@ def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     # Centred, so that it does not lag; over fewer values at both ends and next to a gap.
     known = np.isfinite(values)
     ones = np.ones(window)
+    # Values and their number are summed up apart, so one that is not finite is left out, where it
+    # would turn its whole window into NaN.
     count = np.convolve(known, ones, mode="same")
     total = np.convolve(np.where(known, values, 0.0), ones, mode="same")
     return np.where(count > 0, total / np.maximum(1, count), np.nan)

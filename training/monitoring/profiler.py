@@ -115,6 +115,8 @@ class Profiler(Subscriber):
     def receive(self, event: Event) -> None:
         match event:
             case StepStarted(step):
+                # From the chosen step on, and not at it: a step whose rows are all left out
+                # publishes nothing, so that very number may never come. So it is with the last one.
                 is_chosen = self.steps and step >= self.steps.start and self._ranks.is_first
                 if is_chosen and not (self._profile or self._problem):
                     self._try(self._start)
@@ -140,14 +142,17 @@ class Profiler(Subscriber):
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
         )
         starting.start()
+        # Only what has started is kept: a profiler that failed to start cannot be stopped either.
         self._profile = starting
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         # While this is set, each phase of a step becomes a named range of the trace.
         self._phases.mark = lambda name: record_function(f"phase/{name}")
+        # What went before is no part of the profile: from here on this reader's seconds count.
         self._phases.elapsed("profiler")
 
     def _stop_recording(self) -> profile:
+        # Forgotten before it is stopped: if that fails, `close` must not try it a second time.
         stopped, self._profile = self._profile, None
         self._phases.mark = nullcontext
         stopped.stop()
@@ -181,9 +186,11 @@ class Profiler(Subscriber):
 
     def _write_profile(self) -> RankProfile:
         seconds = self._phases.elapsed("profiler")
+        # This method runs in a phase of its own, which is no part of the recorded steps.
         seconds.pop("profile", None)
         total = sum(seconds.values())
         name = f"rank_{self._ranks.rank}_step_{self.steps[0]}_{self.steps[-1]}"
+        # The snapshot comes first, because the end of the recording also ends the memory's history.
         if self._on_gpu:
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
         stopped = self._stop_recording()
@@ -237,6 +244,7 @@ def communication(events: Iterable[FunctionEvent], *, on_gpu: bool) -> dict[str,
     """
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     ran = [event for event in events if event.device_type == device]
+    # Merged, because seconds in which two collectives or two operators run must not count twice.
     communicating = merge_intervals(
         (event.time_range.start, event.time_range.end)
         for event in ran
@@ -299,6 +307,8 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
 
 
 def _top_operators(events: EventList, *, on_gpu: bool) -> list[Operator]:
+    # The operators are those of the CPU in any case. On a GPU each has the time of the kernels that
+    # it has started.
     averages = [
         a
         for a in events.key_averages()
@@ -333,6 +343,7 @@ def rank_table(profiles: Sequence[RankProfile]) -> Table:
     rows = []
     for rank in profiles:
         shares = [rank.phases.get(name, 0.0) for name in _PHASES]
+        # Collectives run beside the phases or within them, so their column is no part of the 100%.
         times = [*shares, max(0.0, 1 - sum(shares)), rank.communication / rank.seconds]
         hidden = "-" if rank.hidden is None else format_percent(rank.hidden, 1)
         step = rank.seconds / (rank.last_step - rank.first_step + 1)

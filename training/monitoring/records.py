@@ -152,6 +152,8 @@ def wilson_interval(share: float, rows: int) -> tuple[float, float]:
     """
     if rows == 0:
         return 0.0, 1.0
+    # The simpler share +- z sqrt(share (1 - share) / rows) has no width at a share of 0 or 1: a
+    # model that gets all of 20 rows right would be certain to be perfect. This one has.
     z = 1.959964
     middle = (share + z * z / (2 * rows)) / (1 + z * z / rows)
     half = (
@@ -168,6 +170,7 @@ def format_time(seconds: float) -> str:
     """Seconds as a person reads them: ``42.3s``, ``3m 05s``, ``2h 07m``."""
     if seconds < 60:
         return f"{seconds:.1f}s"
+    # Rounded before it is split, or 119.7 seconds would read 1m 60s.
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m {rest:02d}s"

@@ -95,6 +95,7 @@ class ReplicaCheck(Subscriber):
             case StepDone(step):
                 if self.every and step % self.every == 0:
                     self._check(step)
+            # A step that is due may be saved too: the same copies need not be compared twice.
             case CheckpointStarted(step):
                 if self.every and self.equal_at != step:
                     self._check(step)
@@ -109,6 +110,8 @@ class ReplicaCheck(Subscriber):
         with self.phases("agree"), translate_errors(self.ranks, step):
             found = first_difference(self.copies, self.ranks)
         self.exporter.replica_checks.labels("different" if found else "equal").inc()
+        # All ranks have the same answer, so they go on together, or raise the same error together.
+        # Rank 0 prints it, and the others are quiet.
         if not found:
             self.equal_at = step
             return
@@ -198,10 +201,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     to the 64th. An odd factor has an inverse there, so a flipped bit or a single element that
     differs always changes the sum.
     """
+    # Bits and not values: NaN is not equal to itself, and 0.0 equals -0.0, although they differ.
     bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     # Wraps around in int64, which is the arithmetic modulo 2 to the 64th that is wanted.
     for chunk in bits.split(CHUNK):
+        # What came before is multiplied each time, so two chunks that change places are seen.
         total = total * ODD + (chunk * _factors(tensor.device)[: len(chunk)]).sum()
     return total
 

@@ -93,11 +93,15 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
 
     records = read_metrics(run_dir)
     curves = Curves(_last_of_each_step(records, "step"), _last_of_each_step(records, "epoch"))
+    # The page holds both sets and shows the one that the reader's screen asks for. The files beside
+    # it are the light ones.
     light, dark = (draw_all(curves, report.test, theme) for theme in (LIGHT, DARK))
     (run_dir / "plots").mkdir(exist_ok=True)
     for name, png in light.items():
         write_whole(run_dir / "plots" / f"{name}.png", png)
 
+    # The texts are other people's, so all of them are escaped. A name that the template misspells
+    # is an error, where jinja2 would leave a hole in the page by default.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -177,6 +181,7 @@ def collective_table(
 ) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: what the recorded steps spent on each collective operation, per step, the longest first."""
     count, rows = len(recorded), []
+    # A step that did not call an operation counts as 0 for it: all means are over the same steps.
     totals = {
         name: {
             key: sum(step.get(name, {}).get(key, 0) for step in recorded) / count
@@ -230,6 +235,7 @@ def _headline(
     steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
     steps_done = f"{steps:,} optimizer steps" if steps else "no step was logged"
     tiles.append(("Time", format_time(report.seconds), steps_done))
+    # Medians, because a mean would show the first step, which starts threads and allocates memory.
     samples, tokens = (
         [value for value in curves.column(name) if math.isfinite(value)]
         for name in ("samples_per_second", "tokens_per_second")

@@ -64,6 +64,7 @@ class RunSnapshot:
     @property
     def state(self) -> str:
         """Finished or stopped if all ranks are, failed if one has, silent if none writes."""
+        # One failed rank fails the run. While one runs, those that have ended are only early.
         states = Counter(
             "silent" if self.is_silent(status) else status.state for status in self.statuses
         )
@@ -75,6 +76,7 @@ class RunSnapshot:
 
     @property
     def step(self) -> int:
+        # Both lag behind: the log by --log_every steps, the status files by their period.
         last = self.recent[-1]["step"] if self.recent else 0
         return max([last, *(status.step for status in self.statuses)])
 
@@ -88,6 +90,8 @@ class RunSnapshot:
         """An estimate from the pace of the last logged steps; None with fewer than two."""
         if len(self.recent) < 2 or not self.total_steps:
             return None
+        # By the run's own seconds, which stand still between a stop and the resume. By the clock,
+        # a night without a process would count as slow steps.
         first, last = self.recent[0], self.recent[-1]
         steps = last["step"] - first["step"]
         return (
@@ -134,6 +138,7 @@ class RunFolder:
                 if record.get("loss") is not None:
                     snapshot.losses.append(record["loss"])
 
+        # A run that starts from scratch moves the earlier files aside: nothing of them counts.
         events, is_new_file = self._events.read()
         if is_new_file:
             snapshot.events.clear()
@@ -174,6 +179,8 @@ class _Tail:
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
+                # The system may give the new file the number of the old one, so a smaller size
+                # tells it too.
                 is_new_file = found.st_ino != self._inode or found.st_size < self._offset
                 if is_new_file:
                     self._inode, self._offset = found.st_ino, 0
@@ -244,6 +251,8 @@ def restart_split(run_dir: Path, launcher_log: str = "") -> list[RestartSplit]:
             attempts[-1].append(event)
     splits = []
     for before, after in pairwise(attempts):
+        # Backwards, so that of several events of a kind the first one stays: a run has many steps,
+        # and only its first ends the restart.
         first_times = {event["kind"]: event["time"] for event in reversed(after)}
         imported = after[0]["time"]
         # Events that are written because of the loss come after it.

@@ -115,9 +115,8 @@ class StatusFile(Subscriber):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self.status.rank == 0:
                 for status in read_statuses(self._run_dir):
-                    if (
-                        status.rank >= self.status.world_size
-                    ):  # of an earlier start, which had more ranks
+                    # Left by an earlier start, which had more ranks.
+                    if status.rank >= self.status.world_size:
                         status_path(self._run_dir, status.rank).unlink(missing_ok=True)
         self.write()
         self._thread.start()
@@ -135,6 +134,7 @@ class StatusFile(Subscriber):
         if error is not None:
             self.failed(reason_to_record(error))
             return
+        # Not if the run was stopped: the event said so before this context was left.
         if self.status.state == "running":
             self.status.state = "finished"
         self.write()
@@ -150,6 +150,8 @@ class StatusFile(Subscriber):
             # Both times by one clock, so that their difference survives a jump of it.
             status.phase_since = now - (time.monotonic() - phases.since)
             status.cpu_seconds, status.memory_bytes = time.process_time(), _resident_bytes()
+            # Not synced: the next one comes in a second, and after a power failure nobody asks for
+            # this one.
             write_whole(self._path, json.dumps(asdict(self.status)).encode(), sync=False)
         except OSError:
             pass
@@ -175,6 +177,8 @@ class StatusFile(Subscriber):
                     last.samples_per_second,
                     last.tokens_per_second,
                 )
+                # Averaged here and not by the thread that writes: only the main thread may ask for
+                # the seconds, because asking moves its phases' clock.
                 count = last.step - self._averaged_from
                 if count >= STEPS_AVERAGED:
                     status.phases = {
@@ -215,6 +219,7 @@ def status_path(run_dir: Path, rank: int) -> Path:
 def read_statuses(run_dir: Path) -> list[RankStatus]:
     """All ranks' statuses in the order of ranks, those that are missing or unreadable skipped."""
     known = {known.name for known in fields(RankStatus)}
+    # A file of a newer version may have more fields, which are left out here.
     statuses = []
     for path in sorted((run_dir / "ranks").glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):

@@ -99,6 +99,7 @@ class CollectiveRecorder(Subscriber):
             case StepStarted(step):
                 self.waited = None
                 is_due = step % self.every == 0
+                # PyTorch has one profiler per process: a step that --profile records is left to it.
                 self._records = (
                     is_due
                     and not torch.autograd._profiler_enabled()
@@ -234,6 +235,8 @@ class Stragglers(Subscriber):
         self.by_tokens = config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
         # Ranks with the same parameters do the same work: those of one stage of a pipeline.
+        # Not hash(), whose salt differs from process to process: equal names must give equal
+        # numbers.
         self.stage = zlib.crc32(" ".join(parameters).encode())
         # Other strategies communicate within their passes or, as zero1, in the optimizer.
         self.knows_own_time = model is not None and config.strategy == "ddp"
@@ -315,6 +318,8 @@ class Stragglers(Subscriber):
     def _judge(self, found: Slowness) -> None:
         """Export this rank's own figures, and report who has become slow or has recovered."""
         for (rank, phase), (seconds, median) in found.items():
+            # Both must hold: a fifth of a phase that takes a millisecond is noise. And it must hold
+            # for several checks in a row, since a machine may be busy with something else once.
             is_slow = seconds > SLOW * median and seconds - median > LEAST_SECONDS
             before = self.times_slow.get((rank, phase), 0)
             self.times_slow[rank, phase] = before + 1 if is_slow else 0
@@ -385,6 +390,8 @@ def compare(by_rank: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
         team = [rank for rank, other in enumerate(stages) if other == stage]
         for phase in COMPARED:
             if len(team) > 1 and all(phase in by_rank[rank] for rank in team):
+                # The lower one: with two ranks the slow one is compared with the fast one, and not
+                # with a mean that is half its own.
                 median = median_low([by_rank[rank][phase] for rank in team])
                 found |= {(rank, phase): (by_rank[rank][phase], median) for rank in team}
     return dict(sorted(found.items()))

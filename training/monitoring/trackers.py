@@ -52,6 +52,8 @@ class TrackedRun:
 
     def keep_id(self, tracker: str, name: str) -> None:
         """Keep the tracker's name for this run, so that a resumed run continues under it."""
+        # Every tracker has a thread, and all of them share this file: what one reads, extends and
+        # writes must not come between that of another one.
         with _writing_ids:
             write_json(self.folder / IDS_FILE, self.read_ids() | {tracker: name})
 
@@ -152,6 +154,7 @@ class MLflow(Tracker):
             experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
         )
         self._run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
+        # Only once: MLflow refuses to change a parameter, and a resumed run may have other flags.
         self._client.log_batch(
             self._run_id, params=[Param(name, str(v)) for name, v in run.configuration.items()]
         )
@@ -175,6 +178,8 @@ class Trackio(Tracker):
     def start(self, run: TrackedRun, earlier: str | None) -> str:
         import trackio
 
+        # With the time, since a run is its name here: without it, a new run into a folder of the
+        # same name would continue the curves of the old one.
         name = earlier or f"{run.name}-{time.time_ns() // 1_000_000:x}"
         config = {key: str(value) for key, value in run.configuration.items()}
         self._run = trackio.init(
@@ -201,6 +206,7 @@ TRACKERS: dict[str, type[Tracker]] = {"wandb": WandB, "mlflow": MLflow, "trackio
 def check_trackers(names: Sequence[str]) -> None:
     """Raises UserError for a tracker that is not installed, with the extra that brings it."""
     for name in names:
+        # Looked for and not imported: the tracker's own thread does that, which may take its time.
         if importlib.util.find_spec(name) is None:
             raise UserError(
                 f'--trackers {name}: is not installed; pip install "distrinews[{name}]", or leave '
@@ -225,6 +231,7 @@ class TrackerThread:
             LONGEST_QUEUE
         )
         self._lost = 0
+        # A daemon, so that a service which never answers cannot keep the process at its end.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
