@@ -55,6 +55,7 @@ class Agreement:
         flags = {"stop": context.interruption.asked, **self.checkpoints.flags()}
         if context.budget:  # only rank 0's clock counts
             flags["steps_left"] = context.steps_left() if context.ranks.is_first else 0
+        # In whole microseconds, because flags are integers: their sums are exact.
         if not self._syncs_each_step:
             flags["microseconds"] = round(self.log.step_seconds * 1e6)
         return flags

@@ -83,6 +83,7 @@ def make_context(
         else scaled_learning_rate(config, strategy.data_shard.size)
     )
     timed = model if config.balance == "auto" else None
+    # One row in each micro-batch: a rank with less than that would have to compute a dummy row.
     least_share = accumulation / global_batch
     sizes = [(one.numel(), one.requires_grad) for one in model.network.parameters()]
     return RunContext(
@@ -95,6 +96,8 @@ def make_context(
             accumulation=accumulation,
             tokens_per_step=global_batch * float(lengths.mean()),
             steps_per_epoch=len(sampler),
+            # With --method head the fitted head is the model, and all that is left is to test and
+            # write it.
             total_steps=0 if config.method == "head" else config.epochs * len(sampler),
             peak_learning_rate=rate,
             class_weights=settled.class_weights,

@@ -104,7 +104,10 @@ class BadSteps:
         Raises:
             TrainingFailure: there is no checkpoint, or a rollback has not helped before.
         """
+        # Before the state is restored: the checkpoint brings its own counts, which know nothing of
+        # these steps.
         rows, context = self._rows_to_leave_out(last), self.context
+        # The newest checkpoint may still be on its way to the disk.
         checkpoints.wait()
         try:
             path = checkpoints.go_back(last.step)

@@ -99,6 +99,9 @@ def find_batch_size(
             if on_cpu and not kept and rows > ROWS_ON_CPU and rows / seconds < LEAST_GAIN * speed:
                 why = f"{rows} rows are no faster"
                 break
+            # Memory grows with the rows. The last doubling added half of what the next one will
+            # add, so twice its growth is to be expected; from one row to two it is as much as the
+            # first row took.
             growth = (peak - (found.peak if found else before)) * (2 if found else 1)
             found, speed = FoundSize(rows, peak, limit, ""), rows / seconds
             if rows == most:
@@ -188,6 +191,8 @@ def _trial_of(
                 raise
             found = None
         strategy.optimizer.zero_grad()
+        # A rank that is full says so here, instead of leaving the others in a collective: all of
+        # them stop at the same size.
         every = ranks.gather(found)
         return None if None in every else tuple(map(max, zip(*every, strict=True)))
 
@@ -216,6 +221,8 @@ class _Memory:
         self.device = ranks.device
         if self.device.type == "cuda":
             self.free()
+            # What nobody has, and what this process holds in reserve and would give to larger
+            # tensors.
             self.limit = float(
                 torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
             )
@@ -230,9 +237,8 @@ class _Memory:
             self.free()
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        with contextlib.suppress(
-            OSError
-        ):  # where that is not allowed, the peak of the whole process counts
+        # Where that is not allowed, the peak of the whole process counts.
+        with contextlib.suppress(OSError):
             # proc_pid_clear_refs(5): the peak starts at the present size
             Path("/proc/self/clear_refs").write_text("5")
 

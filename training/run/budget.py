@@ -207,6 +207,8 @@ def settle_learning(
             left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing
             rows = SHARE_OF_FORWARD_AND_BACKWARD * left / per_row
             chosen |= _learning_of(rows, len(data.train_index), model, chosen["learning_rate"])
+        # Each rank has timed itself while the others did the same, but frozen blocks and rates must
+        # be those of all: rank 0's count.
         chosen = ranks.broadcast(chosen)
     chosen = {name: value for name, value in chosen.items() if not config.gives(name)}
     config = config.model_copy(update=chosen)
@@ -243,6 +245,8 @@ def _seconds_per_row(
     seconds = math.inf
     to_fp32(model)  # as ddp and zero1 would
     with torch.random.fork_rng([]):
+        # The faster of two: the first pass also starts threads and allocates memory. Any loss will
+        # do, since nothing is learned from it.
         for _ in range(2):
             began = time.perf_counter()
             with autocast(precision, ranks.device):
@@ -279,6 +283,8 @@ def start_budget(
         + (seconds_for_baseline(config, data) if strategy.task.has_labels else 0.0)
     )
     budget.seconds_per_token = budget.seconds_per_token or FORWARD_AND_BACKWARD * per_token
+    # Rank 0's clock decides, so that either all ranks raise or none does. A resumed run without any
+    # time left is no error: it tests and writes what it has.
     left = ranks.broadcast(budget.left_for_steps)
     if left <= 0 and not earlier:
         needed = budget.spent + budget.closing

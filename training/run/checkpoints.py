@@ -61,6 +61,7 @@ class Checkpoints:
         config = self.context.config
         try:
             config.run_dir.mkdir(parents=True, exist_ok=True)
+            # The lock comes before the first file is written, or this would replace another run's.
             stack.enter_context(lock_run_folder(config.run_dir))
             # A start from this file resumes the run, however this one began.
             later = config.model_copy(update={"resume": "auto"})
@@ -88,6 +89,8 @@ class Checkpoints:
         """Act on the sums of the ranks' :meth:`flags`: report a save that is complete on all, retry
         one that failed.
         """
+        # Taking the outcome is a collective call, so no rank may begin before the thread of each is
+        # done. A new save that is due is newer than what has failed, and takes its place.
         if flags["saved"] == self.context.ranks.world_size:
             self._report(self.saver.collect)
         if flags["retry"] and not flags["save"]:
@@ -98,6 +101,7 @@ class Checkpoints:
         context, state = self.context, self.context.state
         context.events.publish(CheckpointStarted(state.step))
         run = self._plain_values()
+        # Each rank knows about its own rows only. Merged, a checkpoint fits any number of ranks.
         if context.suspects:
             context.suspects.merge(context.ranks)
         best_step = state.best.step if state.best else None
@@ -125,6 +129,7 @@ class Checkpoints:
         them.
         """
         context = self.context
+        # The state is changed in place, because all parts of the run hold this object.
         context.state.take(resumed.state)
         context.phases.step = context.state.step
         context.ranks.run_on_all_ranks(lambda: context.strategy.load_state_dict(resumed.tensors))
@@ -174,6 +179,7 @@ class Checkpoints:
         step = context.state.step
         with context.phases("save"), translate_errors(context.ranks, step + 1):
             saved = call()
+        # One call may fail several times before it succeeds, if the run waits for it: count each.
         for _ in range(failed, self.saver.num_failed):
             context.events.publish(CheckpointFailed(step))
         for checkpoint in saved:

@@ -121,6 +121,7 @@ class RunContext(Monitors):
         """
         before, plan = self.plan.total_steps, self.plan
         most = self.config.epochs * plan.steps_per_epoch
+        # The schedule never ends before a step that was already taken, and has at least one.
         plan.total_steps = max(1, self.state.step, min(self.state.step + steps, most))
         return plan.total_steps != before
 

@@ -77,6 +77,8 @@ def measure_change(
     known = np.flatnonzero(rows.labels < len(saved.labels))  # the earlier labels come first
     if not len(known):
         return None
+    # The earlier model answers now, with the same texts, cut and cleaned as they are here: its old
+    # figures may be of other test rows.
     _, earlier = evaluate(ModelOnRanks.whole(saved, ranks), rows, known)
     truth = rows.labels[known]
     before, after = earlier.argmax(axis=1) == truth, logits[known].argmax(axis=1) == truth

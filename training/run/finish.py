@@ -232,15 +232,16 @@ def _evidence(
 ) -> Evidence:
     config, tokens, task = context.config, context.data.tokens, context.strategy.task
     chance_loss, confidence = None, None
-    if not task.own_loss:  # whose scores may be no logits
+    # With a loss of the user's own nobody knows what a guess costs, and its scores may be no logits.
+    if not task.own_loss:
         chance_loss = task.chance_loss(tokens.train.labels[context.data.labelled_index])
         if chance_loss and (
             context.plan.class_weights is not None or config.sampling == "balanced"
         ):
+            # Weighted or balanced, the labels count alike in training, so the guess is an even one.
             chance_loss = math.log(len(tokens.label_names))
-        if (
-            "accuracy" in test and task.has_labels and not config.is_distilled
-        ):  # a teacher may be unsure, and be right
+        # A teacher may be unsure and be right, and a student learns both from it.
+        if "accuracy" in test and task.has_labels and not config.is_distilled:
             confidence = float(np.mean([answer.certainty for answer in answers]))
     return Evidence(
         config=config,
@@ -405,6 +406,8 @@ def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str,
         return weights
     if not strategy.task.keeps_head:
         return {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
+    # In training the attention of windows is one more row of the last layer. It is taken off before
+    # the task finishes the rows of the labels.
     if strategy.config.long == "windows":
         weights = split_head(weights, strategy.head)
     finished = dict(

@@ -146,6 +146,9 @@ def read_rows(
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, given: tuple[torch.Tensor, ...], *result: torch.Tensor) -> None:
+            # A hook before a module gets its input, a hook after it its output. Of a block that is
+            # (rows, tokens, hidden), or a tuple that begins with it. Heads and poolers mostly get
+            # (rows, hidden).
             states = result[0] if result else given[0]
             states = states[0] if isinstance(states, tuple) else states
             if states.dim() == 2:
@@ -176,9 +179,11 @@ def read_rows(
             for name, states in seen.items():
                 found.setdefault(name, []).append(states.float().cpu().numpy())
     finally:
+        # The model is trained afterwards: hooks that stayed would keep states of each step alive.
         model.train(was_training)
         for hook in hooks:
             hook.remove()
+    # The order of an order is its inverse: at which place of the sorted rows each given one is.
     back = np.argsort(np.argsort(rows.lengths[index], kind="stable"), kind="stable")
     return {name: np.concatenate(parts)[back] for name, parts in found.items()}
 
@@ -187,12 +192,14 @@ def read_on_all_ranks(
     model: NewsClassifier, rows: TokenizedRows, index: np.ndarray, ranks: Ranks, precision: str
 ) -> dict[str, np.ndarray]:
     """The same, each rank reading its share; a collective call."""
+    # Every n-th row, so that each rank gets as many long texts as the others.
     own = index[ranks.rank :: ranks.world_size]
     # The strategy, which comes later, expects the model where it was, so it only visits the device.
     place = next(model.parameters()).device
     model.to(ranks.device)
     parts = ranks.gather(read_rows(model, rows, own, ranks.device, precision) if len(own) else {})
     model.to(place)
+    # Of fewer rows than ranks, rank 0 has some in any case, so it knows what was read and how wide.
     found = {
         name: np.zeros((len(index), states.shape[1]), np.float32)
         for name, states in parts[0].items()
@@ -530,6 +537,8 @@ def _folds(task: Task, targets: np.ndarray, seed: int) -> list[np.ndarray]:
     order = rng.permutation(len(targets))[:ROWS_TO_CHOOSE]
     counts = np.bincount(strata[order])
     fewest = counts[counts > 0].min()
+    # One rare label among frequent ones hardly changes the score. But where most have a row or two,
+    # every fold would ask for labels that the rest has not seen.
     if fewest < 2 and np.median(counts[counts > 0]) < 3:
         return []
     many = len(order) * len(task.label_names) > MANY_SCORES
@@ -575,6 +584,8 @@ class _Fitting:
         everything = np.concatenate(self.folds)
         scores, wanted = [], []
         for fold in self.folds:
+            # Only rows that are in some fold, of which there are at most ROWS_TO_CHOOSE: a choice
+            # costs no more with a million rows.
             kept = np.setdiff1d(everything, fold)
             head = _fit(self.task, way, self.targets, kept, strength, self.earlier)
             scores.append(head.scores(way.rows[fold]))
@@ -588,6 +599,7 @@ class _Fitting:
         """How to read the encoder, how strongly to fit, and what that is worth; the latter None
         without folds.
         """
+        # All ways to read the encoder have the same rows, names and texts, so the first one tells.
         of_names = NAME_WEIGHT if len(ways[0].names) else 0.0
         of_texts = TEXT_WEIGHT if len(ways[0].unlabelled) else 0.0
         usual = _Strength(PENALTIES[2], of_names)

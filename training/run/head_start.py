@@ -81,7 +81,9 @@ def start_from_head(
     read = partial(read_on_all_ranks, model, ranks=ranks, precision=precision)
     rows = read(data.tokens.train, index)
     finite = np.all([np.isfinite(states).all(axis=1) for states in rows.values()], axis=0)
-    if "head" not in rows or 2 * finite.sum() < len(index):  # training says at which row
+    # Without "head" the last layer reads all tokens. And if most of what the encoder says is not
+    # finite, there is nothing to fit, which is no error here: training says at which row it is.
+    if "head" not in rows or 2 * finite.sum() < len(index):
         return None
     # Reading is a collective call, so each rank must come to the same decision about what is read.
     nothing = {name: states[:0] for name, states in rows.items()}
@@ -104,6 +106,8 @@ def start_from_head(
             seed=config.seed,
             earlier=earlier_head(config) if config.from_model else None,
         )
+    # Fitted once and sent to all. Every rank could fit it from the same vectors, but not all
+    # machines round alike, and the copies must begin with the same bits.
     head = ranks.broadcast(head)
     assert head is not None
     has_block = getattr(model.config, POOLING_KEY, None) == MEAN
@@ -127,6 +131,7 @@ def _pooling_of_files(config: TrainConfig) -> str | None:
 
 def _mean_of_each(labels: np.ndarray, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """From what was read of the sentences of all names, (sentences, hidden), to one vector per name."""
+    # Labels ascend, so the sentences of a name are neighbours, and begin where the number changes.
     starts = np.flatnonzero(np.diff(labels, prepend=-1))
     counts = np.diff(starts, append=len(labels))[:, None].astype(np.float32)
     return {name: np.add.reduceat(states, starts) / counts for name, states in read.items()}

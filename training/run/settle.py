@@ -114,10 +114,14 @@ def settle(
     fits = of_data.fits_head
     pooling = earlier.get("pooling", "") if earlier else wanted_pooling(of_data) if fits else ""
     load = partial(prepare_model, of_data, ranks, data, wanted, own=own)
+    # The recipe comes after the model, whose width and depth decide the rate, and before the head,
+    # which depends on the method that the recipe has chosen.
     model, precision = load(say, pooling=pooling)
     settled = _with_recipe(of_data, ranks, data, model, precision, earlier)
     start = Start(**earlier["start"]) if earlier.get("start") else None
     if fits and not earlier:
+        # The head may like the encoder better without the block of the mean: then it is loaded once
+        # more, without the lines that were already said.
         again = partial(load, _say_nothing)
         found = start_from_head(settled, model, ranks, data, precision, lambda: again()[0], say)
         model, start = found or (model, None)
@@ -140,9 +144,8 @@ def _with_earlier_choices(
 ) -> TrainConfig:
     """The configuration with what an earlier start of this run, or the model of ``--from``, decides about the data."""
     kept: dict[str, Any] = {"clean": cleaning_of(config, earlier)}
-    if earlier and not config.gives(
-        "validation_fraction"
-    ):  # the rows that it trains on must not change
+    # The rows that a resumed run trains on must not change.
+    if earlier and not config.gives("validation_fraction"):
         kept["validation_fraction"] = earlier["config"].get(
             "validation_fraction", config.validation_fraction
         )

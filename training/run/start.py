@@ -71,8 +71,11 @@ def train(
         )
         own = ranks.run_on_all_ranks(lambda: Own.of(config, network, loss, metric))
         trainer = Trainer(config, ranks, interruption, own, subscribers)
+        # From here on a refusal is not final for the launcher: flags, data and machine have been
+        # accepted once, so what is missing in a later attempt may come back.
         begin()
         model_folder = trainer.fit()
+        # Rank 0 exports, and the others wait in this call: if it fails, all end with its error.
         if model_folder and config.export:
             ranks.run_on_all_ranks(lambda: export_model(config) if ranks.is_first else None)
     metrics = (

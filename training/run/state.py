@@ -98,6 +98,7 @@ class RunState:
     def count(self, steps: Iterable[StepMetrics]) -> None:
         """Add what all ranks know about the last steps to the means of this epoch."""
         for step in steps:
+            # Its loss is not finite, and would make the mean of the whole epoch so.
             if step.bad:
                 continue
             self.epoch_loss.update(step.loss, step.rows)

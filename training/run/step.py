@@ -268,6 +268,7 @@ class StepLog:
             torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
         )
 
+        # Read after the exchange, which has waited for the device: these steps are computed.
         now = time.perf_counter()
         elapsed, self.since = max(now - self.since, 1e-9), now
         self.step_seconds = elapsed / len(records) if records else 0.0
@@ -332,6 +333,8 @@ class StepLog:
 
     def _find_bad_rows(self, record: StepRecord, loss: float, norm: float) -> BadStep:
         local_rows = record.local_rows[~record.result.row_losses.isfinite().cpu().numpy()]
+        # Collective within the loop over steps: loss and norm are equal on all ranks, so all of
+        # them come here for the same steps.
         per_rank = self.ranks.gather(local_rows[local_rows >= 0].tolist())
         by_rank = {rank: rows for rank, rows in enumerate(per_rank) if rows}
         return BadStep(record.step, record.epoch, loss, norm, record.batch, by_rank)

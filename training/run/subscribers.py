@@ -27,6 +27,8 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
     subscribers: list[Subscriber] = [exporter, context.status, watchdog]
     if config.profile:
         subscribers.append(Profiler(config, ranks, context.phases, context.console))
+    # Readers that communicate must be on all ranks. These only write, and what they write is the
+    # same on each, so one rank is enough.
     if ranks.is_first:
         step, flags = context.state.step, config.model_dump(mode="json")
         subscribers.append(MetricsFile(config.run_dir, step, context.say))
@@ -47,6 +49,7 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
                 context.strategy.parameters,
             )
         )
+        # Last, because it may end the run: by then the others here have seen the event.
         copies = {**context.strategy.parameters, **context.strategy.buffers}
         subscribers.append(ReplicaCheck(copies, config, ranks, context.phases, exporter, events))
     return subscribers

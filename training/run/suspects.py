@@ -111,6 +111,8 @@ class Suspects:
         found = np.concatenate(ranks.gather(new))
         # By step, then by row: the sums are the same on any number of ranks, to the last bit.
         found = found[np.lexsort(found.T[::-1])]
+        # A row may be in several of these steps: add.at counts each of them, where += would count
+        # one. Of the last column the last step's value stays, since it comes last.
         position = self._places(found[:, 1].astype(np.int64))
         np.add.at(self._rows, (position, LOG_PROBABILITIES), found[:, 2].astype(np.float32))
         np.add.at(self._rows, (position, COUNT), 1)
@@ -133,8 +135,11 @@ class Suspects:
         """The rows whose label is improbable, the most suspicious first, compared with others of the same label."""
         of_words = np.take_along_axis(self.words, self.labels[:, None], axis=1)[:, 0]
         log_probabilities = (self._log_probabilities() + WORDS_SHARE * of_words) / (1 + WORDS_SHARE)
+        # A row that no step had yet has only the words against it, which is not enough.
         log_probabilities[self._rows[:, COUNT] == 0] = 0
         doubts = 1 - np.exp(log_probabilities)
+        # How improbable rows of each label are on the whole: the root of their mean square,
+        # (labels,). By it a row's own is divided.
         squares, counts = log_probabilities**2, np.bincount(self.labels)
         usual = (np.bincount(self.labels, squares) + USUAL_ROWS * squares.mean()) / (
             counts + USUAL_ROWS

@@ -124,6 +124,7 @@ class Trainer:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
         context, state, plan = self.context, self.context.state, self.context.plan
         validated = {evaluation.step for evaluation in state.epochs}
+        # A stop may have come between the last step of an epoch and the end of its validation.
         is_pending = context.validates_at(state.step) and state.step not in validated
         if (state.step < plan.total_steps or is_pending) and not self._train(is_pending):
             return None
@@ -159,6 +160,8 @@ class Trainer:
             done = not validation_is_pending or self._validate()
             while done and not self._is_at_end():
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
+            # What comes next loads the best weights: the last save's copies are not needed beside
+            # them.
             self.checkpoints.wait()
             self.checkpoints.saver.release()
         return done
