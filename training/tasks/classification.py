@@ -61,16 +61,20 @@ class Classification(Task):
         self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
     ) -> torch.Tensor:
         """Cross-entropy."""
+        # In fp32 under autocast too: bf16 keeps eight bits, too few for the logarithm of a softmax.
         return F.cross_entropy(
             scores.float(), targets, reduction="none", label_smoothing=label_smoothing
         )
 
     def chance_loss(self, targets: np.ndarray) -> float:
+        # The entropy of the shares: what a guess costs on average that gives each label its share.
         shares = np.unique(targets, return_counts=True)[1] / len(targets)
         return float(-(shares * np.log(shares)).sum())
 
     def label_logprobs(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         log_probabilities, given = scores.float().log_softmax(dim=1), targets[:, None]
+        # All of it stays on the device, (rows, 1) each, and is read with the losses some steps
+        # later.
         own = log_probabilities.gather(1, given)
         # The strongest of the others: the row's own label is taken out of the maximum.
         other = log_probabilities.scatter(1, given, -math.inf).max(dim=1, keepdim=True)
@@ -91,6 +95,7 @@ class Classification(Task):
         confusion = np.zeros((len(names), len(names)), dtype=np.int64)
         np.add.at(confusion, (targets, predicted), 1)
         per_class = {name: _class_metrics(confusion, i) for i, name in enumerate(names)}
+        # A class without a row here would count as an F1 of 0, which says nothing about the model.
         present = [figures["f1"] for figures in per_class.values() if figures["rows"]]
         return {
             "rows": len(targets),
@@ -215,6 +220,8 @@ def _spelt_alike(labels: Iterable[str]) -> list[list[str]]:
     """
     found: dict[Any, list[str]] = {}
     for label in sorted(labels):
+        # NFKC makes one of the ways to write a letter, such as a wide or a composed one. Characters
+        # of category Cf, such as a zero-width joiner, cannot be seen at all.
         letters = unicodedata.normalize("NFKC", label)
         plain = "".join(one for one in letters if unicodedata.category(one) != "Cf")
         number = _number(label)
@@ -238,12 +245,14 @@ def _label_names(labels: Iterable[str]) -> list[str]:
     names = sorted(set(labels))
     if set(names) <= set(AG_NEWS_LABELS):
         return [label for label in AG_NEWS_LABELS if label in names]
+    # By value, or label 10 would come before label 2.
     are_numbers = all(name.removeprefix("-").isdecimal() for name in names)
     return sorted(names, key=int) if are_numbers else names
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Log-probabilities in float64: (rows, classes)."""
+    # Without each row's maximum, which changes no probability, so that exp cannot overflow.
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 

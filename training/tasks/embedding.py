@@ -40,8 +40,11 @@ class Embedding(PlainTextTask):
         teacher and student agree on how similar two texts are, over pairs of rows, as benchmarks of
         sentence vectors measure it.
         """
+        # The targets have length 1 already, so a product of two rows is their cosine.
         vectors = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-12)
         cosine = float((vectors * targets).sum(axis=1).mean(dtype=np.float64))
+        # Neighbouring rows are the pairs: one less than there are rows, where all pairs would be
+        # the square of that.
         own, wanted = ((one[:-1] * one[1:]).sum(axis=1) for one in (vectors, targets))
         return {
             "rows": len(scores),

@@ -60,6 +60,8 @@ class LanguageModel(PlainTextTask):
         self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
     ) -> torch.Tensor:
         """The mean cross-entropy over the tokens that are predicted."""
+        # A row may have nothing to predict, as a block of one token has. Its loss is 0 then and not
+        # NaN, which would get into the sum of the batch even with a weight of 0.
         losses = self._token_losses(scores, targets)
         return losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp(min=1)
 
@@ -122,6 +124,7 @@ class CausalLanguageModel(LanguageModel):
             )
 
     def predicted(self, lengths: np.ndarray) -> np.ndarray:
+        # Nothing comes before the first token from which it could be predicted.
         return lengths - 1
 
     def inputs_and_targets(
@@ -132,6 +135,8 @@ class CausalLanguageModel(LanguageModel):
         rows: np.ndarray,
         seed: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The target at a place is the token after it, (rows, tokens). Nothing follows the last
+        # token, and padding is no token to predict.
         following = torch.full_like(input_ids, IGNORED)
         following[:, :-1] = input_ids[:, 1:]
         if attention_mask is not None:
@@ -185,6 +190,9 @@ class MaskedLanguageModel(LanguageModel):
             # Special tokens come last, since 1 is added to their draw: they are hidden only if
             # there is nothing else.
             is_special = np.isin(ids[row, :length], self.vocabulary.special)
+            # The `count` smallest draws are chosen: that is exactly the number which `predicted`
+            # has promised to all ranks, and which a draw for each token by itself would only reach
+            # on average.
             order = generator.random(length) + is_special
             count = int(self.predicted(np.array(length)))
             chosen = np.argpartition(order, count - 1)[:count]
@@ -197,6 +205,9 @@ class MaskedLanguageModel(LanguageModel):
         return torch.from_numpy(ids), torch.from_numpy(targets)
 
     def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # Scores are (tokens that are predicted, vocabulary), row after row, and the mask selects
+        # targets in the same order. `masked_scatter` puts the losses back into (rows, tokens), with
+        # 0 between them.
         is_predicted = targets != IGNORED
         losses = torch.zeros(targets.shape, device=scores.device)
         found = F.cross_entropy(scores.float(), targets[is_predicted], reduction="none")

@@ -63,6 +63,7 @@ class MultiLabelClassification(Task):
         """The rarest label of each row, so that rare labels reach every split; one more for rows
         without labels.
         """
+        # With columns in this order, argmax finds the first 1 of a row, which is its rarest label.
         rarest_first = np.argsort(targets.sum(axis=0), kind="stable")
         has_label = targets[:, rarest_first].any(axis=1)
         rarest = rarest_first[targets[:, rarest_first].argmax(axis=1)]
@@ -86,6 +87,7 @@ class MultiLabelClassification(Task):
         return losses.mean(dim=1)
 
     def chance_loss(self, targets: np.ndarray) -> float:
+        # A label that no row or every row has would give 0 times the logarithm of 0.
         shares = np.clip(targets.mean(axis=0, dtype=np.float64), 1e-12, 1 - 1e-12)
         return float(-(shares * np.log(shares) + (1 - shares) * np.log(1 - shares)).mean())
 
@@ -96,6 +98,8 @@ class MultiLabelClassification(Task):
         all right.
         """
         probabilities = MULTI_LABEL.answers(scores)
+        # Chosen here only on the validation rows. On test rows they would be fitted to the very
+        # rows that they are judged by.
         thresholds = (
             _best_thresholds(probabilities, targets) if chosen is None else self._thresholds(chosen)
         )

@@ -49,6 +49,8 @@ class Regression(Task):
     @classmethod
     def strata(cls, targets: np.ndarray) -> np.ndarray:
         """Tenths of the rows by their number."""
+        # The inner borders of ten parts with as many rows each; equal numbers are always in the
+        # same one.
         return np.searchsorted(np.quantile(targets, np.linspace(0, 1, STRATA + 1)[1:-1]), targets)
 
     def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -62,12 +64,16 @@ class Regression(Task):
     def finish(
         self, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Scores s are trained on (y - mean) / deviation, so y is s * deviation + mean: linear, as
+        # is the last layer, which takes both.
         return weight * self.deviation, None if bias is None else bias * self.deviation + self.mean
 
     def row_losses(
         self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float
     ) -> torch.Tensor:
         """Squared error, in standard deviations of the training rows."""
+        # Targets are float64 and scaled as such: what is left of a year or a price after its mean
+        # is taken off fits into fp32.
         wanted = ((targets - self.mean) / self.deviation).float()
         return (scores.float().squeeze(1) - wanted) ** 2
 

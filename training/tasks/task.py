@@ -56,6 +56,8 @@ class Task:
     rows_at_once: ClassVar[int] = 64
 
     def __init_subclass__(cls) -> None:
+        # Only classes that --task names have facts; those in between, such as PlainTextTask, have
+        # none. The facts are kept apart because flags and the planner need them without PyTorch.
         if "name" in cls.__dict__:
             facts = TASK_FACTS[cls.name]
             cls.problem_type, cls.has_labels = facts.problem_type, facts.has_labels
