@@ -49,6 +49,8 @@ def share_machine(space: SearchSpace) -> Start:
             f"and this machine has {len(gpus)}; lower one, or set device: cpu in config",
             code="gpus-too-few",
         )
+    # Slots have cores side by side that no other slot has, as long as there are enough: two trials
+    # on the same cores would slow each other down, and their seconds would say nothing.
     threads = max(1, usable_cpus() // space.at_once)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
@@ -80,6 +82,8 @@ def start_process(
     parent = os.getpid()
 
     def prepare() -> None:
+        # This runs in the child between fork and exec. What is set here stays for the command and
+        # for all processes that it starts, such as the ranks of a launcher.
         receive_when_parent_dies(signal.SIGTERM)
         if sys.platform == "linux":
             if os.getppid() != parent:  # it died before the line above
@@ -101,6 +105,8 @@ def start_process(
 
 
 def _gpus() -> list[str]:
+    # Names and not numbers: the variable may hold any of CUDA's, such as UUIDs, and a trial gets
+    # its part of them as they are.
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name]
     import torch  # which takes seconds to import

@@ -323,6 +323,8 @@ def grid_values(name: str, dimension: Any) -> list[Any]:
         raise UserError(
             f"sampler grid: search.{name} needs a list of values, or a step", code="search-invalid"
         )
+    # Each value is computed from the first one. Adding up the step would add up its rounding
+    # errors.
     count = round((dimension.high - dimension.low) / dimension.step) + 1
     return [type(dimension.low)(dimension.low + i * dimension.step) for i in range(count)]
 

@@ -162,6 +162,8 @@ class Search:
                 if not self.running:
                     return
                 for running in list(self.running):
+                    # Asked once, then followed to its end: the trial saves first, and the next
+                    # search resumes it.
                     if interruption.asked and not running.is_stopped:
                         running.is_stopped = True
                         running.process.terminate()
@@ -212,6 +214,8 @@ class Search:
 
     def _follow(self, running: Running) -> None:
         """Report a trial's new epochs, stop it if it is to be pruned, and record its end."""
+        # Before the epochs are read, not after: once it has ended, no epoch can be missing from the
+        # file.
         code = running.process.poll()
         self._report(running)
         if code is None:
@@ -221,6 +225,8 @@ class Search:
         if epochs:
             trial.set_user_attr("epoch", epochs[-1]["epoch"])
             trial.set_user_attr("seconds", epochs[-1]["seconds"])
+        # The model folder appears as a whole, when the model is tested. So the trial is complete,
+        # also if it was to be pruned or stopped just then.
         if running.config.output_dir.exists() and epochs:
             best = max(epochs, key=lambda epoch: score_of(epoch["validation"], self.space.metric))
             trial.set_user_attr("epoch", best["epoch"])
@@ -268,6 +274,7 @@ class Search:
             running.process.terminate()
 
     def _stop_all(self) -> None:
+        # All are asked before any is waited for, so that they save at the same time.
         for running in self.running:
             running.process.terminate()
         while any(running.process.poll() is None for running in self.running):
@@ -397,6 +404,8 @@ def _epochs(config: TrainConfig) -> list[dict[str, Any]]:
 
 def _error_of(running: Running, exit_code: int) -> tuple[str, str]:
     """Message and code of a run that has failed."""
+    # Only what this start has printed: errors of earlier ones, which somebody has put right since,
+    # are in the same file.
     printed = running.log.read_bytes()[running.log_start :].decode(errors="replace")
     if found := _ERROR.search(printed):
         return found["message"], found["code"]
