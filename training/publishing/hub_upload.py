@@ -126,6 +126,8 @@ def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:
     Raises:
         UserError: the folder holds something else, or cannot be written.
     """
+    # A folder that is not empty is only replaced if it has our card: whoever mistypes the name of
+    # another one loses nothing.
     if (
         folder.exists()
         and (not folder.is_dir() or any(folder.iterdir()))
@@ -213,12 +215,16 @@ def explain(
     ``reasons``: what some of the hub's status codes mean here. ``after_a_break``: what to do if the
     connection broke.
     """
+    # Whatever the error quotes, this line goes into logs. Without a token a zero byte stands in its
+    # place, which no line has: an empty one would be found between all letters.
     return _explain(error, _REASONS | dict(reasons or {}), after_a_break).replace(
         get_token() or "\0", "TOKEN"
     )
 
 
 def _explain(error: BaseException, reasons: Mapping[int, str], after_a_break: str) -> str:
+    # The client wraps errors, and so do the libraries below it. A refusal may be anywhere in the
+    # chain, and the innermost error says what happened to a connection.
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -243,6 +249,8 @@ def _open(api: HfApi, target: Target) -> ModelInfo | SpaceInfo:
     try:
         return api.repo_info(target.name, repo_type=target.kind)
     except RepositoryNotFoundError:
+        # None instead of False leaves it to the account, which may keep all of its repositories
+        # private. Then it is read again, because the upload is put on top of the first commit.
         sdk = {"space_sdk": target.sdk} if target.kind == "space" else {}
         api.create_repo(target.name, repo_type=target.kind, private=target.private or None, **sdk)
         return api.repo_info(target.name, repo_type=target.kind)
@@ -255,6 +263,8 @@ def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
             "name",
             code="hub-name-taken",
         )
+    # The tag in the card is the proof that a repository was uploaded from here. One that the hub
+    # has just created has no tag yet, and only the hub's own files.
     names = {file.rfilename for file in there.siblings or []}
     tags = (there.card_data.get("tags") if there.card_data else None) or []
     if names - _OF_A_NEW_REPOSITORY and TAG not in tags:
@@ -270,6 +280,7 @@ def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
 
 
 def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], commit: str) -> None:
+    # Of this commit and not of the branch, which another commit may have moved on meanwhile.
     tree = api.list_repo_tree(target.name, recursive=True, revision=commit, repo_type=target.kind)
     there = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     for addition in additions:
@@ -283,6 +294,9 @@ def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], com
 
 
 def _holds(found: RepoFile, sent: CommitOperationAdd) -> bool:
+    # The hub names large files by the SHA-256 of their content, and others as git does: by the
+    # SHA-1 of a header with the length, a zero byte and the content. So nothing has to be
+    # downloaded.
     if found.lfs is not None:
         return found.lfs.sha256 == sent.upload_info.sha256.hex()
     with sent.as_file() as file:

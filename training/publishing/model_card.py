@@ -137,6 +137,7 @@ def _is_news(metrics: dict[str, Any]) -> bool:
 
 
 def _use(name: str, cleaning: str, metrics: dict[str, Any]) -> str:
+    # The name becomes a Python string: quotes and escapes of JSON are the same there.
     quoted, facts = printable(json.dumps(name, ensure_ascii=False)), _facts(metrics)
     if not facts.has_labels:
         return f"""```python

@@ -33,6 +33,7 @@ _FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# Not after a letter, a dot, a colon or a slash: that is within an address or a relative path.
 _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:-])(?:~|/(?P<root>\w+))/[^\s`"')]+""")
 
 
@@ -49,6 +50,7 @@ def model_files(model: Path) -> Files:
             f"{model}: is one file or one artefact of a model; give the model folder",
             code="model-folder-needed",
         )
+    # Only to refuse what is no complete model; the files go up as they are.
     read_saved_model(model)
     manifests = {
         engine: verified_manifest(model / engine, model)
@@ -77,6 +79,8 @@ def without_local_paths(files: Files) -> dict[str, Path | bytes]:
         public[name] = _renamed(public[name], [], ("dataset", "base_model"))
     for name in [name for name in files if Path(name).name == MANIFEST_FILE]:
         public[name] = _renamed(public[name], ["accuracy"], ("dataset",))
+        # The manifest has a digest of the metrics beside it. If these were rewritten above, it must
+        # follow, or whoever loads the artefact would find a file that has changed.
         beside = public.get(f"{Path(name).parent.as_posix()}/{_METRICS}")
         if isinstance(beside, bytes):
             public[name] = _with_digest(public[name], beside)
@@ -107,6 +111,8 @@ def _with_digest(manifest: Path | bytes, metrics: bytes) -> bytes:
 def _card(model: Path) -> bytes:
     path = model / _CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else _new_card(model)
+    # People write into their cards, so this one is not changed silently: the line is named, and
+    # they decide what stands there instead of a path that is of no use to others.
     for number, line in enumerate(text.splitlines(), start=1):
         if (found := _ABSOLUTE_PATH.search(line)) and _is_of_a_machine(found):
             raise UserError(
