@@ -92,6 +92,8 @@ def with_earlier_rows(config: TrainConfig, say: Callable[[str], None]) -> TextDa
         what = f"the data that {config.from_model} was trained on cannot be read again ({error})"
         note = f"{what}, so the new rows stand for all"
         return replace(new, notes=[note, *new.notes])
+    # A text counts as the same if only case and white space differ. What the earlier model has
+    # learned by heart would be an easy test row, and its own test rows must stay unseen.
     was_trained, was_tested = (
         {folded(text) for text in rows.texts} for rows in (old.train, old.test)
     )
@@ -128,6 +130,8 @@ def _read_again(
             for field in fields(Selection)
             if about.get(field.name)
         }
+        # With the flags of that time, its seed above all: then the rows that it set aside are set
+        # aside again, and test rows are still test rows.
         options = LoadOptions(
             seed=about.get("seed", config.seed),
             bad_rows=str(about.get("bad_rows", "stop")),

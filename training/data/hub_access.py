@@ -131,6 +131,8 @@ def _why_no_answer(error: BaseException | None) -> str | None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return first_line(error) if status in TRANSIENT_STATUS else None
+        # By name, because a client that is not installed has no class to compare with, and one that
+        # is need not be imported for this.
         names = {base.__name__ for base in type(error).__mro__}
         if (
             isinstance(error, ConnectionError | TimeoutError | socket.gaierror)

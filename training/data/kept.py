@@ -44,6 +44,7 @@ def kept(file: Path, make: Callable[[str], None]) -> bool:
     Raises:
         UserError: the folder cannot be written.
     """
+    # None stands for a file that is whole, and an empty text for one that is not there.
     damage = find_damage(file) if file.exists() else ""
     if damage is None:
         return True

@@ -106,7 +106,8 @@ def _error(words: Any, targets: np.ndarray, kept: np.ndarray, held_out: np.ndarr
         errors = Ridge().fit(words[kept], known).predict(words[held_out]) - wanted
         return float((errors**2).mean() / max(wanted.var(), 1e-12))
     if targets.ndim == 1:
-        several = len(np.unique(known)) > 1  # the model refuses to learn a single label
+        # The model refuses to learn a single label.
+        several = len(np.unique(known)) > 1
         model = LinearSVC().fit(words[kept], known) if several else None
         predicted = model.predict(words[held_out]) if model else known[0]
         return float((predicted != wanted).mean())

@@ -173,6 +173,8 @@ def measure_files(config: TrainConfig, say: Callable[[str], None]) -> dict[str, 
     figures["tokens"] = _measure_tokens(config, data, texts, say)
     if task.has_labels:
         say("Training a linear model on parts of the rows ...")
+        # Training rows are the first of all, so their numbers are their indices too. Without
+        # repeats, since a text that is on both sides of a fold makes the curve too good.
         figures["learning_curve"] = _predict(
             data, np.delete(repeats.rows[train], faults["duplicates"].rows), config
         )
@@ -241,6 +243,7 @@ def _measure_tokens(
     known = load_tokenizer(
         model, data.train.texts, config.max_length, say, cleaning, config.model_revision
     )
+    # Without a limit: the question is how long texts are, and how many a limit would cut.
     tokenizer = TextTokenizer.from_json(known.backend_tokenizer.to_str(), UNCUT, cleaning)
     some = [texts[i] for i in evenly_spread(len(texts), TEXTS_TRIED)]
     ids = tokenizer.many().token_ids([tokenizer.clean_all(text) for text in some])

@@ -243,5 +243,6 @@ def _read_answers(name: str, path: Path, teacher: SavedModel, num_texts: int) ->
                 [by_label[label] for label in teacher.labels] if by_label else answer["value"]
             )
     if teacher.problem_type is SINGLE_LABEL:
-        answers /= answers.sum(axis=1, keepdims=True)  # they are written with six digits
+        # They are written with six digits, so they do not quite add up to 1.
+        answers /= answers.sum(axis=1, keepdims=True)
     return answers

@@ -234,9 +234,8 @@ class Stragglers(Subscriber):
         # compared.
         self.by_tokens = config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
-        # Ranks with the same parameters do the same work: those of one stage of a pipeline.
-        # Not hash(), whose salt differs from process to process: equal names must give equal
-        # numbers.
+        # Ranks with the same parameters do the same work: those of one stage of a pipeline. Not
+        # hash(), whose salt differs from process to process: equal names must give equal numbers.
         self.stage = zlib.crc32(" ".join(parameters).encode())
         # Other strategies communicate within their passes or, as zero1, in the optimizer.
         self.knows_own_time = model is not None and config.strategy == "ddp"
