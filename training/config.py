@@ -118,6 +118,8 @@ OnResume = Literal["same", "any", "same global batch", "longer"]
 
 def _field(default: Any, group: str, on_resume: OnResume = "same", **limits: Any) -> Any:
     about = {"group": group, "on_resume": on_resume}
+    # Defaults are validated like any other value, so what a validator makes of one, such as an
+    # expanded path, is true of all.
     return Field(default, json_schema_extra=about, validate_default=True, **limits)
 
 
@@ -158,6 +160,8 @@ def _is_within(address: str, folder: Path) -> bool:
 class TrainConfig(BaseModel):
     """Everything that a training run can be told. What is written below a field is the help text of its flag."""
 
+    # Frozen, because all parts of a run and all ranks hold it: who decides something later makes a
+    # copy with `model_copy`. The texts below the fields become descriptions, and so the help.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     task: Literal[tuple(TASK_FACTS)] = _field(DEFAULT_TASK, "task")
@@ -603,9 +607,8 @@ class TrainConfig(BaseModel):
     @field_validator("freeze", mode="before")
     @classmethod
     def _check_freeze(cls, value: Any) -> str:
-        if not re.fullmatch(
-            r"none|embeddings|[1-9]\d*", str(value)
-        ):  # YAML reads a number of blocks as a number
+        # Any value is read as text, because YAML reads a number of blocks as a number.
+        if not re.fullmatch(r"none|embeddings|[1-9]\d*", str(value)):
             raise ValueError("must be none, embeddings or a number of blocks, such as 3")
         return str(value)
 
@@ -646,10 +649,13 @@ class TrainConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_budget(cls, values: Any) -> Any:
+        # Before the fields are read, and below what was given: a flag still wins over these.
         return {**DEFAULTS_WITH_BUDGET, **values} if values.get("budget") else values
 
     @model_validator(mode="after")
     def _check_across(self) -> TrainConfig:
+        # What follows from other fields comes first: the conflicts are those of what the run will
+        # do.
         self._settle_by_others()
         for conflict in CONFLICTS:
             if conflict.when(self):
@@ -662,7 +668,8 @@ class TrainConfig(BaseModel):
         self._check_places()
         return self
 
-    @model_validator(mode="wrap")  # the last one, so that it sees what the others find
+    # The last of the validators and around all of them, so that it sees what the others find.
+    @model_validator(mode="wrap")
     @classmethod
     def _as_user_error(
         cls, values: Any, validate: Callable[[Any], TrainConfig], info: ValidationInfo
@@ -685,6 +692,8 @@ class TrainConfig(BaseModel):
         """Decide what follows from other fields."""
         if not self.best_metric:  # every configuration names it; it does not count as given
             self.__dict__["best_metric"] = self.task_facts.metrics[0]
+        # The model is frozen for everybody else. Here, while it is being made, fields are written
+        # past pydantic.
         if self.labels and not self.gives("dataset"):
             self._settle("dataset", "")
         if not self.dataset and self.method == "auto":
@@ -718,6 +727,8 @@ class TrainConfig(BaseModel):
 
     def _check_places(self) -> None:
         """The finished model replaces what is in its folder."""
+        # A run that is resumed reads its teachers and its data again, and the finished model takes
+        # the place of the whole folder.
         for name in self.teachers:
             if Path(name).expanduser().absolute() in (
                 self.output_dir.absolute(),
@@ -880,6 +891,7 @@ def model_place(model: str) -> str:
     """Where ``--model`` is, if it is one of this machine's: a path; otherwise its name."""
     if model == STARTER:
         return str(STARTER_FOLDER)
+    # A folder of this name wins over a model on the hub, whose name looks like a relative path.
     path = Path(model).expanduser()
     return str(path) if path.is_dir() else model
 
@@ -896,6 +908,8 @@ def parse_config(
     origins: dict[str, str] = {}
     environment = os.environ if environment is None else environment
     in_file = _read_config_file(config_file) if config_file else {}
+    # The later source wins. Where each value came from is kept, so that an error can name the file
+    # or the variable in which to correct it.
     for origin, source in (
         (str(config_file), in_file),
         ("environment", _read_environment(environment)),
@@ -904,7 +918,8 @@ def parse_config(
         values |= source
         origins |= dict.fromkeys(source, origin)
     if values.get("deepspeed_config") and values.get("strategy") == "deepspeed":
-        # What such a file says of a flag's subject counts where the flag is not given.
+        # What such a file says of a flag's subject counts where the flag is not given. The ranks
+        # have not met yet, but torchrun tells each of them how many there are.
         file = Path(values["deepspeed_config"])
         in_file = flags_of_file(file, int(environment.get("WORLD_SIZE", 1)))
         values = in_file | values
@@ -928,6 +943,8 @@ def _read_config_file(file: str) -> dict[str, Any]:
 
 
 def _print_with_remarks(config: TrainConfig) -> None:
+    # A field that the recipe chooses stands there as a comment. Written out, its default would
+    # count as given when somebody starts a run from this file.
     for line in config.to_yaml().splitlines():
         name = line.partition(":")[0]
         is_open = name in CHOSEN and not config.gives(name)
@@ -979,16 +996,20 @@ def add_flag(parser: Any, name: str, *, is_shown: bool = True) -> None:
     """Add the flag of a field to a parser or a group of one; without it the value is None."""
     field = TrainConfig.model_fields[name]
     help_text = _help_text(field) if is_shown else argparse.SUPPRESS
+    # Without a type: argparse leaves flags as text, so pydantic reads flags, variables and files
+    # alike, and says the same about the same mistake.
     parser.add_argument(flag_of(name), dest=name, help=help_text, **_argument_form(field))
 
 
 def _argument_form(field: FieldInfo) -> dict[str, Any]:
+    # `--compile` alone switches on; `--compile false` switches off what a file has switched on.
     if field.annotation is bool:
         return {"nargs": "?", "const": "true", "metavar": "true|false"}
     choices = "|".join(
         get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     )
-    if len(choices) > LONGEST_CHOICES:  # the help text names them
+    # Words that do not fit into a line are in the help text.
+    if len(choices) > LONGEST_CHOICES:
         return {"metavar": "NAME"}
     return {
         "metavar": choices
@@ -1009,12 +1030,15 @@ def _help_text(field: FieldInfo) -> str:
         default = f" (default: {','.join(map(str, field.default))})"
     if isinstance(field.default, Path | str):
         default = f" (default: {field.default})" if str(field.default) else ""
+    # A percent sign would begin one of argparse's own placeholders.
     return f"{field.description}{default}".replace("%", "%%")
 
 
 def _normalise(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
+    # Hyphens are underscores to us. Unknown flags are refused here and not by argparse, because the
+    # names that other trainers use for ours are known here.
     name, equals, value = argument.partition("=")
     name = "--" + name[2:].replace("-", "_")
     known = ["--config", "--print_config", "--help", *map(flag_of, TrainConfig.model_fields)]
@@ -1052,6 +1076,8 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
 
 def _is_of_earlier_version(name: str, value: Any) -> bool:
     """Whether a run of an earlier version wrote this field into its config.yaml, and a run without it is the same."""
+    # A run with another epsilon was another run. Its field is refused, where the others are
+    # dropped.
     return name in FORMER_FIELDS and (name != "epsilon" or str(value) in ("1e-8", str(EPSILON)))
 
 
@@ -1097,6 +1123,7 @@ def _hint_of_value(name: str, problem: Mapping[str, Any]) -> str:
     """Which of a field's words was meant."""
     if problem["type"] != "literal_error":
         return ""
+    # Case and hyphens aside, since what is meant by BF16 or full-shard is plain.
     value = str(problem["input"]).lower().replace("-", "_")
     choices = get_args(TrainConfig.model_fields[name].annotation)
     near = (

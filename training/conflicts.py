@@ -16,7 +16,8 @@ class Conflict(NamedTuple):
     message: str
 
 
-# What asks for a head that logistic regression fits, and where none can be fitted.
+# What asks for a head that logistic regression fits, and where none can be fitted. Each of the
+# first with each of the second is a conflict; the names are those of the fields.
 _ASKS_FOR_HEAD: dict[str, Callable[[Any], object]] = {
     "unlabelled": lambda c: c.unlabelled,
     "from_model": lambda c: c.from_model,
@@ -38,6 +39,8 @@ CONFLICTS = (
         lambda c: c.precision == "fp16" and c.device == "cpu",
         "{precision} and {device}: fp16 trains on GPUs only; use fp32 or bf16",
     ),
+    # Two splits that are both unset are equal as well, and no conflict: hence the last comparison.
+    # The lambdas of a loop keep their names as defaults, or all of them would see the last ones.
     *(
         Conflict(
             lambda c, one=one, other=other: getattr(c, one) == getattr(c, other) != "",

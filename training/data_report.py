@@ -56,6 +56,8 @@ def main() -> None:
 
     quiet_libraries()
     figures = measure_files(config, lambda line: print(line, file=sys.stderr, flush=True))
+    # Everything is printed and written before a fault makes the command fail, because that is when
+    # somebody wants to see the rows.
     show(figures)
     if file:
         try:
@@ -125,6 +127,7 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     is left out.
     """
     texts = found["text"], found["other_text"]
+    # Where the texts differ first, or the length of the shorter one if it begins the other.
     same = next(
         (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts))
     )

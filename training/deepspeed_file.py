@@ -68,10 +68,10 @@ def read_file(path: Path) -> Settings:
     if "optimizer" in settings:
         _check_optimizer(settings["optimizer"], what)
     if "scheduler" in settings:
+        # The scheduler comes with its defaults from here on. If it names a rate, DeepSpeed uses
+        # that instead of the optimizer's, so only one of the two may reach --learning_rate.
         settings["scheduler"] = _checked_scheduler(settings["scheduler"], what)
-        if (
-            "warmup_max_lr" in settings["scheduler"]["params"]
-        ):  # DeepSpeed's scheduler replaces the optimizer's rate
+        if "warmup_max_lr" in settings["scheduler"]["params"]:
             settings.get("optimizer", {}).get("params", {}).pop("lr", None)
     return settings
 
@@ -89,6 +89,8 @@ def flags_of_file(path: Path, num_ranks: int) -> dict[str, Any]:
     for precision in ("fp16", "bf16"):
         if look_up(settings, f"{precision}.enabled"):
             flags["precision"] = precision
+    # The global batch has no flag of its own: it is what the other two give on so many ranks. If
+    # the file has both, nothing is left to derive.
     total = settings.get("train_batch_size")
     if isinstance(total, int) and {"batch_size", "gradient_accumulation"} - flags.keys():
         # DeepSpeed derives whichever of the two is missing, and takes an accumulation of 1 if both
@@ -127,6 +129,8 @@ def _check_optimizer(section: Settings, what: str) -> None:
             f"{what}: optimizer.type is {kind}: this trainer uses only AdamW",
             code="deepspeed-config",
         )
+    # What is not known is refused, not ignored: a user would believe in a setting that does
+    # nothing.
     known = {name.rpartition(".")[2] for name in FLAGS if name.startswith("optimizer.")} | {
         "eps",
         "torch_adam",

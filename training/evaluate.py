@@ -50,6 +50,8 @@ def main() -> None:
     from training.distributed.group import join_ranks
     from training.evaluation.evaluator import evaluate_saved
 
+    # Under torchrun each rank answers its share of the rows. All of them have the figures then, and
+    # the first one prints.
     with join_ranks(options.device) as ranks:
         columns = (options.text_column, options.label_column, options.pair_column)
         metrics = evaluate_saved(
@@ -95,6 +97,8 @@ def _table(metrics: dict[str, Any]) -> str:
 
 def _confusion(names: list[str], matrix: list[list[int]], width: int) -> list[str]:
     """The matrix, or of a matrix that is too wide for a terminal what is confused most."""
+    # Of many classes nearly all cells are 0 or small. What a person looks for is which classes are
+    # taken for which others.
     if len(names) <= MOST_COLUMNS:
         lines = ["confusion (a row is a true class, a column a predicted one):"]
         for name, counts in zip(names, matrix, strict=True):

@@ -46,6 +46,8 @@ class TaskFacts:
         return self.problem_type is SINGLE_LABEL
 
 
+# Plain data in a module without PyTorch, which takes seconds to import: flags are checked, and
+# --help is printed, before anything of it is loaded.
 _OF_LABELS = ("accuracy", "macro_f1", "loss")
 _OF_TOKENS = ("perplexity", "token_accuracy", "loss")
 TASK_FACTS = {

@@ -55,6 +55,8 @@ def launch() -> int:
     config = parse_config(args.training_script_args) if is_shared and is_training else None
     _name_host(args)
     with contextlib.ExitStack() as stack:
+        # The folder is made here and not by torchrun, because files of its attempts are still read
+        # after torchrun has ended: those say whether the ranks had begun.
         args.log_dir = args.log_dir or stack.enter_context(
             tempfile.TemporaryDirectory(prefix="torchrun_")
         )
@@ -129,6 +131,8 @@ def _explain(failed: ChildFailedError) -> int:
                 "--batch_size [rank-killed]",
                 file=sys.stderr,
             )
+    # Ranks that were stopped because of another one say nothing about the cause, so they count only
+    # if there are no others. The clock tells which one failed first.
     causes = [
         failure for failure in failed.failures.values() if failure.exitcode not in CONSEQUENCES
     ]

@@ -38,6 +38,7 @@ def main() -> None:
         "--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account"
     )
     options = parser.parse_args()
+    # What is wrong with the folder shows before anyone needs a token.
     files = model_files(options.model)
     if options.dry_run:
         files = named(files, options.model, options.name)

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 def quiet_libraries() -> None:
     """Errors only and no progress bars while loading; the hub's retries would print ten lines each."""
+    # Every rank loads a model, so each of these messages would come once per rank.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()

@@ -37,6 +37,7 @@ def run_command_of_serving(
     Raises:
         UserError: it failed; the message is its own error.
     """
+    # Both processes write to the same stdout: what still waits in this one's buffer comes first.
     sys.stdout.flush()
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -51,11 +52,13 @@ def run_command_of_serving(
     try:
         for line in filter(None, map(str.rstrip, process.stderr)):
             found, last = _ERROR.match(line), line
-            error = error or found  # the first is the cause
+            # The first error is the cause of the others.
+            error = error or found
             if not found:
                 say(line)
         code = process.wait()
-    except BaseException:  # StopAsked among others
+    # A request to stop is no Exception. The command would go on alone after this process has ended.
+    except BaseException:
         _stop(process)
         raise
     if code:

@@ -66,6 +66,8 @@ def main() -> None:
     began = time.monotonic()
     parts = options.output_dir.with_name(f"{options.output_dir.name}.parts")
     small = parts / "shrunk"
+    # The folder appears as a whole, with this file in it. So if it is there, shrinking is done, and
+    # the file says with which flags.
     if (small / ABOUT).exists():
         _check_same(options, small)
     elif options.start:
@@ -112,9 +114,12 @@ def _shrink(options: Namespace, folder: Path) -> None:
     # Every word piece of a text is to be counted, and nothing else.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # The texts themselves choose the vocabulary: the table of word pieces is a large part of a
+    # small encoder's weights, and texts of one subject use few of a large encoder's.
     counts = count_ids(tokenizer, in_chunks(map(cleaner(cleaning), texts)))
     ids = choose_ids(tokenizer, counts, options.vocabulary)
-    torch.manual_seed(SEED)  # for the head
+    # For the new head, whose weights are drawn, so that the same flags make the same starter.
+    torch.manual_seed(SEED)
     keep_blocks(network, options.layers, options.teacher)
     small = shrink(network, family, ids, counts, options.width)
     about = _about(options, len(texts), small.distilbert.num_parameters())
@@ -198,6 +203,8 @@ def _train(
     flags += ["--distill", options.teacher] if task == Embedding.name else []
     flags += ["--learning_rate", RATE_TO_GO_ON] if options.start else []
     print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
+    # An ordinary run, started as a user would: its ranks need a launcher, and resuming, checkpoints
+    # and reports come with it.
     code = subprocess.run(
         [ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False
     ).returncode
@@ -207,11 +214,14 @@ def _train(
             code="starter-failed",
         )
     if not (output / WEIGHTS_FILE).is_file():
-        raise SystemExit(0)  # it was asked to stop, and has saved
+        # It was asked to stop, and has saved: the same command goes on from there.
+        raise SystemExit(0)
 
 
 def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None:
     """Write the starter, its weights in half precision, and its card."""
+    # Without the last layer, which answers with the teacher's vectors: a user's labels get one of
+    # their own. Half precision halves the file.
     weights = {
         name: tensor.half().contiguous()
         for name, tensor in load_file(model / WEIGHTS_FILE).items()
@@ -236,6 +246,8 @@ def _card(options: Namespace, small: Path, model: Path) -> str:
     teacher, data = Path(options.teacher), Path(options.dataset)
     terms = TERMS.get(data.name, "The terms of those texts apply to what was learned from them.")
     files = [data] if data.is_file() else sorted(data.glob("train.*"))
+    # Names of files can be given to anything. The digests say what exactly the starter was made
+    # from.
     read = {f"{data.name}/{file.name}": sha256_of(file) for file in files}
     read[f"{teacher.name}/{WEIGHTS_FILE}"] = sha256_of(teacher / WEIGHTS_FILE)
     shape = json.loads((model / "config.json").read_text(encoding="utf-8"))

@@ -16,7 +16,9 @@ from training.distributed.restarts import (
     stopped_exit_code,
 )
 
-if __name__ == "__main__":  # before anything else is loaded
+# Before anything else is loaded, which takes seconds: Ctrl-C ends the process with one line, the
+# launcher's death reaches it, and an attempt that would only fail again is not made.
+if __name__ == "__main__":
     end_on_ctrl_c()
     stop_with_launcher()
     exit_if_already_failed()
@@ -30,6 +32,7 @@ def main() -> int:
     # DeepSpeed's launcher adds a flag that repeats the environment.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with finalize_exit_code():
+        # All ranks read the same flags, so what is wrong with them is said once.
         with rank0_only_output():
             config = parse_config(arguments, description=__doc__)
         # PyTorch takes seconds to import, so check the flags first.

@@ -86,7 +86,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = RunFolder(options.run)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that only knows ASCII
+        # A terminal that only knows ASCII shows a question mark for a block of a bar, and the run
+        # is watched all the same.
+        sys.stdout.reconfigure(errors="replace")
     console = make_console()
     if console.is_terminal and not options.once:
         with contextlib.suppress(KeyboardInterrupt):
@@ -108,6 +110,7 @@ def make_console() -> Console:
 
 def _follow(folder: RunFolder, console: Console) -> None:
     with _key_pressed() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        # A run that has failed or stopped may be started again, so only a finished one ends this.
         while (snapshot := folder.refresh()).state != "finished":
             live.update(fit_to_height(snapshot, console), refresh=True)
             if pressed(SECONDS_PER_FRAME) in ("q", "Q"):
@@ -123,6 +126,8 @@ def _key_pressed() -> Iterator[Callable[[float], str]]:
     import termios  # not on every system
     import tty
 
+    # Keys arrive one by one, without Enter and without being shown. Whatever happens, the terminal
+    # gets its own settings back, or the shell would not show what is typed.
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -137,6 +142,7 @@ def _key_pressed() -> Iterator[Callable[[float], str]]:
 
 def fit_to_height(snapshot: RunSnapshot, console: Console) -> RenderableType:
     """The frame with as many ranks as the terminal has lines for, because a live frame cannot be scrolled."""
+    # All but the ranks is drawn once to count its lines, because some of them come and go.
     num_others = len(console.render_lines(draw(snapshot, most_ranks=0)))
     return draw(snapshot, max(1, console.height - num_others))
 
@@ -184,6 +190,7 @@ def sparkline(values: Sequence[float], cells: int = SPARKLINE_CELLS) -> str:
     if not values:
         return ""
     cells = min(cells, len(values))
+    # Whole numbers, and no more parts than values: so no part is empty.
     edges = [i * len(values) // cells for i in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
@@ -257,6 +264,7 @@ def _checkpoint(snapshot: RunSnapshot) -> Text:
         return Text("no checkpoint yet" if snapshot.statuses else "", "dim")
     first = saved[0]
     parts = [f"checkpoint of step {first.last_checkpoint_step:,}"]
+    # Both times are by the clock of the rank's machine, which may differ from this one's.
     if first.last_checkpoint_time is not None and snapshot.state == "running":
         parts.append(f"{format_time(max(0.0, first.written - first.last_checkpoint_time))} ago")
     if event.get("step") == first.last_checkpoint_step:
@@ -288,6 +296,7 @@ def _ranks(snapshot: RunSnapshot, most: int) -> Table:
         )
 
     shown = sorted(snapshot.statuses, key=lambda rank: (urgency(rank), rank.rank))[:most]
+    # Chosen by urgency, and shown by number, so that a rank stays in its place from frame to frame.
     for rank in sorted(shown, key=lambda rank: rank.rank):
         state = Text(rank.state, STATES.get(rank.state, ""))
         if snapshot.is_silent(rank):
