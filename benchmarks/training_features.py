@@ -16,9 +16,10 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, mean, median, stdev
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -429,6 +430,21 @@ def add_restart_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, default=2, help="default: 2")
 
 
+def _wait_for_event(
+    run: subprocess.Popen[bytes], run_dir: Path, log: IO[str], kind: str, restart: int
+) -> None:
+    end = time.monotonic() + RECOVERY_TIMEOUT
+    while not any((e["kind"], e["restart"]) == (kind, restart) for e in read_events(run_dir)):
+        if run.poll() is not None or time.monotonic() > end:
+            message = (
+                f"the run ended or did not recover within {RECOVERY_TIMEOUT:.0f} s "
+                f"({last_line(log)})"
+            )
+            raise TrainingFailure(message, code="benchmark-failed")
+        # Reading the events takes time from the cores that are measured.
+        time.sleep(0.1)
+
+
 def restart(options: Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="restart-") as name:
         folder = Path(name)
@@ -456,20 +472,7 @@ def restart(options: Namespace) -> None:
             )
             run_dir = folder / "model.run"
 
-            def wait_for(kind: str, restart: int) -> None:
-                end = time.monotonic() + RECOVERY_TIMEOUT
-                while not any(
-                    (e["kind"], e["restart"]) == (kind, restart) for e in read_events(run_dir)
-                ):
-                    if run.poll() is not None or time.monotonic() > end:
-                        message = (
-                            f"the run ended or did not recover within {RECOVERY_TIMEOUT:.0f} s "
-                            f"({last_line(log)})"
-                        )
-                        raise TrainingFailure(message, code="benchmark-failed")
-                    # Reading the events takes time from the cores that are measured.
-                    time.sleep(0.1)
-
+            wait_for = partial(_wait_for_event, run, run_dir, log)
             killed = []
             try:
                 for number in range(options.rounds):

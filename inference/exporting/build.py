@@ -115,11 +115,9 @@ def export(
     tokenizer, kind = saved.tokenizer(), saved.problem_type
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
-    # Taken before the weights are read, and compared at the end: a training that goes on meanwhile
-    # may write them again.
+    # Compared at the end: a training that goes on meanwhile may write the weights again.
     before = _files_now(saved)
-    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older
-    # artefact untouched.
+    # Written to a temporary folder: a refusal anywhere below leaves an older artefact untouched.
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = _float_weights(saved)
@@ -146,7 +144,6 @@ def export(
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
-            probes, tolerance = _probes(reference, artefact, tokenizer, kind, comparison.spread)
             weights_path = weights_file(saved.path)
             manifest = Manifest(
                 engine=engine,
@@ -159,8 +156,7 @@ def export(
                 accuracy=comparison.accuracy(),
                 size={"before_bytes": weights_path.stat().st_size, "after_bytes": after_bytes},
                 speed=_speed(comparison),
-                probes=probes,
-                probe_tolerance=tolerance,
+                **_probes(reference, artefact, tokenizer, kind, comparison.spread),
             )
             write_manifest(folder, manifest)
             _refuse_changed(saved, before)
@@ -193,7 +189,7 @@ def _probes(
     tokenizer: TextTokenizer,
     kind: ProblemType,
     spread: float,
-) -> tuple[list[dict[str, Any]], float]:
+) -> dict[str, Any]:
     """The reference's answers to the probes for the manifest, and how far later ones may be off."""
     texts = tokenizer.examples(_PROBES)
     token_ids = _encode(tokenizer, texts)
@@ -205,8 +201,8 @@ def _probes(
         else {"text": text, "probabilities": row.round(6).tolist()}
         for text, row in zip(texts, answers, strict=True)
     ]
-    margin = _PROBE_MARGIN * _factor(kind)
-    return probes, round(min(difference + margin, _max_distance(kind)), 3)
+    most = min(difference + _PROBE_MARGIN * _factor(kind), _max_distance(kind))
+    return {"probes": probes, "probe_tolerance": round(most, 3)}
 
 
 def _speed(comparison: Comparison) -> dict[str, Any]:
