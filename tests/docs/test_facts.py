@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from math import sqrt
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from learn.by_hand.collectives import all_to_all, gather, scatter
 from learn.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
@@ -44,22 +42,20 @@ def cells(name: str, first: str) -> list[str]:
 # The order of composition.
 
 
-@pytest.fixture
-def four_ranks() -> Iterator[DeviceMesh]:
-    """This process as one of two times two that send nothing."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dist.destroy_process_group()
-
-
-def test_pytorch_refuses_to_split_what_is_already_sharded_and_the_pages_say_so(four_ranks: DeviceMesh) -> None:
+def _split_what_is_sharded() -> str:
+    """What PyTorch says to it; on ranks of their own, because DTensor remembers every mesh of its process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layer = torch.nn.Linear(8, 8)
-    fully_shard(layer, mesh=four_ranks["dp"])
-
+    fully_shard(layer, mesh=mesh["dp"])
     with pytest.raises(ValueError, match="Cannot distribute a DTensor with device mesh") as refused:
-        parallelize_module(layer, four_ranks["tp"], ColwiseParallel())
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    return str(refused.value)
 
-    quoted = re.escape("ValueError: " + str(refused.value).partition(" with device mesh")[0])
+
+def test_pytorch_refuses_to_split_what_is_already_sharded_and_the_pages_say_so() -> None:
+    refused = run_on_ranks(4, _split_what_is_sharded)[0]
+
+    quoted = re.escape("ValueError: " + refused.partition(" with device mesh")[0])
     for name in (GUIDE, STRATEGIES):
         assert re.search(quoted, page(name))
         assert "right-looking" not in page(name)

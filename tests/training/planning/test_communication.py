@@ -1,16 +1,14 @@
 """Communication: the limits of the alpha-beta model, and what each strategy sends."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import log2
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore  # no public fake backend as of torch 2.13
 
+from tests.processes import run_on_ranks
 from tests.training.parallelism.small_models import small_batch, small_model
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.tensor_parallel import apply_tensor_parallel
@@ -94,12 +92,23 @@ def test_tensor_parallelism_reduces_twice_per_block_and_pass() -> None:
     assert found["all-reduce", "tp"].calls == 3 * (4 * LLAMA.layers + 2)
 
 
-@pytest.fixture
-def two_ranks() -> Iterator[DeviceMesh]:
-    """This process as one of two; the fake backend sends nothing."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+FAMILIES = {"llama": "llama-13b", "bert": "bert-large"}
+LAYOUTS = [
+    Layout("tp", tp=2, sequence_parallel=is_cut, activation_checkpointing=mode)
+    for is_cut in (False, True)
+    for mode in CHECKPOINTING_MODES
+]
+
+
+@pytest.fixture(scope="module")
+def calls_of_a_block() -> dict[tuple[str, Layout], dict[str, int]]:
+    """Of each family and layout; on two ranks of their own, because DTensor remembers the meshes of its process."""
+    return run_on_ranks(2, _all_calls)[0]
+
+
+def _all_calls() -> dict[tuple[str, Layout], dict[str, int]]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {(family, layout): _calls_of_a_block(family, layout, mesh) for family in FAMILIES for layout in LAYOUTS}
 
 
 def _calls_of_a_block(family: str, layout: Layout, mesh: DeviceMesh) -> dict[str, int]:
@@ -123,20 +132,17 @@ def _calls_of_a_block(family: str, layout: Layout, mesh: DeviceMesh) -> dict[str
     return {names[call]: count for call, count in counts.items()}
 
 
-@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("family", "name"), [("llama", "llama-13b"), ("bert", "bert-large")])
-@pytest.mark.filterwarnings("ignore:Full backward hook")  # of the counting
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.sequence_parallel}-{one.activation_checkpointing}")
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_calls_what_the_trainers_block_calls(
-    two_ranks: DeviceMesh, family: str, name: str, sequence_parallel: bool, mode: str
+    calls_of_a_block: dict[tuple[str, Layout], dict[str, int]], family: str, layout: Layout
 ) -> None:
-    layout = Layout("tp", tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=mode)
-    shape = replace(NAMED_SHAPES[name], num_labels=4)
+    shape = replace(NAMED_SHAPES[FAMILIES[family]], num_labels=4)
     one, two = (sent(replace(shape, layers=layers), layout) for layers in (1, 2))
 
     planned = {collective: two[collective, "tp"].calls - one[collective, "tp"].calls for collective, _ in two}
 
-    assert planned == _calls_of_a_block(family, layout, two_ranks)
+    assert planned == calls_of_a_block[family, layout]
 
 
 def test_each_micro_batch_gathers_and_scatters_and_replicas_are_summed_once() -> None:
