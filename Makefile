@@ -94,8 +94,8 @@ demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another 
 	$(BIN)/python deployment/demo_elastic.py
 
 # Three tests at a time on two cores, since many wait for processes. A worker that is done takes tests from the others.
-test: $(INSTALLED_DEV) ## Run the tests (6 to 9 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu"
+test: $(INSTALLED_DEV) ## Run the tests (7 to 12 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" --durations=20 --durations-min=8
 
 test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
 	$(call install,.[dev$(comma)docs$(comma)ray$(comma)deepspeed$(comma)wandb$(comma)mlflow$(comma)trackio])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.deployment.manifests import KUBERNETES, pod_templates
 from tests.inference.servers import free_port, serving, stand_in_server
 
@@ -35,6 +37,7 @@ def test_answers_are_counted_and_timed(model_folder: Path) -> None:
     assert 0 < summary["p50_ms"] <= summary["p95_ms"] <= summary["p99_ms"]
 
 
+@pytest.mark.slow
 def test_the_answers_of_each_server_and_the_connections_are_counted(model_folder: Path, tmp_path: Path) -> None:
     with stand_in_server(model_folder, tmp_path, 0, WORKERS="2", MAX_CONNECTION_AGE_S="0.2") as server:
         _, summary = _drive(server.address, CLIENTS="8", LOAD_SECONDS="2")

@@ -39,9 +39,8 @@ def run_script(path: Path, num_ranks: int, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.slow] if number else []) for number in range(len(SCRIPTS))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_a_script_of_the_guide_prints_on_real_ranks_what_stands_behind_it(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[number].code)

@@ -193,7 +193,10 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "
 @pytest.mark.parametrize(
     ("family", "config", "what"),
     [
-        ("Longformer", SIZES | LONGFORMER, "the onnx fp32 engine fails on a text of 3 tokens"),
+        pytest.param(
+            *("Longformer", SIZES | LONGFORMER, "the onnx fp32 engine fails on a text of 3 tokens"),
+            marks=pytest.mark.slow,
+        ),
         ("XLNet", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "answers a text differently in a batch"),
     ],
 )

@@ -13,7 +13,7 @@ from training.run.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "training" / "configs").glob("*.yaml"))
-IN_EVERY_RUN = {"laptop_cpu", "zero3"}
+IN_EVERY_RUN = {"laptop_cpu"}
 MOST_RANKS = 8
 
 # 57 training rows; what is for GPUs, or takes minutes, is off.

@@ -160,6 +160,7 @@ def test_dropout_is_refused_for_a_network_that_has_none(
     assert "--dropout 0.1: --model tiny has no dropout layers; leave it out" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_rough_copies_are_trained_on_and_named(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

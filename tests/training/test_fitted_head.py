@@ -87,6 +87,7 @@ def test_few_rows_are_fine_tuned_from_the_fitted_head_at_the_defaults(
     assert AutoConfig.from_pretrained(tmp_path / "model").num_hidden_layers == 5
 
 
+@pytest.mark.slow
 def test_the_written_model_answers_alike_in_plain_transformers_and_in_int8(
     encoder: Path, rows: Path, train_here: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

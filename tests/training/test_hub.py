@@ -294,6 +294,7 @@ def test_a_hub_that_is_overloaded_for_a_while_is_asked_again(
     assert json.loads(found)["label_names"] == AG_NEWS_LABELS
 
 
+@pytest.mark.slow
 def test_one_of_several_configurations_is_read_at_a_revision_by_the_names_of_its_splits(
     hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

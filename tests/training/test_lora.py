@@ -59,7 +59,7 @@ def on_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"strategy": "ddp"},
+        pytest.param({"strategy": "ddp"}, marks=pytest.mark.slow),
         {"strategy": "zero3"},
         pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "zero2"}, marks=pytest.mark.slow),
@@ -146,6 +146,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_never_stopped_from_checkpoin
     assert not [name for name in load_file(tmp_path / "whole" / "model.safetensors") if "lora" in name]
 
 
+@pytest.mark.slow
 def test_a_run_does_not_resume_with_other_frozen_weights(
     train_here: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

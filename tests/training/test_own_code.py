@@ -87,7 +87,8 @@ def test_calling_again_resumes_and_gives_the_same_result(folder: Path) -> None:
     assert again.metrics["test"] == first.metrics["test"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_two_ranks_train_an_own_network_as_one_does_by_the_documented_command(
     strategy: str, folder: Path, launch: Callable[..., Any], metrics_of: Callable[..., Any]
 ) -> None:

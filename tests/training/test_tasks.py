@@ -78,14 +78,9 @@ def _losses(metrics_of: Metrics, output: Path) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("task", "layout"),
-    [
-        pytest.param(task, layout, marks=() if (task, layout) == ("multi_label", "ddp") else pytest.mark.slow)
-        for task in TASKS
-        for layout in ("ddp", *LAYOUTS)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", *LAYOUTS])
+@pytest.mark.parametrize("task", TASKS)
 def test_every_layout_trains_a_task_as_one_process_does(
     task: str,
     layout: str,

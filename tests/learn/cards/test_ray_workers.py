@@ -65,6 +65,7 @@ def _results(run: subprocess.CompletedProcess[str], folder: Path) -> tuple[str, 
     return evaluated[1], json.loads((folder / "iris" / "forward" / "rank_1" / "outputs.json").read_text())
 
 
+@pytest.mark.slow
 def test_without_ray_one_line_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('stands for no Ray')")
     run = _run(*CARDS, "--cluster", "auto", "--output", tmp_path / "out", PYTHONPATH=str(tmp_path))

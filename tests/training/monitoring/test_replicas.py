@@ -61,7 +61,10 @@ def _named(fields: dict[str, Any], name: str, odd: int) -> tuple[str, str]:
             *(3, {"strategy": "zero1"}, NORM, 2, "on rank 2 is not that of ranks 0 and 1"), marks=pytest.mark.slow
         ),
         # Ranks 1 and 3 hold the second halves.
-        (4, {"strategy": "zero3", "dp_shard": 2}, EMBEDDINGS, 3, "is not the same on ranks 1 and 3"),
+        pytest.param(
+            *(4, {"strategy": "zero3", "dp_shard": 2}, EMBEDDINGS, 3, "is not the same on ranks 1 and 3"),
+            marks=pytest.mark.slow,
+        ),
         (2, {"strategy": "tp"}, NORM, 0, "is not the same on ranks 0 and 1"),
         # Copies of stages: ranks 0 and 1 the first, 2 and 3 the second, which has the second block's end.
         pytest.param(

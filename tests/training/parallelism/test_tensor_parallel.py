@@ -128,6 +128,7 @@ def _train_as_on_gpus() -> tuple[list[Any], int]:
     return found, torch.initial_seed()
 
 
+@pytest.mark.slow
 def test_on_gpus_ranks_drop_the_values_of_one_process_except_in_attention(
     run_on_ranks: Callable[..., list[Any]],
 ) -> None:

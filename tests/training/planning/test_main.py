@@ -234,6 +234,7 @@ def largest() -> list[LargestAnswer]:
     return ask_for_largest(flags_of("largest"))
 
 
+@pytest.mark.slow
 def test_the_largest_model_fits_and_one_of_a_layer_more_does_not(largest: list[LargestAnswer]) -> None:
     for family in largest:
         for one in family.found:

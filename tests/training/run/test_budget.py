@@ -137,6 +137,7 @@ def test_a_run_ends_with_a_rate_near_zero_and_goes_on_with_more_time(
     assert 0 < spent[0] < 5 < spent[1] < 8
 
 
+@pytest.mark.slow
 def test_the_documented_command_trains(
     train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, just_started: None, metrics_of: Metrics
 ) -> None:
