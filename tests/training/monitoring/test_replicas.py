@@ -68,7 +68,7 @@ def _named(fields: dict[str, Any], name: str, odd: int) -> tuple[str, str]:
         (2, {"strategy": "tp"}, NORM, 0, "is not the same on ranks 0 and 1"),
         # Copies of stages: ranks 0 and 1 the first, 2 and 3 the second, which has the second block's end.
         pytest.param(
-            *(4, {"strategy": "pp", "gradient_accumulation": 4}, EMBEDDINGS, 0),
+            *(4, {"strategy": "pp", "pp": 2, "gradient_accumulation": 4}, EMBEDDINGS, 0),
             *("is not the same on ranks 0 and 1",),
             marks=pytest.mark.slow,
         ),
