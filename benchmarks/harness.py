@@ -228,8 +228,8 @@ def write_page(path: Path, text: str, results: Any = None, figure: bytes | None 
     """Write a page, and next to it its results as JSON and its figure as PNG."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Each file is replaced as a whole: who reads while a long measurement goes on, or after it
-        # was killed, finds the last complete page.
+        # Each file is replaced as a whole, so that a reader finds the last complete page while a long
+        # measurement is running, and after one that was killed.
         write_whole(path, text.encode())
         if results is not None:
             plain = json.loads(json.dumps(results))  # tuples become lists, as in the file

@@ -106,7 +106,7 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
 def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str, float]:
     """Bytes on this rank: of weights, gradients and moments, counted; and the peak of a step.
 
-    The third, since DDP orders its buckets anew in the second. The peak: the tensors that are alive
+    The third, since DDP rebuilds its buckets in the second. The peak: the tensors that are alive
     when the optimizer begins, and from there back and forth by what PyTorch's allocator gave out
     and took back, as the profiler saw it.
     """
@@ -124,7 +124,7 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
             # are gone: a known point from which the profiler's changes can be counted.
             at_update["alive"] = _alive()
 
-    # Moments are allocated in the first step, and DDP orders its buckets anew in the second. Both
+    # Moments are allocated in the first step, and DDP rebuilds its buckets in the second. Both
     # would be in the peak.
     for step in (1, 2):
         optimizer_step(strategy, batches, step, 1e-4)
@@ -166,7 +166,7 @@ def measure_seconds(
         began = time.perf_counter()
         optimizer_step(strategy, batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
-    # The first two allocate gradients and moments, and let DDP order its buckets anew.
+    # The first two allocate gradients and moments, and let DDP rebuild its buckets.
     after = measure_rates(ranks)
     return {"seconds": median(seconds[2:])} | {
         name: (before[name] + after[name]) / 2 for name in before

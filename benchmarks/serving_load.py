@@ -36,7 +36,7 @@ def main() -> None:
     workload = read_workload(options.model, options.texts)
     run = new_run(options, workload)
     sections = harness.read_results(options.output.with_suffix(".json"))
-    # The library stays until the last round, because each server loads it anew when it starts.
+    # The library stays until the last round, because each server loads it when it starts.
     with tempfile.TemporaryDirectory(prefix="hide-") as folder:
         preload = ""
         if options.avx2_only:

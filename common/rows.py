@@ -1045,14 +1045,21 @@ def _files_to_measure(path: Path) -> tuple[list[Path], list[Path]]:
     return files, [] if files == training else training
 
 
-def _target(where: str, cell: Any, class_of: dict[str, int], problem_type: ProblemType) -> Target:
+@contextlib.contextmanager
+def _naming_the_row(where: str) -> Iterator[None]:
+    """Say in one line what is wrong with the label of a row to measure, which is never left out."""
     try:
-        label = problem_type.read_label(cell, class_of)
+        yield
     except UnknownLabel as error:
         what = str(error).replace("the training labels", "the model's labels")
         raise UserError(f"{where}: {what}", code="label-unknown") from error
     except UnusableRow as error:
         raise UserError(f"{where}: {error}", code="row-unusable") from error
+
+
+def _target(where: str, cell: Any, class_of: dict[str, int], problem_type: ProblemType) -> Target:
+    with _naming_the_row(where):
+        label = problem_type.read_label(cell, class_of)
     if isinstance(label, float):
         return label
     return class_of[label] if isinstance(label, str) else tuple(class_of[name] for name in label)
@@ -1125,4 +1132,6 @@ def _rows_of_model(
         if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")
         if all(part.strip() for part in parts):
-            yield where, text, reading.label_of(label)
+            with _naming_the_row(where):
+                label = reading.label_of(label)
+            yield where, text, label

@@ -17,8 +17,8 @@ TRAIN = Path(__file__).resolve().parents[1] / "training" / "train_ddp.py"
 # How long the others wait for one machine more, and how soon one that says nothing counts as lost:
 # seconds.
 RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
-# The launchers' own store is kept from the ranks: PyTorch 2.13 would wait in it for ever where a
-# machine joins anew.
+# The launchers' own store is kept from the ranks: PyTorch 2.13 would wait in it forever if a
+# machine joins again.
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "GLOO_SOCKET_IFNAME": "lo",

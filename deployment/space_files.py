@@ -81,7 +81,7 @@ def static_files(model: Path) -> Files:
     }
     files[_PAGE] = _static_page()
     # The service worker serves what it has kept until its own bytes change, so the version is a
-    # hash of the page: whatever changes in it, visitors get all of it anew, never a mixture.
+    # hash of the page: if anything in it changes, visitors get all files again, never a mixture.
     content = b"".join(content_of(source) for source in files.values())
     version = hashlib.sha256(content).hexdigest()[:16]
     # Each browser loads one of the kernels, and keeps that one when it has.

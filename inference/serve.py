@@ -125,7 +125,7 @@ def _load_from_now_on(settings: Settings) -> LoadModel:
             first.set_exception(error)
 
     # The application's first load gets this model, or the reason why there is none; a reload loads
-    # anew.
+    # it from the disk.
     threading.Thread(target=load, daemon=True).start()
     waiting = [first]
 

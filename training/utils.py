@@ -1,4 +1,4 @@
-"""What a training script of one's own needs of the small things, under one short name."""
+"""Small helpers for a training script of your own, under one short name."""
 
 from training.distributed.ranks import seed_everything
 from training.monitoring.records import format_time

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.problem_types import MULTI_LABEL
 from common.rows import SAMPLE_NEWS, Columns, find_rows, read_labelled_rows
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -109,3 +110,13 @@ def test_bytes_that_are_no_text_and_nothing_at_all_are_refused(tmp_path: Path) -
         read_labelled_rows(tmp_path / "none", LABELS)
     with pytest.raises(UserError, match=r"holds no test\.csv"):
         read_labelled_rows(Path(os.devnull).parent, LABELS)
+
+
+def test_a_column_of_a_label_that_holds_neither_0_nor_1_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,sun,rain\nhello,1,0\nfine,2,0\n")
+
+    with pytest.raises(UserError, match=r"rows\.csv line 3: '2' in the column sun must be 0 or 1") as refused:
+        read_labelled_rows(path, ["sun", "rain"], columns=Columns("text", "sun,rain"), problem_type=MULTI_LABEL)
+
+    assert refused.value.code == "row-unusable"

@@ -67,7 +67,7 @@ def _mean_errors(
     errors: list[list[float]] = []
     folds = FOLDS if len(targets) <= ROWS_TESTED else 1
     for _ in range(min(MOST_ROUNDS, max(1, ROWS_TESTED // len(targets)))):
-        # Each round deals the rows into folds anew: the errors of few rows vary much.
+        # Each round splits the rows into other folds: the errors of few rows vary much.
         order = generator.permutation(len(targets))
         for fold in range(folds):
             held_out = order[fold::FOLDS]

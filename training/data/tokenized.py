@@ -423,7 +423,7 @@ def write_tokens(
             about["width"][split] = texts.width
             found = {"ids": tokens.ids, "offsets": tokens.offsets, "labels": rows.labels}
             if blocks:
-                # Rows are cut anew at the edges of blocks, whatever the texts were.
+                # Rows are cut again at the edges of blocks, whatever the texts were.
                 edges = blocks.offsets(tokens.ids.shape[0])
                 found["offsets"] = edges
                 found["labels"] = np.zeros(len(edges) - 1, rows.labels.dtype)

@@ -44,7 +44,7 @@ class Phases:
 
     def elapsed(self, reader: str) -> dict[str, float]:
         """Seconds in each phase since ``reader`` last asked; for the main thread."""
-        # Entering the phase anew books what it has taken so far; its own clock starts over.
+        # Entering the phase again records what it has taken so far; its own clock starts over.
         self._enter(self.now)
         before, self._last_read[reader] = self._last_read.get(reader, {}), dict(self._seconds)
         return {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds.items()}
