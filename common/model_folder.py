@@ -45,6 +45,8 @@ WEIGHTS_FILE = "model.safetensors"
 # Some models have their weights in this file of PyTorch instead.
 OLD_WEIGHTS_FILE = "pytorch_model.bin"
 METRICS_FILE = "metrics.json"
+# Hashes of what training has read; it stays in the model folder.
+SEEN_TEXTS_FILE = "seen_texts.bin"
 # What training writes there.
 METRICS_KEYS = {
     *("task", "dataset", "text_column", "label_column", "pair_column", "dataset_config"),

@@ -177,6 +177,14 @@ def texts_in(text: Text) -> tuple[str, ...]:
     return (text,) if isinstance(text, str) else text
 
 
+def folded(text: Text) -> Text:
+    """What all texts have in common that count as equal: they differ only in case and white space."""
+    if isinstance(text, str):
+        return " ".join(text.casefold().split())
+    first, second = text
+    return " ".join(first.casefold().split()), " ".join(second.casefold().split())
+
+
 def in_one_line(text: Text) -> str:
     """A text as people are shown it; of a pair both, one after the other."""
     return " | ".join(texts_in(text))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from common.text import Text, texts_in
+from common.text import Text, folded, texts_in
 from training.data.dataset import TextData, row_numbers
 from training.data.stored_texts import JoinedTexts
 
@@ -179,14 +179,6 @@ class Repeats:
             if not self.are_equal(rows[i], found[i]):
                 found[i] = -1
         return found
-
-
-def folded(text: Text) -> Text:
-    """What equal texts have in common."""
-    if isinstance(text, str):
-        return " ".join(text.casefold().split())
-    first, second = text
-    return " ".join(first.casefold().split()), " ".join(second.casefold().split())
 
 
 def _shingles_of(texts: JoinedTexts) -> tuple[Shingles, Shingles | None]:

@@ -14,10 +14,9 @@ from common.escaping import some_of
 from common.model_folder import SavedModel, read_saved_model
 from common.problem_types import SINGLE_LABEL
 from common.rows import Columns
-from common.text import counted
+from common.text import counted, folded
 from training.config import Selection, TrainConfig
 from training.data.dataset import LoadOptions, Rows, TextData, load_data
-from training.data.duplicates import folded
 from training.data.stored_texts import JoinedTexts
 
 # Rows of the earlier data that are read again: enough to hold what is known, and read in seconds.
