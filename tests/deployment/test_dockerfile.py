@@ -21,6 +21,7 @@ INTRUDERS = (
     "checkpoints/news/README.md",
     "checkpoints/news/model.safetensors",
     "checkpoints/news/openvino/model.bin",
+    "checkpoints/news/seen_texts.bin",
     "inference/__pycache__/app.cpython-311.pyc",
     "inference/engines/native/_kernels.cpython-311-x86_64-linux-gnu.so",
     "tests/conftest.py",

@@ -32,10 +32,11 @@ from transformers import (
 
 from common.errors import UserError
 from common.model_folder import read_saved_model
+from common.seen_texts import SeenTexts
 from common.text import TextTokenizer
 from inference.engines.model_loader import ModelLoader
 from inference.http.schemas import ModelResponse
-from training.checkpointing.export import check_output, write_model
+from training.checkpointing.export import FinishedModel, check_output, write_model
 from training.data.dataset import AG_NEWS_LABELS, load_data
 from training.data.tokenized import load_tokenizer
 from training.model.classifier import NewsClassifier
@@ -49,6 +50,7 @@ FOLDER_FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
     "metrics.json",
+    "seen_texts.bin",
     "README.md",
 }
 
@@ -78,8 +80,11 @@ def write_tiny(
         "test": figures,
         "validation": figures,
     }
-    settings = {"text_cleaning": cleaning}
-    write_model(model.network.config, model.state_dict(), tokenizer, metrics, folder, settings)
+    settings, seen = {"text_cleaning": cleaning}, SeenTexts.of(["Oil prices rise"])
+    finished = FinishedModel(
+        model.network.config, model.state_dict(), tokenizer, metrics, settings, Classification, seen
+    )
+    write_model(finished, folder)
     return model.eval()
 
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from common.errors import ModelLoadError, UserError
 from common.model_folder import read_saved_model
+from common.seen_texts import SeenTexts
 from tests.deployment.documented import REPOSITORY, documented
 from training.data.tokenized import Blocks, load_tokenizer
 from training.model.classifier import NewsClassifier, try_unknown_family
@@ -168,6 +169,11 @@ def test_an_adapted_encoder_can_be_trained_to_classify(
 def test_a_server_refuses_a_language_model_in_one_line(task: str, alone: dict[str, Path]) -> None:
     with pytest.raises(ModelLoadError, match="a language model, which does not label texts"):
         read_saved_model(alone[task])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_language_model_keeps_no_hashes_of_its_texts(task: str, alone: dict[str, Path]) -> None:
+    assert SeenTexts.read(alone[task]) is None
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from common.errors import UserError
+from common.errors import ModelLoadError, UserError
+from common.model_folder import SEEN_TEXTS_FILE
+from common.seen_texts import SeenTexts
 from tests.processes import save_blank
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, load_data
@@ -191,6 +194,40 @@ def test_an_earlier_model_learns_a_new_label_and_the_run_says_what_the_old_ones_
     assert "which knows storm, sun" in shown  # a label that is misspelt would be a new one
     assert "Its old labels" in shown
     assert "right before" in shown
+
+
+def test_a_model_has_seen_its_training_and_validation_texts_and_those_without_a_label_but_no_test_text(
+    teacher: Path, unlabelled: Path, run: Train, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "rows" / "train.csv", 8, "storm", "sun", first=100)
+    write_rows(tmp_path / "rows" / "validation.csv", 4, "storm", "sun", first=200)
+    write_rows(tmp_path / "rows" / "test.csv", 4, "storm", "sun", first=300)
+    run(tmp_path / "model", dataset=str(tmp_path / "rows"), unlabelled=unlabelled, model=teacher, method="head")
+
+    seen = SeenTexts.read(tmp_path / "model")
+    read = [*texts("storm", 8, 100), *texts("sun", 4, 200), *texts("sun", 40)]
+    assert seen.which_seen(read).all()
+    assert seen.which_seen([text.upper() for text in read]).all()
+    assert not seen.which_seen(texts("storm", 4, 300)).any()
+    assert len(seen.hashes) == 16 + 8 + 80
+
+
+def test_a_model_that_began_as_another_has_seen_its_texts_too(earlier: Path, run: Train, tmp_path: Path) -> None:
+    new = write_rows(tmp_path / "new.csv", 20, "storm", "sun", first=500)
+    run(tmp_path / "model", dataset=str(new), model=earlier / "model", method="head", max_length=32)
+
+    seen = SeenTexts.read(tmp_path / "model")
+    assert seen.which_seen(texts("storm", 40)).all()
+    assert not seen.which_seen(texts("storm", 20, 300)).any()  # its test rows
+    assert seen.which_seen(texts("storm", 20, 500)).sum() == 18  # the others are test rows
+
+
+def test_a_damaged_list_of_seen_texts_is_found_before_the_run_trains(earlier: Path, run: Train, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(earlier / "model", tmp_path / "damaged"))
+    (model / SEEN_TEXTS_FILE).write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=r"damaged/seen_texts\.bin: is not a list of seen texts; copy"):
+        run(tmp_path / "model", dataset=str(earlier / "rows"), model=model)
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.slow

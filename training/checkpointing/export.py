@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,14 @@ from common.files import (
     writing_folder,
     writing_whole,
 )
-from common.model_folder import CLEANING_KEY, PRECISIONS, WEIGHTS_FILE, read_tokenizer
+from common.model_folder import (
+    CLEANING_KEY,
+    METRICS_FILE,
+    PRECISIONS,
+    WEIGHTS_FILE,
+    read_tokenizer,
+)
+from common.seen_texts import SeenTexts
 from training.distributed.ranks import Ranks
 from training.model.pooling import POOLER, POOLING_KEY
 from training.publishing.model_card import model_card
@@ -39,7 +47,7 @@ _OF_A_MODEL = re.compile(
     r"README\.md"
     r"|(config|generation_config|metrics|added_tokens|special_tokens_map)\.json"
     r"|(tokenizer|tokenizer_config|vocab)\.json|vocab\.txt|merges\.txt|chat_template\.jinja"
-    r"|[\w.-]+\.model|model[\w-]*\.safetensors(\.index\.json)?"
+    r"|[\w.-]+\.model|seen_texts\.bin|model[\w-]*\.safetensors(\.index\.json)?"
 )
 
 
@@ -106,20 +114,28 @@ def check_shared(model_folder: Path, ranks: Ranks) -> None:
         ranks.run_on_all_ranks(lambda: look(probe))
 
 
-def write_model(
-    architecture: PreTrainedConfig,
-    weights: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    metrics: dict[str, Any],
-    model_folder: Path,
-    settings: Mapping[str, Any],
-    task: type[Task] = Classification,
-) -> None:
+@dataclass(frozen=True)
+class FinishedModel:
+    """A trained model and what its folder tells about it.
+
+    ``weights``: the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``. ``settings``
+    go into config.json, so that serving cleans and answers texts as training did. ``seen``: None
+    for a language model, which is no classifier to be calibrated.
+    """
+
+    architecture: PreTrainedConfig
+    weights: Mapping[str, torch.Tensor]
+    tokenizer: PreTrainedTokenizerBase
+    metrics: dict[str, Any]
+    settings: Mapping[str, Any]
+    task: type[Task] = Classification
+    seen: SeenTexts | None = None
+
+
+def write_model(model: FinishedModel, model_folder: Path) -> None:
     """Write the model folder and, beside it, the same model as one ``.pt`` file.
 
     Each is complete or absent. The file is for serving, so a model without labels has none.
-    ``weights`` is the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``.
-    ``settings`` go into config.json, so that serving cleans and answers texts as training did.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -128,30 +144,30 @@ def write_model(
     # Renamed last, with the .pt file already there: a reader sees the old model or the new one.
     with writing_folder(model_folder) as aside:
         with _system_errors():
-            _write_network(architecture, weights, settings, task, aside)
-            tokenizer.save_pretrained(aside)
-        write_json(aside / "metrics.json", metrics)
+            _write_network(model, aside)
+            model.tokenizer.save_pretrained(aside)
+        write_json(aside / METRICS_FILE, model.metrics)
         (aside / "README.md").write_text(
-            model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8"
+            model_card(model.metrics, model_folder.name, model.settings[CLEANING_KEY]),
+            encoding="utf-8",
         )
-        if task.has_labels:
-            one_file = _one_file(architecture, weights, metrics, aside)
+        if model.seen:
+            model.seen.write(aside)
+        if model.task.has_labels:
+            one_file = _one_file(model, aside)
             beside = model_folder.with_name(f"{model_folder.name}.pt")
             with writing_whole(beside) as file, _system_errors():
                 torch.save(one_file, file)
 
 
-def _write_network(
-    architecture: PreTrainedConfig,
-    weights: Mapping[str, torch.Tensor],
-    settings: Mapping[str, Any],
-    task: type[Task],
-    folder: Path,
-) -> None:
+def _write_network(model: FinishedModel, folder: Path) -> None:
     """Write config.json and the weights, under the names that transformers reads."""
-    whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
+    architecture, task = model.architecture, model.task
+    whole = {
+        name.removeprefix("network."): tensor.contiguous() for name, tensor in model.weights.items()
+    }
     if hasattr(architecture, "own_network"):
-        architecture.update(settings)
+        architecture.update(model.settings)
         architecture.save_pretrained(folder)
         save_file(whole, folder / WEIGHTS_FILE)
         return
@@ -161,7 +177,7 @@ def _write_network(
         network = getattr(transformers, task.auto_class).from_config(
             architecture, dtype=torch.float32
         )
-    network.config.update(settings)
+    network.config.update(model.settings)
     if not task.keeps_head:
         network.config.num_labels = DEFAULT_LABELS
     network.save_pretrained(folder, state_dict=whole)
@@ -172,17 +188,13 @@ def _write_network(
         write_json(folder / "config.json", about)
 
 
-def _one_file(
-    architecture: PreTrainedConfig,
-    weights: dict[str, torch.Tensor],
-    metrics: Mapping[str, Any],
-    folder: Path,
-) -> dict[str, Any]:
+def _one_file(model: FinishedModel, folder: Path) -> dict[str, Any]:
     """What the .pt file holds, complete in itself: architecture and tokenizer are JSON in it."""
+    architecture, metrics = model.architecture, model.metrics
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
     return {
         "epoch": metrics["best_epoch"],
-        "model_state_dict": weights,
+        "model_state_dict": model.weights,
         "loss": metrics["test"].get("loss"),  # of a model without test rows
         "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
         "config": {

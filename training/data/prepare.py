@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from torch import nn
 from common.errors import UserError, first_line
 from common.escaping import some_of
 from common.files import write_json
+from common.seen_texts import SeenTexts
 from common.text import PAIR_KEY, TextTokenizer
 from common.tokenizer_files import SETTINGS_FILE, combined
 from common.windows import WINDOWS_KEY, Windows
-from training.config import STARTER, STARTER_FOLDER, TrainConfig
+from training.config import STARTER, STARTER_FOLDER, TrainConfig, model_place
 from training.data.dataset import (
     SAMPLE,
     LoadOptions,
@@ -37,6 +39,7 @@ from training.data.hub_access import cache_is_shared, download_once, hub_may_hav
 from training.data.kept import read_known, remembered, writing_to
 from training.data.report import lines_of, measure_run
 from training.data.source_cache import repeats_file, source_file
+from training.data.stored_texts import ChosenTexts
 from training.data.teacher import TeacherAnswers, ask_teachers
 from training.data.teacher_vectors import (
     VectorTeacher,
@@ -105,6 +108,7 @@ class PreparedData:
     between the texts of a pair; None if there are no pairs. ``vocabulary``: of a language model.
     ``texts`` and ``tokenizer`` are only on the first rank of each machine. ``teacher``: its answers
     to the training rows, with ``--distill``. ``figures``: of the data report, on the first rank.
+    ``seen_before``: by the model that training begins with, on rank 0; None if it does not say so.
     """
 
     tokens: TokenizedData
@@ -117,6 +121,7 @@ class PreparedData:
     vocabulary: Vocabulary | None
     teacher: TeacherAnswers | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
+    seen_before: SeenTexts | None = None
 
     @property
     def validation_rows(self) -> TokenizedRows:
@@ -144,6 +149,18 @@ class PreparedData:
     @property
     def num_unlabelled(self) -> int:
         return len(self.train_index) - len(self.labelled_index)
+
+    def seen_texts(self) -> SeenTexts:
+        """The texts that have shaped the model: of the training rows, without a label (also those
+        that only the head has read), of the validation rows, which chose the best epoch, and those
+        seen before. On rank 0, and not of a language model, whose rows are blocks.
+        """
+        train, tokens = self.texts.train, self.tokens
+        unlabelled = np.arange(tokens.num_labelled, len(tokens.train))
+        read = [ChosenTexts(train.texts, rows) for rows in (self.labelled_index, unlabelled)]
+        validation = (self.texts.validation or train).texts
+        read.append(ChosenTexts(validation, self.validation_index))
+        return SeenTexts.of(chain.from_iterable(read), self.seen_before)
 
 
 def settle_model(
@@ -200,6 +217,8 @@ def prepare_data(
         UserError: the data or the tokenizer cannot be found or do not fit each other, or there are
             too few rows.
     """
+    # Read now: at the end of the run, a damaged file would cost the time of training.
+    seen_before = ranks.run_on_all_ranks(lambda: _seen_before(config) if ranks.is_first else None)
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
     find = partial(_find, config, ranks, say, for_own_network=bool(own.network))
@@ -248,7 +267,13 @@ def prepare_data(
         vocabulary=found.vocabulary,
         teacher=teacher,
         figures=figures,
+        seen_before=seen_before,
     )
+
+
+def _seen_before(config: TrainConfig) -> SeenTexts | None:
+    # Its weights are random, even beside a folder that is named tiny.
+    return None if config.model == TINY else SeenTexts.read(Path(model_place(config.model)))
 
 
 def _find(

@@ -18,7 +18,7 @@ from common.errors import TrainingFailure, UserError, first_line
 from common.files import write_csv
 from common.model_folder import CLEANING_KEY
 from common.text import counted, in_one_line
-from training.checkpointing import write_model
+from training.checkpointing import FinishedModel, write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.config import TrainConfig
 from training.data.earlier import read_earlier, sources_of
@@ -121,15 +121,16 @@ def _write(context: RunContext, result: _Result, weights: dict[str, torch.Tensor
     """Write the model, the answers and the report; returns the report's path."""
     config, task, metrics = context.config, context.strategy.task, _metrics(context, result)
     try:
-        write_model(
+        finished = FinishedModel(
             context.model_config,
             _finished(weights, context.strategy),
             context.data.tokenizer,
             metrics,
-            config.output_dir,
             {CLEANING_KEY: config.clean, **task.settings(result.best.validation)},
             type(task),
+            None if config.is_language_model else context.data.seen_texts(),
         )
+        write_model(finished, config.output_dir)
         if task.has_labels:
             _write_predictions(context, result.answers)
         doubted = _doubted_texts(context)

@@ -17,7 +17,7 @@ from tests.processes import here
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_models import LABELS, small_batch, small_config, small_model
 from tests.training.parallelism.small_runs import take_steps
-from training.checkpointing import write_model
+from training.checkpointing import FinishedModel, write_model
 from training.config import TrainConfig
 from training.distributed.ranks import Ranks
 from training.parallelism.registry import STRATEGIES
@@ -129,7 +129,7 @@ def _assert_written_whole(case: Case, weights: dict[str, torch.Tensor]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "model"
         config = small_config(case.family, DROPOUT[case.family] if case.dropout else 0.0, case.layers)
-        write_model(config, weights, tokenizer, metrics, target, {"text_cleaning": "news"})
+        write_model(FinishedModel(config, weights, tokenizer, metrics, {"text_cleaning": "news"}), target)
         read = AutoModelForSequenceClassification.from_pretrained(target).state_dict()
     assert {f"network.{name}" for name in read} == weights.keys()
     for name, tensor in read.items():

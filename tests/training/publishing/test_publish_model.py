@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.model_folder import verified_manifest
+from common.model_folder import SEEN_TEXTS_FILE, verified_manifest
+from common.seen_texts import SeenTexts
 from inference import export
 from inference.engines.model_loader import ModelLoader
 from tests.deployment.card_rules import card_errors, front_matter
@@ -133,6 +134,12 @@ def test_what_people_keep_beside_a_model_is_not_published(model: Path) -> None:
         (model / name).write_text("mine")
 
     assert not {"notes.txt", "scores.json", ".env", "onnx/old.onnx"} & model_files(model).keys()
+
+
+def test_nobody_who_gets_a_published_model_can_test_whether_a_text_was_trained_on(model: Path) -> None:
+    SeenTexts.of(["Oil prices rise"]).write(model)
+
+    assert not [name for name in model_files(model) if SEEN_TEXTS_FILE in name]
 
 
 def test_files_that_no_longer_belong_go_in_the_same_commit(hub: Hub, model: Path, tmp_path: Path) -> None:
