@@ -121,6 +121,19 @@ def render(
     return fields
 
 
+def require_named(parts: Parts, name: str | None) -> Served:
+    """What is served, if it has this name, or if no name is asked for.
+
+    Raises:
+        ModelUnavailableError: nothing is served.
+        HTTPException: 404, it has another name.
+    """
+    served = parts.served_model.require()
+    if name not in (None, served.name):
+        raise HTTPException(404, f"no model of this name; {served.name} is served")
+    return served
+
+
 def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:
     """Refuse single texts for a model that reads pairs, and the other way round."""
     reads_pairs = served.model.reads_pairs

@@ -19,7 +19,7 @@ from inference.batching.served_model import Served
 from inference.engines.answering import Answering
 from inference.errors import RefusedTextError
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify, decide, refuse_many
+from inference.http.routes.answers import classify, decide, refuse_many, require_named
 from inference.http.routes.json_route import JsonRoute, parse_json, read_body
 from inference.http.routes.open_inference_schemas import (
     BINARY_HEADER,
@@ -245,9 +245,7 @@ def _with_binary(response: dict[str, Any], names: Sequence[str]) -> Response:
 
 
 def _served(parts: Parts, name: str, version: str | None = None) -> Served:
-    served = parts.served_model.require()
-    if name != served.name:
-        raise HTTPException(404, f"no model of this name; {served.name} is served")
+    served = require_named(parts, name)
     revision = served.model.info["revision"]
     if version not in (None, revision):
         raise HTTPException(404, f"no such version of the model; {revision} is served")
