@@ -24,7 +24,15 @@ from inference.http.error_responses import add_error_handlers
 from inference.http.lifecycle import server_of_process
 from inference.http.request_gate import RequestGate
 from inference.http.request_log import configure_logging
-from inference.http.routes import explain, hub, open_inference, operations, pages, predict
+from inference.http.routes import (
+    explain,
+    gateways,
+    hub,
+    open_inference,
+    operations,
+    pages,
+    predict,
+)
 from inference.http.routes.json_route import JsonRoute, ShortCut
 from inference.http.server_parts import Parts
 from inference.http.telemetry import TraceMiddleware, Tracing
@@ -34,7 +42,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, open_inference, operations, pages)
+_GROUPS = (predict, explain, hub, gateways, open_inference, operations, pages)
 
 
 @asynccontextmanager

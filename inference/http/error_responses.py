@@ -31,6 +31,9 @@ from inference.http.schemas import ErrorResponse
 RETRY_AFTER_SECONDS = 5
 # The Open Inference Protocol prescribes {"error": "message"} on its paths.
 _PROTOCOL_PREFIX = "/v2"
+# Clients of vLLM and lemonade read OpenAI's error there, whose code is the status, and expect 400
+# of every body that cannot be answered.
+_GATEWAY_PATHS = frozenset(("/classify", "/v1/classify"))
 _MAX_PLACE_CHARS = 80
 
 # What classifying may raise.
@@ -103,8 +106,12 @@ def error_response(
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     detail: Any = error_detail(code, message, context.request_id)
-    if route_path(scope).startswith(_PROTOCOL_PREFIX):
+    path = route_path(scope)
+    if path.startswith(_PROTOCOL_PREFIX):
         detail = detail["message"]
+    elif path in _GATEWAY_PATHS:
+        status = 400 if status == 422 else status
+        detail |= {"type": code, "param": None, "code": status}
     return Response(to_json({"error": detail}), status, headers, media_type="application/json")
 
 

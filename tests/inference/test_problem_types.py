@@ -128,6 +128,20 @@ def test_the_hub_face_gives_the_scores_of_a_transformers_pipeline(
             assert named == pytest.approx({one["label"]: one["score"] for one in scores}, rel=1e-5, abs=1e-5)
 
 
+def test_a_gateway_gets_what_its_format_has_a_place_for(clients: dict[str, httpx.Client]) -> None:
+    bodies = [("/classify", name) for name in ("input", "inputs", "text")] + [("/v1/classify", "input")]
+    for kind in KINDS:
+        expected = clients[kind].post("/predict", json={"text": TEXTS[0]}).json()
+        for path, name in bodies:
+            answer = clients[kind].post(path, json={name: TEXTS[0]})
+            if kind == "multi_label" and (path, name) in bodies[2:]:
+                assert answer.json()["labels"] == pytest.approx(expected["probabilities"])
+                continue
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "wrong_kind_of_model")
+            assert f"do not fit the format of {name}" in error["message"]
+
+
 def test_top_k_names_fewer_probabilities_and_takes_no_label_away(clients: dict[str, httpx.Client]) -> None:
     for text in TEXTS:
         whole, short = (

@@ -34,7 +34,12 @@ _LARGEST_SECOND_PARSE_BYTES = 4 * 2**20
 # No integer of a request has this many digits, and parsing one takes time with the square of them.
 _MOST_DIGITS = 300
 # Where a field belongs that was sent to the wrong route.
-_PATHS = {"texts": "/predict/batch", "text": "/predict", "inputs": "/hub"}
+_PATHS = {
+    "texts": "/predict/batch",
+    "text": "/predict",
+    "inputs": "/hub",
+    "input": "/classify",
+}
 # Items between two chances for other tasks on the event loop.
 _LONGEST_HOLD_S = 0.005
 

@@ -70,6 +70,8 @@ _BODIES = {
     "unknown keys to explain": ("/explain", lambda n: _with_keys('{"text":"Goal!",', "}", n)),
     "numbers for the hub": ("/hub", lambda n: _filled('{"inputs":[', "1", "]}", n)),
     "options of the hub": ("/hub", lambda n: _with_keys('{"inputs":"Goal!","options":{', "}}", n)),
+    "numbers for a gateway": ("/classify", lambda n: _filled('{"input":[', "1", "]}", n)),
+    "unknown keys of a gateway": ("/v1/classify", lambda n: _with_keys('{"input":"Goal!",', "}", n)),
     "numbers for a tensor": (_V2, lambda n: _filled(_tensor('"data":['), "1", "]}]}", n)),
     "lists for a tensor": (_V2, lambda n: _filled(_tensor('"data":['), "[]", "]}]}", n)),
     "parameters": (_V2, lambda n: _filled('{"parameters":{"a":[', "[]", "]}}", n)),

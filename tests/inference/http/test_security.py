@@ -157,6 +157,7 @@ def test_a_client_over_its_rate_is_refused_until_its_bucket_fills_again(model_fo
     [
         ("/predict/batch", {"texts": ["oil"] * 64}, 25),  # of a bucket of 4, at 2 per second
         ("/hub", {"inputs": ["oil"] * 64}, 25),
+        ("/classify", {"input": ["oil"] * 64}, 25),
         (
             "/v2/models/tiny/infer",
             {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [64], "data": ["oil"] * 64}]},
