@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
 _TRAINER_PREFIX = "network."
 MANIFEST_FILE = "manifest.json"
+# Beside it, if the export had enough texts: the table of `common/familiarity.py`.
+FAMILIARITY_FILE = "familiarity.bin"
 MANIFEST_FORMAT = 1
 # The precisions that each engine's artefact may have.
 PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
@@ -631,6 +633,9 @@ class Manifest:
     # differently, but a kernel that computes wrong answers must not serve.
     probes: list[dict[str, Any]]
     probe_tolerance: float
+    # What `common.calibration.fit` found on held-out rows, with their hash and date, and under
+    # `familiarity` what `common.familiarity.fit` found. Older artefacts have none.
+    calibration: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -651,11 +656,11 @@ def read_manifest(folder: Path) -> Manifest:
     # The types of the fields are strings here, because annotations are not evaluated.
     kinds = {"str": str, "float": float}
     values: dict[str, Any] = {}
-    for field in fields(Manifest):
-        kind = kinds.get(str(field.type), list if str(field.type).startswith("list") else dict)
-        values[field.name] = content.get(field.name)
-        if not isinstance(values[field.name], kind):
-            raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", EXPORT_AGAIN)
+    for one in fields(Manifest):
+        kind = kinds.get(str(one.type), list if str(one.type).startswith("list") else dict)
+        values[one.name] = content.get(one.name, {} if one.name == "calibration" else None)
+        if not isinstance(values[one.name], kind):
+            raise ModelLoadError(path, f"{one.name} must be a {kind.__name__}", EXPORT_AGAIN)
     digest = values["source"].get("weights_sha256")
     # It becomes a part of tags and Dockerfiles, and a model's author may have written anything
     # here.

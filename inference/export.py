@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from common.calibration import Bounds, CalibrationError, share_or_name
 from common.errors import OneLineParser, UserError, first_line, positive, run_command
-from common.escaping import printable
+from common.escaping import printable, some_of
 from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
 from common.rows import (
     SAMPLE_NEWS,
@@ -26,6 +30,7 @@ from common.rows import (
 from common.text import counted
 from inference.engines import native
 from inference.engines.native.architecture import EncoderShape
+from inference.exporting.calibrating import calibrate_again, lines_about
 
 if TYPE_CHECKING:
     from inference.exporting.build import Exported
@@ -37,7 +42,11 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description="Write a faster artefact of a model, compare it with the original on labelled "
         "rows, and keep it if it answers as well.",
     )
-    parser.add_argument("model", type=Path, help="model folder or .pt file")
+    parser.add_argument(
+        "model",
+        type=Path,
+        help="model folder or .pt file; of an artefact, only its calibration is written again",
+    )
     parser.add_argument(
         "--engine",
         choices=list(PRECISIONS),
@@ -46,9 +55,31 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--precision",
-        choices=["int8", "fp32"],
-        default="int8",
-        help="fp32 is available for onnx only (default: int8)",
+        action="append",
+        default=[],
+        metavar="int8|fp32|LABEL=SHARE",
+        help="int8 or fp32: of the artefact's arithmetic; fp32 is available for onnx only "
+        "(default: int8). LABEL=98%%: find the probability from which on at least 98%% of the "
+        "answers with this label are right, for the operating point `precision`",
+    )
+    parser.add_argument(
+        "--max_error",
+        action="append",
+        default=[],
+        metavar="[NAME=]SHARE",
+        help="find the probability from which on at most this share of the answers is wrong, such "
+        "as 2%% or careful=2%%, for an operating point of this name (MAX_ERROR, or max_error in a "
+        "request, choose it)",
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="what mistakes cost: a CSV file with the labels answered in its first line, and a "
+        "line for each right label; for the operating point `costs`",
+    )
+    parser.add_argument(
+        "--max_cost", type=float, help="with --costs: the largest mean cost of an answer"
     )
     parser.add_argument(
         "--rows",
@@ -69,7 +100,14 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive,
         help="measure on this many rows, spread evenly over the file (default: all)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    arithmetic = [one for one in options.precision if "=" not in one]
+    if len(arithmetic) > 1 or (arithmetic and arithmetic[0] not in ("int8", "fp32")):
+        parser.error(f"--precision {arithmetic[-1]}: must be int8, fp32 or LABEL=SHARE")
+    if (options.costs is None) is not (options.max_cost is None):
+        parser.error("--costs and --max_cost go together")
+    options.arithmetic = arithmetic[0] if arithmetic else "int8"
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,24 +117,35 @@ def main(arguments: list[str] | None = None) -> None:
     # Else square brackets in a path would be taken for markup.
     console = Console(highlight=False, markup=False)
     try:
-        if is_artefact(options.model):
-            what = f"{options.model}: is already an artefact; give the model it was made from"
-            raise UserError(what, code="export-failed")
         saved = read_saved_model(options.model)
         rows = _read_rows(options, saved, console)
+        bounds = _bounds(options, saved.labels)
+        if is_artefact(options.model):
+            record = calibrate_again(options.model, bounds, rows)
+            console.print("\n".join(map(printable, lines_about(record))), soft_wrap=True)
+            console.print(printable(f"Written to {options.model}"), soft_wrap=True)
+            return
         engine = options.engine or _default_engine(saved.config)
-        if options.precision not in PRECISIONS[engine]:
+        if options.arithmetic not in PRECISIONS[engine]:
             supported = " and ".join(PRECISIONS[engine])
-            what = f"--precision {options.precision}: the {engine} engine supports {supported} only"
+            what = (
+                f"--precision {options.arithmetic}: the {engine} engine supports {supported} only"
+            )
             raise UserError(what, code="export-failed")
         console.print(
             printable(f"Exporting {options.model} for the {engine} engine"), soft_wrap=True
         )
         # Importing PyTorch takes seconds, so it waits until the arguments are known to be good.
-        from inference.exporting.build import end_unfinished, export
+        from inference.exporting.build import Wishes, end_unfinished, export
 
         signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
-        exported = export(saved, engine, options.precision, rows, options.max_drop, console)
+        # The sample news are the texts of a model only if it was trained on them.
+        is_own = rows.name != str(SAMPLE_NEWS / "test.csv")
+        is_own = is_own or options.rows or saved.metadata.get("dataset") == "sample"
+        wishes = Wishes(engine, options.arithmetic, options.max_drop, bounds, bool(is_own))
+        exported = export(saved, wishes, rows, console)
+    except CalibrationError as error:
+        raise UserError(f"{error}; nothing was written", code="export-failed") from error
     except ImportError as error:
         raise UserError(
             f"needs the package {error.name}; pip install {error.name}", code="package-missing"
@@ -128,6 +177,69 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
             "own test set."
         )
     return rows
+
+
+def _bounds(options: argparse.Namespace, labels: Sequence[str]) -> Bounds:
+    """What is to be certified.
+
+    Raises:
+        UserError: an option cannot be read, or names no label of the model.
+    """
+    max_errors = {}
+    for given in options.max_error:
+        name, _, share = given.rpartition("=")
+        found = _share("--max_error", given, share)
+        max_errors[name or f"{found:g}"] = found
+    precisions = {}
+    for given in options.precision:
+        label, _, share = given.rpartition("=")
+        if label and label not in labels:
+            what = f"--precision {given}: {label!r} is not one of the model's labels "
+            raise UserError(what + some_of(list(labels)), code="export-failed")
+        if label:
+            precisions[label] = _share("--precision", given, share)
+    costs = read_costs(options.costs, labels) if options.costs else ()
+    if costs and not 0 < options.max_cost < max(map(max, costs)):
+        what = f"--max_cost {options.max_cost:g}: must be greater than 0 and less than the largest "
+        raise UserError(f"{what}cost in {options.costs}", code="export-failed")
+    return Bounds(max_errors, precisions, costs, options.max_cost or 0.0)
+
+
+def _share(flag: str, given: str, share: str) -> float:
+    try:
+        found = share_or_name(share)
+    except ValueError:
+        found = share
+    if isinstance(found, str) or found == 1:
+        what = f"{flag} {given}: {share!r} must be a share between 0 and 1, such as 2% or 0.02"
+        raise UserError(what, code="export-failed")
+    return found
+
+
+def read_costs(path: Path, labels: Sequence[str]) -> list[list[float]]:
+    """What answers cost, by right label and label answered, in the labels' order.
+
+    Raises:
+        UserError: the file is not such a table, or lacks a label.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        header, *lines = [[cell.strip() for cell in line] for line in csv.reader(file) if line] or [
+            []
+        ]
+    answered, right = header[1:], [line[0] for line in lines]
+    if sorted(answered) != sorted(labels) or sorted(right) != sorted(labels):
+        what = f"--costs {path}: the first line and the first column must name each of the labels "
+        raise UserError(what + some_of(list(labels)), code="export-failed")
+    by_right = {line[0]: line[1:] for line in lines}
+    try:
+        costs = [[float(by_right[r][answered.index(a)]) for a in labels] for r in labels]
+    except (IndexError, ValueError) as error:
+        what = f"--costs {path}: a cost is missing or is not a number ({first_line(error)})"
+        raise UserError(what, code="export-failed") from error
+    if not all(0 <= cost < math.inf for row in costs for cost in row) or not any(map(any, costs)):
+        what = f"--costs {path}: costs must be 0 or greater, and one of them greater"
+        raise UserError(what, code="export-failed")
+    return costs
 
 
 def _default_engine(config: dict[str, Any]) -> str:
@@ -165,6 +277,7 @@ def _print_result(console: Console, exported: Exported, model: Path) -> None:
         "texts per second", f"{before:.0f}", f"{after:.0f}", f"{after / before:.1f} times"
     )
     console.print(table)
+    console.print("\n".join(map(printable, exported.about)), soft_wrap=True)
     console.print(printable(f"Written to {exported.folder}"), soft_wrap=True)
     serve = f"MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port 7860"
     console.print(printable(f"Next: {serve}"), soft_wrap=True)

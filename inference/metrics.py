@@ -96,6 +96,9 @@ class ServerMetrics:
         self._unlabelled = counter(
             "unlabelled_texts", "Texts of which no label reached its threshold."
         )
+        self._abstained = counter(
+            "abstained_texts", "Texts without an answer, by the reason.", "reason"
+        )
         self._confidence = histogram(
             "confidence", "Probability of the label: watch it for drift.", _CONFIDENCE
         )
@@ -171,6 +174,11 @@ class ServerMetrics:
                 self._confidence.observe(confidence)
         if not given:
             self._unlabelled.inc()
+        if truncated:
+            self._truncated.inc()
+
+    def abstained(self, reason: str, truncated: bool) -> None:
+        self._abstained.labels(reason).inc()
         if truncated:
             self._truncated.inc()
 

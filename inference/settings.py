@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from common.calibration import share_or_name
 from common.errors import invalid_value
 from common.hardware import Hardware
 from inference.errors import SettingsError
@@ -182,6 +183,21 @@ class Settings(BaseModel):
         "in groups of words. A larger value explains in finer detail but is slower, because each "
         "one costs a pass.",
     )
+    coverage: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Adds to every answer the set of labels (or the interval) that holds the right "
+        "one this often, such as 0.95, unless the request names another coverage. Needs a "
+        "calibrated model. Empty: only where a request asks for it.",
+    )
+    max_error: str = Field(
+        default="",
+        description="Answers only where at most this share of answers is wrong, such as 2% or "
+        "0.02, or the name of one of the model's operating points, unless the request names "
+        "another; other texts get no label, and the reason. Needs a calibrated model. Empty: only "
+        "where a request asks for it.",
+    )
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
@@ -259,6 +275,16 @@ class Settings(BaseModel):
                 "api_key", "must be a key without line breaks or other control characters"
             )
         return SecretStr(key) if key else None
+
+    @field_validator("max_error")
+    @classmethod
+    def _a_share_or_a_name(cls, value: str) -> str:
+        if value.strip():
+            try:
+                share_or_name(value)
+            except ValueError as error:
+                raise PydanticCustomError("max_error", "{why}", {"why": str(error)}) from None
+        return value.strip()
 
     @field_validator("model_name")
     @classmethod

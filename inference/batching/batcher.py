@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.problem_types import SINGLE_LABEL, ProblemType
 from inference.batching.cache import Values, values_of
 from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
+from inference.engines.answering import Answering
 from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
 from inference.engines.windowed import WindowedEngine
 from inference.errors import ForwardError, WorkerDownError
@@ -60,8 +60,8 @@ class BatchedModel:
 
     engine: Engine
     good_ids: list[int]
+    answering: Answering
     tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND
-    problem_type: ProblemType = SINGLE_LABEL
 
 
 class Batcher:
@@ -89,7 +89,7 @@ class Batcher:
         self.health = EngineHealth(engine, model.good_ids)
         self._retry_interval_s = retry_interval_s
         self._engine = engine
-        self._problem_type = model.problem_type
+        self._answering = model.answering
         self._queue = queue
         self._metrics = metrics
         self._on_finished = on_finished
@@ -298,7 +298,7 @@ class Batcher:
         if len(logits) != len(texts):
             what = f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts"
             raise ValueError(what)
-        rows = values_of(self._problem_type, logits)
+        rows = values_of(self._answering, batch, logits)
         if deciding is not None:
             for row, windows in zip(rows, deciding.tolist(), strict=True):
                 if row is not None:

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from common.problem_types import SINGLE_LABEL, ProblemType
+from common.problem_types import SINGLE_LABEL
+from inference.engines.answering import Answering
+from inference.engines.base import TokenBatch
 
 
 class Values(tuple[float, ...]):
@@ -24,6 +26,7 @@ class Values(tuple[float, ...]):
 
     given: Sequence[float]
     decided_by: Sequence[int] = ()  # of a text in several windows: which one decided each value
+    familiarity: float | None = None  # share of held-out texts that are no more like the training
 
     def __new__(cls, values: Iterable[float], given: Sequence[float]) -> Values:
         found = super().__new__(cls, values)
@@ -54,14 +57,17 @@ class Probabilities(Values):
         return [math.log(one or math.ulp(0.0)) + self.log_total for one in self]
 
 
-def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Values | None]:
+def values_of(
+    answering: Answering, batch: TokenBatch, logits: NDArray[np.float32]
+) -> list[Values | None]:
     """The answers to the texts of a forward pass; None for a text that is answered with NaN."""
     # Scores that are no finite number become NaN, which is looked for below.
     with np.errstate(invalid="ignore"):
-        answers = problem_type.answers(logits)
+        scores = answering.scores(logits)
+        answers = answering.problem_type.answers(scores)
         rows: list[Values | None]
-        if problem_type is SINGLE_LABEL:
-            totals = (logits.max(axis=1) - np.log(answers.max(axis=1))).tolist()
+        if answering.problem_type is SINGLE_LABEL:
+            totals = (scores.max(axis=1) - np.log(answers.max(axis=1))).tolist()
             rows = [
                 Probabilities(row, total)
                 for row, total in zip(answers.tolist(), totals, strict=True)
@@ -69,8 +75,10 @@ def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Va
         else:
             rows = [
                 Values(row, given)
-                for row, given in zip(answers.tolist(), logits.tolist(), strict=True)
+                for row, given in zip(answers.tolist(), scores.tolist(), strict=True)
             ]
+        for row, familiarity in zip(rows, answering.familiarity(batch, scores), strict=False):
+            row.familiarity = familiarity
     for i in np.flatnonzero(~np.isfinite(answers).all(axis=1)):
         rows[i] = None
     return rows

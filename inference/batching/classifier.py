@@ -90,8 +90,8 @@ class Classifier:
         batched = BatchedModel(
             model.engine,
             model.tokenizer.encode(["News"])[0].ids,
+            model.answering,
             self._first_tokens_per_second,
-            model.answering.problem_type,
         )
         self._batcher = Batcher(batched, queue, metrics, self._finish, self._expire)
         self._tokenizing = TokenizerThread(model.tokenizer, metrics, self._lengths, self._enqueue)

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from common.calibration import CalibrationError, share_or_name
 from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
+from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelUnavailableError
 from inference.metrics import ServerMetrics
@@ -42,6 +44,8 @@ class Served:
     model: ModelLoader
     classifier: Classifier
     name: str
+    # What COVERAGE and MAX_ERROR add to answers where a request asks for nothing else.
+    wanted: Wanted = NOTHING_MORE
 
 
 class ServedModel:
@@ -61,6 +65,8 @@ class ServedModel:
         self.path = settings.model_checkpoint
         self._load_model = load_model
         self._name = settings.model_name
+        self._coverage = settings.coverage
+        self._max_error = share_or_name(settings.max_error) if settings.max_error else None
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
         self._dead_after_s = settings.restart_after_s
@@ -160,10 +166,15 @@ class ServedModel:
                     what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest}"
                     remedy = f"set MAX_BATCH_TOKENS to at least {longest}"
                     raise ModelLoadError(self.path, f"{what} tokens", remedy)
+                try:
+                    wanted = model.answering.wanted(self._coverage, self._max_error)
+                except CalibrationError as error:
+                    remedy = "calibrate the model, or unset COVERAGE and MAX_ERROR"
+                    raise ModelLoadError(self.path, str(error), remedy) from error
                 if self._current is None:
                     _freeze_what_stays()
                 classifier = Classifier(model, self._limits, self._metrics)
-                served = Served(model, classifier, self._name or model.info["name"])
+                served = Served(model, classifier, self._name or model.info["name"], wanted)
             except Exception as error:
                 self._count_load("refused")
                 refusal = refusal_of(self.path, error)
@@ -181,10 +192,12 @@ class ServedModel:
             before, self._current = self._current, served
             self._count_load("served")
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
+            is_calibrated = model.answering.calibration is not None
             logger.info(
-                "serving %s: %s",
+                "serving %s: %s%s",
                 served.name,
                 model.info["reason"],
+                "" if is_calibrated else "; its probabilities are not calibrated",
                 extra={"fields": {"model": model.info}},
             )
         if before is not None:

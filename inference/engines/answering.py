@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.calibration import Calibration, CalibrationError, OperatingPoint, SetRule
 from common.escaping import some_of
 from common.model_folder import SavedModel
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
+from inference.engines.base import TokenBatch
 from inference.errors import RefusedTextError
 
 
@@ -41,19 +44,108 @@ class Number(TypedDict):
 
 Prediction = OneLabel | SeveralLabels | Number
 
+# Why a model does not answer.
+UNCERTAIN, UNFAMILIAR = "uncertain", "unfamiliar"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for beside the answer: a set or interval with coverage, an answer only where it
+    is sure enough, and how familiar the text is.
+    """
+
+    rule: SetRule | None = None
+    point: OperatingPoint | None = None
+    familiarity: bool = False
+
+
+NOTHING_MORE = Wanted()
+
 
 class Answering:
     """Reads the answers of one model; ``values`` are those to one text, in the labels' order."""
 
     problem_type: ProblemType
 
-    def __init__(self, labels: Sequence[str], thresholds: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        labels: Sequence[str],
+        thresholds: Sequence[float] = (),
+        calibration: Calibration | None = None,
+    ) -> None:
         self.labels = list(labels)
         self.thresholds = list(thresholds)
+        self.calibration = calibration
 
     @staticmethod
-    def of(saved: SavedModel) -> Answering:
-        return _CLASSES[saved.problem_type.name](saved.labels, saved.thresholds)
+    def of(saved: SavedModel, calibration: Calibration | None = None) -> Answering:
+        return _CLASSES[saved.problem_type.name](saved.labels, saved.thresholds, calibration)
+
+    def scores(self, logits: NDArray[np.float32]) -> NDArray[Any]:
+        """The calibrated scores, (texts, labels); those of a model without calibration as is."""
+        return logits if self.calibration is None else self.calibration.scores(logits)
+
+    def answers(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        """What the engine's scores mean, (texts, labels): calibrated probabilities, or a number."""
+        return self.problem_type.answers(self.scores(logits))
+
+    def familiarity(self, batch: TokenBatch, scores: NDArray[Any]) -> list[float]:
+        """Of each text, by its calibrated scores; empty if the model cannot tell."""
+        if self.calibration is None or self.calibration.familiarity is None:
+            return []
+        return self.calibration.familiarity.of(batch.ids, batch.lengths, scores).tolist()
+
+    def wanted(
+        self,
+        coverage: float | None = None,
+        max_error: float | str | None = None,
+        familiarity: bool = False,
+    ) -> Wanted:
+        """What a request asks for, in terms of this model; ``max_error`` is a share of wrong
+        answers or the name of an operating point.
+
+        Raises:
+            CalibrationError: the model cannot promise it.
+        """
+        if coverage is None and max_error is None and not familiarity:
+            return NOTHING_MORE
+        known = self.calibration
+        if known is None:
+            what = "is not calibrated, so it has no coverage, no max_error and no familiarity"
+            raise CalibrationError(f"this model {what}; export it again, with labelled rows")
+        if familiarity and known.familiarity is None:
+            what = "this model cannot tell how familiar a text is: its export had too few texts"
+            raise CalibrationError(what)
+        return Wanted(
+            None if coverage is None else known.set_rule(coverage),
+            None if max_error is None else known.point(max_error),
+            familiarity,
+        )
+
+    def honest(
+        self, values: Sequence[float], familiarity: float | None, wanted: Wanted
+    ) -> dict[str, Any]:
+        """The fields that are asked for beside those of :meth:`fields`, or in their place:
+        ``set`` or ``interval`` with their ``coverage``, ``familiarity``, and ``abstained``, which
+        is None where the model answers, and says why where it does not.
+        """
+        more: dict[str, Any] = {}
+        if wanted.familiarity:
+            more["familiarity"] = familiarity
+        if wanted.rule is not None:
+            more |= self._set(values, wanted.rule) | {"coverage": wanted.rule.coverage}
+        if wanted.point is not None:
+            limit = self.calibration.familiarity.limit if familiarity is not None else 0.0
+            more |= self._decided(values, wanted.point, (familiarity or 0.0) < limit)
+        return more
+
+    def _set(self, values: Sequence[float], rule: SetRule) -> dict[str, Any]:
+        return {"set": [self.labels[i] for i in rule.members(values)]}
+
+    def _decided(
+        self, values: Sequence[float], point: OperatingPoint, is_foreign: bool
+    ) -> dict[str, Any]:
+        raise NotImplementedError
 
     def given(self, values: Sequence[float]) -> list[tuple[str, float | None]]:
         """The labels that a text gets, the best first, with probabilities (a number has none)."""
@@ -120,6 +212,19 @@ class OneLabelAnswering(Answering):
             "probabilities": self._named(values, top_k),
         }
 
+    def _set(self, values: Sequence[float], rule: SetRule) -> dict[str, Any]:
+        # The most probable label is in every set: more than asked for never breaks the promise, and
+        # an empty set would say nothing.
+        return {"set": [self.labels[i] for i in rule.members(values)] or [self.given(values)[0][0]]}
+
+    def _decided(
+        self, values: Sequence[float], point: OperatingPoint, is_foreign: bool
+    ) -> dict[str, Any]:
+        chosen, is_sure = point.choose(values)
+        if is_foreign or not is_sure:
+            return {"label": None, "abstained": UNFAMILIAR if is_foreign else UNCERTAIN}
+        return {"label": self.labels[chosen], "confidence": values[chosen], "abstained": None}
+
     def without_words(self, value: float) -> float:
         return 1 / len(self.labels)
 
@@ -146,6 +251,16 @@ class SeveralLabelsAnswering(Answering):
             "probabilities": self._named(values, top_k),
         }
 
+    def _decided(
+        self, values: Sequence[float], point: OperatingPoint, is_foreign: bool
+    ) -> dict[str, Any]:
+        if is_foreign:
+            return {"labels": [], "abstained": UNFAMILIAR}
+        least = dict(zip(self.labels, point.thresholds, strict=True))
+        given = self.given(values)
+        sure = [label for label, value in given if value >= least[label]]
+        return {"labels": sure, "abstained": UNCERTAIN if given and not sure else None}
+
     def without_words(self, value: float) -> float:
         return 0.5
 
@@ -170,6 +285,9 @@ class NumberAnswering(Answering):
         top_k: int | None = None,
     ) -> dict[str, Any]:
         return {"value": values[0]}
+
+    def _set(self, values: Sequence[float], rule: SetRule) -> dict[str, Any]:
+        return {"interval": [values[0] - rule.half_width, values[0] + rule.half_width]}
 
     def without_words(self, value: float) -> float:
         # A score of 0 may be far from every number that the model answers, so the only word weighs

@@ -11,8 +11,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.problem_types import ProblemType
-
 # Larger passes were no faster on the CPUs measured, and a single text would wait longer for the
 # pass before its own.
 CPU_BATCH_TOKENS = 512
@@ -75,22 +73,33 @@ class Engine(Protocol):
         ...
 
 
+class ReadsScores(Protocol):
+    """A `ProblemType`, or the `Answering` of a model, which knows its calibration too."""
+
+    def answers(self, scores: NDArray[np.float32]) -> NDArray[np.float64]: ...
+
+
 def answers_of(
-    engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]
+    engine: Engine, reader: ReadsScores, token_ids: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:
-    """Return the model's answers to every text, (texts, labels), in the order of the texts.
+    """Return the model's answers to every text, (texts, labels), in the order of the texts."""
+    return reader.answers(scores_of(engine, token_ids))
+
+
+def scores_of(engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """Return the engine's scores for every text, (texts, labels), in the order of the texts.
 
     For files, exports and the library: nobody waits for a single text, so all are divided into
     passes at once.
     """
-    found: NDArray[np.float64] | None = None
+    found: NDArray[np.float32] | None = None
     for chosen in forward_passes([len(ids) for ids in token_ids], pads=engine.pads):
         batch = TokenBatch.of([token_ids[i] for i in chosen])
-        answers = problem_type.answers(engine.logits(batch, engine.num_slots))
+        scores = engine.logits(batch, engine.num_slots)
         if found is None:
-            found = np.empty((len(token_ids), answers.shape[1]))
-        found[chosen] = answers
-    return found if found is not None else np.empty((0, 0))
+            found = np.empty((len(token_ids), scores.shape[1]), dtype=np.float32)
+        found[chosen] = scores
+    return found if found is not None else np.empty((0, 0), dtype=np.float32)
 
 
 def forward_passes(

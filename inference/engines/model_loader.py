@@ -58,7 +58,7 @@ class ModelLoader:
             path.resolve() if path.resolve() != path.absolute() else path, engine, hardware
         )
         self.labels = loaded.saved.labels
-        self.answering = Answering.of(loaded.saved)
+        self.answering = Answering.of(loaded.saved, loaded.calibration)
         self.max_length = loaded.saved.max_length
         self.metadata: dict[str, Any] = loaded.saved.metadata
         self.tokenizer = loaded.tokenizer
@@ -99,10 +99,7 @@ class ModelLoader:
             if one.blank:
                 raise _blank(name)
         token_ids = [one.ids for one in encoded]
-        return [
-            self._prediction(row)
-            for row in answers_of(self.engine, self.answering.problem_type, token_ids)
-        ]
+        return [self._prediction(row) for row in answers_of(self.engine, self.answering, token_ids)]
 
     def _prediction(self, answers: NDArray[np.float64]) -> Prediction:
         if not np.isfinite(answers).all():

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.calibration import Calibration
 from common.errors import ModelLoadError, first_line
+from common.familiarity import Familiarity
 from common.files import sha256_of
 from common.hardware import Hardware, has_fast_int8
 from common.model_folder import (
     EXPORT_AGAIN,
+    FAMILIARITY_FILE,
     MANIFEST_FILE,
     Manifest,
     SavedModel,
@@ -100,6 +103,7 @@ class LoadedModel:
     reason: str  # why this engine was picked, in one line
     # None for a compiled model, whose first passes are not typical.
     tokens_per_second: float | None = None
+    calibration: Calibration | None = None  # of the artefact, if its export had rows for one
 
 
 def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
@@ -282,8 +286,30 @@ def _load_artefact(
     elif manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), "
         reason += "so int8 gains less than measured"
-    revision = str(manifest.source.get("weights_sha256"))[:12]
-    return LoadedModel(saved, tokenizer, engine, manifest.precision, revision, reason)
+    return LoadedModel(
+        saved,
+        tokenizer,
+        engine,
+        precision=manifest.precision,
+        revision=str(manifest.source.get("weights_sha256"))[:12],
+        reason=reason,
+        calibration=read_calibration(folder, manifest, saved),
+    )
+
+
+def read_calibration(folder: Path, manifest: Manifest, saved: SavedModel) -> Calibration | None:
+    """The calibration of an artefact; None for one that was exported without."""
+    if not (record := manifest.calibration):
+        return None
+    try:
+        familiarity = None
+        if described := record.get("familiarity"):
+            table = (folder / FAMILIARITY_FILE).read_bytes()
+            familiarity = Familiarity(described, table, saved.problem_type)
+        return Calibration(record, saved.labels, familiarity)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        what = f"its calibration is damaged ({first_line(error)})"
+        raise ModelLoadError(folder / MANIFEST_FILE, what, EXPORT_AGAIN) from error
 
 
 def _artefact_engine(

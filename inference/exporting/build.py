@@ -28,6 +28,7 @@ from rich.progress import (
 )
 from torch import Tensor
 
+from common.calibration import Bounds, CalibrationError
 from common.errors import ModelLoadError, UserError
 from common.files import write_json, writing_folder
 from common.hardware import cpu_name, threads_per_process
@@ -56,6 +57,7 @@ from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine
 from inference.engines.windowed import config_with_attention, weights_with_attention, with_windows
 from inference.errors import ExportRefusedError
+from inference.exporting.calibrating import Answered, calibrate, error_row, lines_about
 from inference.exporting.comparison import Comparison, compare
 
 SHOWN_CHANGES = 10
@@ -90,19 +92,28 @@ class Exported:
     folder: Path
     manifest: Manifest
     measured: list[tuple[str, str, str, str]]  # for people: what, before, after, change
+    about: list[str]  # for people: what can be promised
 
 
-def export(
-    saved: SavedModel,
-    engine: str,
-    precision: str,
-    rows: LabelledRows,
-    max_drop: float,
-    console: Console,
-) -> Exported:
-    """Write a model's artefact for an engine next to the weights, measured on ``rows``.
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is asked of an export: for which engine, how much it may lose, and what is to be
+    certified. ``calibrates``: whether the rows are texts as the model will get them.
+    """
+
+    engine: str
+    precision: str
+    max_drop: float
+    bounds: Bounds
+    calibrates: bool
+
+
+def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Console) -> Exported:
+    """Write a model's artefact for an engine next to the weights, measured and calibrated on
+    ``rows``.
 
     Raises:
+        CalibrationError: One of the bounds cannot be promised. An older artefact stays.
         ExportRefusedError: It loses more than ``max_drop`` in the metric of the task
             (`inference.exporting.comparison` says what that means), or an answer differs too much
             from the reference's. An older artefact stays.
@@ -112,6 +123,7 @@ def export(
         ValueError: The engine cannot run this model.
     """
     torch.set_num_threads(threads_per_process())
+    engine, precision = wishes.engine, wishes.precision
     tokenizer, kind = saved.tokenizer(), saved.problem_type
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
@@ -140,7 +152,18 @@ def export(
         with stages.stage(f"Compare both on {counted(len(token_ids), 'row')}"):
             comparison = compare(saved, reference, artefact, token_ids, rows, stages.advance)
         _refuse_distance(found, expected, comparison.spread, kind)
-        _refuse_loss(comparison, max_drop)
+        _refuse_loss(comparison, wishes.max_drop)
+
+        record, why_not = {}, "these rows are not the model's own data; name some with --rows"
+        if wishes.calibrates or wishes.bounds != Bounds():
+            with stages.stage("Calibrate the artefact on the rows that the model has not seen"):
+                answered = Answered(saved, artefact, tokenizer, rows, comparison.scores)
+                try:
+                    record = calibrate(answered, wishes.bounds, folder)
+                except CalibrationError as error:
+                    if wishes.bounds != Bounds():
+                        raise
+                    why_not = str(error)
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
@@ -156,12 +179,14 @@ def export(
                 accuracy=comparison.accuracy(),
                 size={"before_bytes": weights_path.stat().st_size, "after_bytes": after_bytes},
                 speed=_speed(comparison),
+                calibration=record,
                 **_probes(reference, artefact, tokenizer, kind, comparison.spread),
             )
             write_manifest(folder, manifest)
             _refuse_changed(saved, before)
             load_model(folder)  # the same checks as at every later start
-    return Exported(target, manifest, comparison.table())
+    about = lines_about(record) if record else [f"Not calibrated: {why_not}."]
+    return Exported(target, manifest, [*comparison.table(), *error_row(record)], about)
 
 
 def _float_weights(saved: SavedModel) -> dict[str, Tensor]:

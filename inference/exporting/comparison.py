@@ -22,7 +22,7 @@ from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.rows import LabelledRows
 from common.text import Text, in_one_line
 from inference.engines.answering import spread_of
-from inference.engines.base import Engine, answers_of
+from inference.engines.base import Engine, scores_of
 
 # Long enough that a turn is more than warming up, short enough that both engines see the same
 # machine load.
@@ -40,6 +40,7 @@ class Comparison(ABC):
     after: NDArray[Any]
     before_seconds: float
     after_seconds: float
+    scores: NDArray[np.float32]  # of the artefact, (rows, labels)
 
     @property
     @abstractmethod
@@ -287,24 +288,26 @@ def compare(
     """Answer all rows with both engines; ``advance`` gets the rows done since its last call."""
     kind = saved.problem_type
     engines = {"before": reference, "after": artefact}
-    decided: dict[str, list[NDArray[Any]]] = {"before": [], "after": []}
+    found: dict[str, list[NDArray[np.float32]]] = {"before": [], "after": []}
     seconds = {"before": 0.0, "after": 0.0}
     for engine in engines.values():
         # The first pass prepares what later ones reuse, so it is not timed.
-        answers_of(engine, kind, token_ids[:TURN_TEXTS])
+        scores_of(engine, token_ids[:TURN_TEXTS])
     for turn, start in enumerate(range(0, len(token_ids), TURN_TEXTS)):
         texts = token_ids[start : start + TURN_TEXTS]
         # Alternate which engine goes first, so that neither always finds the caches warm.
         for name in sorted(engines, reverse=bool(turn % 2)):
             began = time.perf_counter()
-            decided[name].append(_decisions(saved, answers_of(engines[name], kind, texts)))
+            found[name].append(scores_of(engines[name], texts))
             seconds[name] += time.perf_counter() - began
         advance(len(texts))
+    before, after = (np.concatenate(found[name]) for name in ("before", "after"))
     return _COMPARISONS[kind.name](
         rows=rows,
         labels=saved.labels,
-        before=np.concatenate(decided["before"]),
-        after=np.concatenate(decided["after"]),
+        before=_decisions(saved, kind.answers(before)),
+        after=_decisions(saved, kind.answers(after)),
+        scores=after,
         before_seconds=seconds["before"],
         after_seconds=seconds["after"],
     )

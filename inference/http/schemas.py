@@ -55,7 +55,33 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class PredictRequest(RequestModel):
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class AsksMore(RequestModel):
+    """What a request may ask for beside the plain answer, of a calibrated model."""
+
+    coverage: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Add the `set` of labels that holds the right one this often, such as 0.95; "
+        "for a regression model the `interval` that holds the right number. null: as COVERAGE says.",
+    )
+    max_error: Share | str | None = Field(
+        default=None,
+        description="Answer only where at most this share of answers is wrong, such as 0.02, or "
+        "as the operating point of this name says (GET /model names them). A text that gets no "
+        "answer has `label` null, and `abstained` says why. null: as MAX_ERROR says.",
+    )
+    familiarity: bool = Field(
+        default=False,
+        description="Add `familiarity`: the share of held-out texts that are no more like the "
+        "training texts than this one.",
+    )
+
+
+class PredictRequest(AsksMore):
     """One text to classify."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT}]})
@@ -65,7 +91,7 @@ class PredictRequest(RequestModel):
     top_k: TopK = None
 
 
-class BatchRequest(RequestModel):
+class BatchRequest(AsksMore):
     """Texts to classify in one go."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"texts": [_EXAMPLE_TEXT]}]})
@@ -100,7 +126,34 @@ class Passage(BaseModel):
 
 
 class AnyResponse(BaseModel):
-    """What every answer to one text has."""
+    """What every answer to one text has, or has if it was asked for."""
+
+    set: list[str] | None = Field(
+        default=None,
+        description="Labels that hold the right one as often as `coverage` says, the most probable "
+        "first; of a multi-label model, labels of which on average no more than the rest to 1 is "
+        "missed. Absent if no coverage is asked for.",
+    )
+    interval: list[float] | None = Field(
+        default=None,
+        description="For a regression model in place of a set: the lowest and the highest number.",
+    )
+    coverage: float | None = Field(
+        default=None,
+        description="The coverage that the set or interval has: the least one that the model was "
+        "calibrated for and is at least what was asked for.",
+    )
+    abstained: Literal["uncertain", "unfamiliar"] | None = Field(
+        default=None,
+        description="Why there is no label: the model is not sure enough, or the text is too "
+        "unlike the texts that it was trained on. null: it answers. Absent if no max_error is "
+        "asked for.",
+    )
+    familiarity: float | None = Field(
+        default=None,
+        description="The share of held-out texts that are no more like the training texts than "
+        "this one. Absent if it is not asked for.",
+    )
 
     truncated: bool = Field(
         description="Whether the text is longer than what the model reads of it."
@@ -118,7 +171,7 @@ class PredictionResponse(AnyResponse):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_ANSWER]})
 
-    label: str = Field(description="The most likely label.")
+    label: str | None = Field(description="The most likely label; null if the model abstained.")
     confidence: float = Field(description="The probability of that label, 0 to 1.")
     probabilities: dict[str, float] = Field(
         description="The probability of every label, or of the top_k."
@@ -246,6 +299,15 @@ class ModelResponse(BaseModel):
     max_length: int = Field(
         description="Tokens that the model reads of a text, or of both texts of a pair together."
     )
+    calibrated: bool = Field(
+        description="Whether its probabilities were calibrated on held-out rows. If not, they are "
+        "as the model gives them, and requests cannot ask for coverage or max_error."
+    )
+    calibration: dict[str, Any] | None = Field(
+        default=None,
+        description="What it was calibrated on, the calibration error before and after, the "
+        "coverages, and the operating points with the share of texts that each answers.",
+    )
     engine: dict[str, Any] = Field(
         description="What runs it, in which precision, and why that was picked."
     )
@@ -259,6 +321,7 @@ class ModelResponse(BaseModel):
     def of(cls, model: ModelLoader) -> ModelResponse:
         # metrics.json is whatever lies beside the weights.
         kind, thresholds = model.answering.problem_type, None
+        known = model.answering.calibration
         if kind is MULTI_LABEL:
             thresholds = dict(zip(model.labels, model.answering.thresholds, strict=True))
         dataset, test = model.metadata.get("dataset"), model.metadata.get("test")
@@ -272,6 +335,8 @@ class ModelResponse(BaseModel):
             thresholds=thresholds,
             reads_pairs=model.reads_pairs,
             max_length=model.max_length,
+            calibrated=known is not None,
+            calibration=None if known is None else dict(known.record),
             engine={
                 name: value
                 for name, value in model.info.items()

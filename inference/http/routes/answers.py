@@ -9,13 +9,15 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
+from common.calibration import share_or_name
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
+from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.errors import RefusedTextError
 from inference.http.error_responses import RETRY_AFTER_SECONDS
 from inference.http.request_context import RequestContext
-from inference.http.schemas import ExplainRequest, PredictRequest
+from inference.http.schemas import AsksMore, ExplainRequest, PredictRequest
 from inference.http.server_parts import Parts, weight_of
 from inference.settings import Settings
 
@@ -107,12 +109,45 @@ def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, floa
     return given
 
 
+def wanted_by(served: Served, body: AsksMore) -> Wanted:
+    """What a request asks for beside the answer, and where it asks for nothing the settings do.
+
+    Raises:
+        RefusedTextError: the model cannot promise it.
+    """
+    if body.coverage is None and body.max_error is None and not body.familiarity:
+        return served.wanted
+    try:
+        max_error = body.max_error
+        if isinstance(max_error, str):
+            max_error = share_or_name(max_error)
+        asked = served.model.answering.wanted(body.coverage, max_error, body.familiarity)
+    except ValueError as error:
+        raise RefusedTextError("no_guarantee", str(error)) from error
+    return Wanted(
+        asked.rule or served.wanted.rule, asked.point or served.wanted.point, asked.familiarity
+    )
+
+
 def render(
-    parts: Parts, served: Served, answer: Answer, top_k: int | None = None
+    parts: Parts,
+    served: Served,
+    answer: Answer,
+    top_k: int | None = None,
+    wanted: Wanted | None = None,
 ) -> dict[str, Any]:
-    """Turn an answer into the response for this kind of model, and count it."""
-    answering, given = served.model.answering, decide(parts, served, answer)
-    fields = answering.fields(answer.values, given, top_k)
+    """Turn an answer into the response for this kind of model, and count it; ``wanted``: if it is
+    not what the settings say.
+    """
+    answering, values = served.model.answering, answer.values
+    given = answering.given(values)
+    fields = answering.fields(values, given, top_k)
+    if (wanted := wanted or served.wanted) is not NOTHING_MORE:
+        fields |= answering.honest(values, values.familiarity, wanted)
+    if reason := fields.get("abstained"):
+        parts.metrics.abstained(reason, answer.truncated)
+    else:
+        parts.metrics.predicted(given, answer.truncated)
     fields["truncated"] = answer.truncated
     fields["num_tokens"] = answer.num_tokens
     # Of several labels the passage is that of the first; where no label applies, nothing decided.

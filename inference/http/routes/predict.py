@@ -10,7 +10,14 @@ from pydantic import BaseModel
 from inference.http.error_responses import REFUSALS
 from inference.http.request_gate import is_stream
 from inference.http.routes import streams
-from inference.http.routes.answers import classify, refuse_many, render, text_of, with_pairs
+from inference.http.routes.answers import (
+    classify,
+    refuse_many,
+    render,
+    text_of,
+    wanted_by,
+    with_pairs,
+)
 from inference.http.routes.json_route import Endpoint, JsonRoute, json_list
 from inference.http.schemas import BatchRequest, Prediction, PredictRequest
 from inference.http.server_parts import parts_of
@@ -26,8 +33,9 @@ async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
     parts = parts_of(request)
     text = text_of(body, parts.settings)
     served = parts.served_model.require()
+    wanted = wanted_by(served, body)
     (answer,) = await classify(request, parts, served, [text], "text")
-    return render(parts, served, answer, body.top_k)
+    return render(parts, served, answer, body.top_k, wanted)
 
 
 class BatchRoute(JsonRoute):
@@ -65,8 +73,9 @@ async def predict_batch(request: Request, body: BatchRequest) -> Response:
     refuse_many("texts[{}]", body.texts, parts.settings)
     texts = with_pairs(body.texts, body.text_pairs, parts.settings)
     served = parts.served_model.require()
+    wanted = wanted_by(served, body)
     answers = await classify(request, parts, served, texts)
-    return await json_list(render(parts, served, answer, body.top_k) for answer in answers)
+    return await json_list(render(parts, served, answer, body.top_k, wanted) for answer in answers)
 
 
 router.add_api_route(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
+from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import PASSES_AT_ONCE
 from inference.errors import ForwardError, WorkerDownError
 from inference.metrics import ServerMetrics
@@ -49,7 +50,7 @@ class Bench:
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
-        model = BatchedModel(engine, GOOD)
+        model = BatchedModel(engine, GOOD, OneLabelAnswering(["a", "b"]))
         self.batcher = Batcher(model, waiting, self.counts, *reports, retry_interval_s=retry_interval_s)
 
     def _finished(self, done: FinishedPass) -> None:

@@ -1,0 +1,232 @@
+"""Fits what an artefact's probabilities are worth, on rows that the model has not seen: with the
+scores of the artefact itself, since it is what will answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import calibration, familiarity
+from common.calibration import Bounds, CalibrationError, Floats
+from common.files import writing_folder
+from common.model_folder import (
+    FAMILIARITY_FILE,
+    MANIFEST_FILE,
+    SavedModel,
+    describe_files,
+    read_manifest,
+    write_manifest,
+)
+from common.rows import LabelledRows, evenly_spread
+from common.seen_texts import SeenTexts
+from common.text import Text, TextTokenizer, counted, folded, texts_in
+from inference.engines.base import Engine, scores_of
+from inference.engines.selection import load_model
+
+# More would take minutes to tokenise, and change next to nothing in what is familiar.
+_MOST_TRAINING_TEXTS = 100_000
+_MOST_BEGINNINGS = 4_000
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An artefact, and its scores for labelled rows, (rows, labels)."""
+
+    saved: SavedModel
+    engine: Engine
+    tokenizer: TextTokenizer
+    rows: LabelledRows
+    scores: NDArray[np.float32]
+
+
+def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any]:
+    """Fit a calibration on the rows that the model has not seen, write the table that it needs into
+    the artefact's folder, and return what the manifest keeps.
+
+    Raises:
+        CalibrationError: there are too few rows, or one of the bounds cannot be promised.
+    """
+    saved, rows = answered.saved, answered.rows
+    kept, left_out = _unseen(saved, rows.texts)
+    # Of a path only the end: the folder above it is nobody's business in a published model.
+    dataset = "/".join(Path(rows.name).parts[-2:])
+    if left_out.get("seen_in_training") and len(kept) < calibration.FEWEST_ROWS:
+        what = f"{counted(left_out['seen_in_training'], 'row')} of {dataset} were seen in training"
+        what += f", and the other {len(kept):,} are too few to calibrate on"
+        raise CalibrationError(f"{what}; give rows with --rows that the model has not seen")
+    texts, targets = [rows.texts[i] for i in kept], [rows.targets[i] for i in kept]
+    scores = answered.scores[kept]
+    record = {
+        "fitted": datetime.now(UTC).date().isoformat(),
+        "dataset": dataset,
+        "rows_sha256": _hash_of(texts, targets),
+        "left_out": left_out,
+        **calibration.fit(saved.problem_type, scores, targets, saved.labels, bounds),
+    }
+    calibrated = calibration.Calibration(record, saved.labels).scores
+    described, table = _familiarity(answered, texts, calibrated(scores), calibrated)
+    if described:
+        (folder / FAMILIARITY_FILE).write_bytes(table)
+        record["familiarity"] = described
+    return record
+
+
+def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[str, Any]:
+    """Calibrate an artefact that is there, on other rows; its weights stay as they are.
+
+    Raises:
+        CalibrationError: as above; nothing changes.
+        ModelLoadError: it is damaged.
+    """
+    loaded, manifest = load_model(artefact), read_manifest(artefact)
+    token_ids = [one.ids for one in loaded.tokenizer.encode(rows.texts)]
+    scores = scores_of(loaded.engine, token_ids)
+    answered = Answered(loaded.saved, loaded.engine, loaded.tokenizer, rows, scores)
+    with writing_folder(artefact) as folder:
+        for path in artefact.iterdir():
+            if path.name not in (MANIFEST_FILE, FAMILIARITY_FILE):
+                shutil.copyfile(path, folder / path.name)
+        record = calibrate(answered, bounds, folder)
+        write_manifest(folder, replace(manifest, calibration=record, files=describe_files(folder)))
+        load_model(folder)  # the same checks as at every later start
+    return record
+
+
+def _unseen(saved: SavedModel, texts: Sequence[Text]) -> tuple[NDArray[np.int64], dict[str, int]]:
+    """The places of the texts that the model has not seen, of equal ones the first; and how many
+    others there are, by why. If nobody knows which it has seen, they are not counted.
+    """
+    # A .pt file has its model folder beside it, an artefact above it, or is a folder of its own.
+    folder = saved.path.with_suffix("") if saved.path.is_file() else saved.path
+    seen = SeenTexts.read(folder) or SeenTexts.read(folder.parent)
+    is_seen = seen.which_seen(texts) if seen else np.zeros(len(texts), dtype=bool)
+    # A text that is there twice would count as two witnesses.
+    first_at: dict[Any, int] = {}
+    for i, text in enumerate(texts):
+        first_at.setdefault(folded(text), i)
+    is_first = np.zeros(len(texts), dtype=bool)
+    is_first[list(first_at.values())] = True
+    left_out = {"repeated": int((~is_first & ~is_seen).sum())}
+    if seen:
+        left_out["seen_in_training"] = int(is_seen.sum())
+    return np.flatnonzero(is_first & ~is_seen), left_out
+
+
+def _familiarity(
+    answered: Answered,
+    texts: Sequence[Text],
+    scores: Floats,
+    calibrated: Callable[[NDArray[np.float32]], Floats],
+) -> tuple[dict[str, Any], bytes]:
+    """What is familiar, for the manifest and the file; nothing if there are too few texts."""
+    saved, rows, tokenizer = answered.saved, answered.rows, answered.tokenizer
+    # They are the rows themselves if there are no others, as of a single file.
+    known = rows.calibration_texts if rows.calibration_texts is not rows.texts else []
+    known = [known[i] for i in evenly_spread(len(known), _MOST_TRAINING_TEXTS)]
+    if not known:
+        # Every other held-out text stands for them: what is usual must come from texts that the
+        # table has not read.
+        known, texts, scores = texts[::2], texts[1::2], scores[1::2]
+    if len(known) < familiarity.FEWEST_TEXTS or len(texts) < calibration.FEWEST_ROWS:
+        return {}, b""
+    ids = [one.ids for one in tokenizer.encode(texts)]
+    samples = [(ids, scores)]
+    if not saved.reads_pairs:  # the beginning of a pair may be all of its first text
+        cut = familiarity.beginnings(ids[:_MOST_BEGINNINGS])
+        samples.append((cut, calibrated(scores_of(answered.engine, cut))))
+    training_ids = [one.ids for one in tokenizer.encode(known) if not one.blank]
+    return familiarity.fit(saved.problem_type, training_ids, samples, tokenizer.highest_id + 1)
+
+
+def _hash_of(texts: Sequence[Text], targets: Sequence[Any]) -> str:
+    """SHA-256 of the rows in their order, one JSON list a line: the text or texts, and what is
+    right.
+    """
+    digest = hashlib.sha256()
+    for text, target in zip(texts, targets, strict=True):
+        line = json.dumps([*texts_in(text), target], ensure_ascii=True)
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def error_row(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """For the table of what an export measured."""
+    if not (error := record.get("calibration_error")):
+        return []
+    before, after = error["before"], error["after"]
+    change = f"{100 * (after - before):+.2f} points"
+    return [("calibration error", f"{before:.2%}", f"{after:.2%}", change)]
+
+
+def lines_about(record: dict[str, Any]) -> list[str]:
+    """For people: what can be promised from here on."""
+    left_out = record["left_out"]
+    lines = [f"Calibrated on {counted(record['rows'], 'row')} of {record['dataset']}"]
+    if why := [f"{n:,} {what.replace('_', ' ')}" for what, n in left_out.items() if n]:
+        lines[0] += f" (left out: {', '.join(why)})"
+    if "seen_in_training" not in left_out:
+        lines.append(
+            "The model does not say which texts it has seen in training; if these rows are among "
+            "them, the promises below do not hold."
+        )
+    if missing := record.get("labels_without_rows"):
+        lines.append(f"No row has {_named(missing)}: nothing is known about such texts.")
+    lines += [*_about_sets(record), *_about_points(record["operating_points"])]
+    if "familiarity" not in record:
+        lines.append(
+            "Too few texts to tell how familiar a text is: "
+            f"{familiarity.FEWEST_TEXTS:,} training texts are needed."
+        )
+    return lines
+
+
+def _about_sets(record: dict[str, Any]) -> list[str]:
+    by_level = {one["coverage"]: one for one in record["coverage"]}
+    shown = [by_level[level] for level in (0.9, 0.95, 0.99) if level in by_level]
+    lines = []
+    for one in shown:
+        if "mean_size" in one:
+            what = f"sets of {one['mean_size']:.2f} labels on average"
+        elif "half_width" in one:
+            what = f"intervals of the number plus or minus {one['half_width']:.4g}"
+        else:
+            what = f"sets of the labels with at least {one['threshold']:.1%}"
+        lines.append(f"Coverage {one['coverage']:.0%}: {what}")
+        if rare := one.get("too_few_rows"):
+            lines[-1] += f"; too few rows to promise it for {_named(rare)} alone"
+    return lines
+
+
+def _about_points(points: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, one in points.items():
+        if one.get("threshold", 0) is None:
+            continue
+        if "max_error" in one and (one["max_error"] in (0.01, 0.02, 0.05) or not _is_level(name)):
+            called = "" if _is_level(name) else f", called {name}"
+            lines.append(
+                f"At most {one['max_error']:g} wrong{called}: answers {one['answered']:.1%}"
+            )
+        elif "max_error" not in one:
+            lines.append(f"Operating point {name}: answers {one.get('answered', 1.0):.1%}")
+    return lines
+
+
+def _is_level(name: str) -> bool:
+    return name.replace(".", "").isdigit()
+
+
+def _named(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - _MOST_NAMED} more" if len(labels) > _MOST_NAMED else ""
+    return ", ".join(labels[:_MOST_NAMED]) + more
