@@ -20,7 +20,9 @@ from common.model_folder import read_saved_model
 from common.text import TextTokenizer, clean_text
 from common.windows import ATTENTION_KEY, MOST_WINDOWS, Windows, pool
 from inference import export, score
+from inference.engines import native
 from inference.engines.model_loader import ModelLoader
+from inference.engines.native.library import library_path
 from inference.exporting.browser import browser_files
 from tests.inference.conftest import MAX_LENGTH, TEXTS, StartServer
 
@@ -93,6 +95,17 @@ def test_every_engine_answers_long_texts_as_the_pooled_windows(
 
     for text, answer in zip([LONG, *TEXTS], answers, strict=True):
         assert list(answer["probabilities"].values()) == pytest.approx(by_hand(windowed, text)[0], abs=tolerance)
+
+
+@pytest.mark.skipif(library_path() is None, reason=native.is_supported()[1])
+def test_a_short_or_long_text_gets_the_same_answer_alone_and_among_others(windowed: Path) -> None:
+    model, texts = ModelLoader(windowed, "native"), [LONG, *TEXTS, LONG[40:]]
+
+    alone = [model.predict(text) for text in texts]
+
+    # To the last bit, unlike above: rows of an int8 pass do not depend on each other.
+    assert model.predict_batch(texts * 9) == alone * 9  # several passes
+    assert model.predict_batch(texts[::-1]) == alone[::-1]
 
 
 def test_short_texts_are_answered_as_by_the_model_without_windows(windowed: Path, model_folder: Path) -> None:

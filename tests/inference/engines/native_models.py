@@ -1,10 +1,11 @@
-"""Small classifiers of every family that the kernels compute, with random weights, and what a driver for other
-processors reads."""
+"""Small classifiers of every family that the kernels compute, with random weights or with weights from integer
+arithmetic, and what a driver for other processors reads."""
 
 from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import transformers as hf
 from safetensors.numpy import load_file
 
 from inference.engines.native.engine import NativeEngine
-from inference.engines.native.quantize import write_native
+from inference.engines.native.quantize import WEIGHT_MAX, write_native
 
 VOCABULARY, POSITIONS = 300, 160
 # Around the sizes of a step (16), a tile (4, 6), a block of rows (48) and a window (16).
@@ -36,9 +37,8 @@ _SPECIAL_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "s
 
 def distilbert(**changes: object) -> hf.PreTrainedModel:
     sizes = {"dim": 96, "hidden_dim": 208, "n_heads": 3, "n_layers": 3, "vocab_size": VOCABULARY, "num_labels": 5}
-    return hf.DistilBertForSequenceClassification(
-        hf.DistilBertConfig(max_position_embeddings=POSITIONS, initializer_range=0.1, **sizes | changes)
-    )
+    sizes |= {"max_position_embeddings": POSITIONS, "initializer_range": 0.1}
+    return hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**sizes | changes))
 
 
 def modernbert(**changes: object) -> hf.PreTrainedModel:
@@ -46,11 +46,15 @@ def modernbert(**changes: object) -> hf.PreTrainedModel:
     return hf.ModernBertForSequenceClassification(hf.ModernBertConfig(**sizes | changes))
 
 
+def bert(**changes: object) -> hf.PreTrainedModel:
+    return hf.BertForSequenceClassification(hf.BertConfig(**_BERT | changes))
+
+
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "distilbert": distilbert,
     "distilbert with relu": lambda: distilbert(activation="relu"),
     "one block": lambda: distilbert(n_layers=1),
-    "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**_BERT)),
+    "bert": bert,
     "roberta": lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**_ROBERTA)),
     "xlm-roberta": lambda: hf.XLMRobertaForSequenceClassification(hf.XLMRobertaConfig(**_ROBERTA)),
     "camembert": lambda: hf.CamembertForSequenceClassification(hf.CamembertConfig(**_ROBERTA)),
@@ -82,6 +86,28 @@ def randomise(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
             if name.endswith("bias") or "norm" in name.lower():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def hashed(name: str, size: int) -> np.ndarray:
+    """Numbers that look random and are the same for every version of NumPy: the last steps of MurmurHash3 over a
+    count, (size,)."""
+    numbers = np.arange(size, dtype=np.uint32) + np.uint32(zlib.crc32(name.encode()))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        numbers = (numbers ^ (numbers >> np.uint32(shift))) * np.uint32(factor)
+    return numbers.astype(np.int64)
+
+
+def exact_weights(model: hf.PreTrainedModel) -> dict[str, np.ndarray]:
+    """Weights that every machine quantises to the same bytes: multiples of 2^-8, which int8 keeps without an error (but
+    for a query's factor of 1 / sqrt(head size)). Of the model's own weights only names and shapes are read."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        levels = hashed(name, tensor.numel()).reshape(tensor.shape) % (2 * WEIGHT_MAX + 1) - WEIGHT_MAX
+        if levels.ndim == 2:
+            levels[:, 0] = WEIGHT_MAX  # so each output's scale is exactly 2^-8
+        is_gain = "norm" in name.lower() and name.endswith("weight")
+        weights[name] = (levels / 256 + is_gain).astype(np.float32)
+    return weights
 
 
 def random_texts(lengths: list[int], seed: int = 0) -> list[list[int]]:
