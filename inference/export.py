@@ -120,7 +120,13 @@ def main(arguments: list[str] | None = None) -> None:
         saved = read_saved_model(options.model)
         rows = _read_rows(options, saved, console)
         bounds = _bounds(options, saved.labels)
+        # The sample news are the texts of a model only if it was trained on them.
+        is_sample = options.rows is None and rows.name == str(SAMPLE_NEWS / "test.csv")
+        are_own = not is_sample or saved.metadata.get("dataset") == "sample"
         if is_artefact(options.model):
+            if not are_own:
+                what = f"{options.model}: is an artefact, and its rows are not on this machine"
+                raise UserError(f"{what}; name some with --rows", code="data-not-found")
             record = calibrate_again(options.model, bounds, rows)
             console.print("\n".join(map(printable, lines_about(record))), soft_wrap=True)
             console.print(printable(f"Written to {options.model}"), soft_wrap=True)
@@ -139,10 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
         from inference.exporting.build import Wishes, end_unfinished, export
 
         signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
-        # The sample news are the texts of a model only if it was trained on them.
-        is_own = rows.name != str(SAMPLE_NEWS / "test.csv")
-        is_own = is_own or options.rows or saved.metadata.get("dataset") == "sample"
-        wishes = Wishes(engine, options.arithmetic, options.max_drop, bounds, bool(is_own))
+        wishes = Wishes(engine, options.arithmetic, options.max_drop, bounds, are_own)
         exported = export(saved, wishes, rows, console)
     except CalibrationError as error:
         raise UserError(f"{error}; nothing was written", code="export-failed") from error

@@ -175,7 +175,7 @@ def test_the_rows_of_training_are_used_if_they_are_still_there(
         (["MODEL", "--engine", "tensorflow"], "invalid choice"),
         (["MODEL", "--limit", "0"], "--limit: 0: must be a whole number, at least 1"),
         (["MODEL", "--engine", "native", "--precision", "fp32"], "the native engine supports int8 only"),
-        (["MODEL/onnx"], "is already an artefact"),
+        (["MODEL/onnx"], "name some with --rows"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(exported_folder: Path, arguments: list[str], message: str) -> None:
