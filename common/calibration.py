@@ -682,7 +682,7 @@ class Calibration:
         rule = next((one for one in self._sets if one.coverage >= coverage - 1e-9), None)
         if rule is not None:
             return rule
-        rows, needed = self.record["rows"], math.ceil(coverage / (1 - coverage) - 1e-9)
+        rows, needed = self.record["rows"], math.ceil(round(coverage / (1 - coverage), 6))
         most = f"the most is {self._sets[-1].coverage:g}" if self._sets else "none can be given"
         what = (
             f"coverage {coverage:g} cannot be promised: the model was calibrated on {rows:,} rows"
