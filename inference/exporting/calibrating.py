@@ -82,6 +82,20 @@ def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any
     return record
 
 
+def fitted_factors(answered: Answered) -> tuple[Floats, Floats]:
+    """The factor and the offset of each label's score, (labels,).
+
+    Raises:
+        CalibrationError: there are too few rows that the model has not seen.
+    """
+    saved, rows = answered.saved, answered.rows
+    kept, _ = _unseen(saved, rows.texts)
+    targets = [rows.targets[i] for i in kept]
+    record = calibration.fit(saved.problem_type, answered.scores[kept], targets, saved.labels)
+    fitted = calibration.Calibration(record, saved.labels)
+    return fitted.scale, fitted.offset
+
+
 def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[str, Any]:
     """Calibrate an artefact that is there, on other rows; its weights stay as they are.
 
