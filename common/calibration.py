@@ -248,7 +248,8 @@ def _vector(scores: Floats, right: NDArray[np.int64]) -> tuple[Floats, Floats]:
         found -= step / max(1.0, float(np.abs(step).max()))  # no leap beyond 1
         if np.abs(step).max() < 1e-8:
             break
-    return found[:k], found[k:]
+    # A label whose scores say the opposite of what is right would turn around; it is left flat.
+    return np.maximum(found[:k], 1e-3), found[k:]
 
 
 def _platt(scores: Floats, applies: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -274,8 +275,7 @@ def _platt(scores: Floats, applies: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         factor, offset = factor - step_a / limit, offset - step_b / limit
         if max(np.abs(step_a).max(), np.abs(step_b).max()) < 1e-8:
             break
-    # A label whose scores say the opposite of what is right would turn around; it is left flat.
-    return np.maximum(factor, 1e-3), offset
+    return np.maximum(factor, 1e-3), offset  # as above
 
 
 def _out_of_fold(scores: Floats, right: NDArray[np.int64], fit_on: Any) -> Floats:
@@ -445,21 +445,26 @@ def _certify(confidence: Floats, wrong: NDArray[np.bool_], most: float, delta: f
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_wrong = np.concatenate([[0], np.cumsum(wrong[order])])
+    sorted_doubt = np.concatenate([[0.0], np.cumsum(1 - confidence[order])])
     nums = np.searchsorted(-confidence[order], -_THRESHOLDS, side="right")
-    # A test of fewer answers than this fails even without an error. How many there are depends on
-    # the texts, not on what is right for them, so to begin later is no peeking.
-    fewest = math.log(delta) / math.log(1 - most)
-    best = None
-    for i in np.flatnonzero(nums >= fewest):
+    # A test of fewer answers than this fails even without an error.
+    tested = np.flatnonzero(nums >= math.log(delta) / math.log(1 - most))
+    best = _Tested(
+        None, rows_needed=_rows_needed(nums, sorted_wrong[nums], most, delta, len(wrong))
+    )
+    if not len(tested):
+        return best
+    # Where to begin is free, as long as it depends on the texts and not on what is right for them.
+    # The strictest test has few answers, and one unlucky error ends it; so the search begins where,
+    # by the probabilities themselves, a test is most likely to pass.
+    answers = nums[tested]
+    chance = (most - sorted_doubt[answers] / answers) * np.sqrt(answers)
+    for i in tested[int(chance.argmax()) :]:
         num, errors = int(nums[i]), int(sorted_wrong[nums[i]])
         if binomial_tail(errors, num, most) > delta:
             break
         best = _Tested(float(_THRESHOLDS[i]), num, errors)
-    if best is not None:
-        return best
-    return _Tested(
-        None, rows_needed=_rows_needed(nums, sorted_wrong[nums], most, delta, len(wrong))
-    )
+    return best
 
 
 def _rows_needed(
@@ -563,21 +568,24 @@ def _within_costs(
     expected = probabilities @ costs
     answered, least = expected.argmin(axis=1), expected.min(axis=1)
     order = np.argsort(least, kind="stable")
-    total = np.concatenate([[0.0], np.cumsum(costs[right, answered][order])])
+    paid = np.concatenate([[0.0], np.cumsum(costs[right, answered][order])])
+    hoped = np.concatenate([[0.0], np.cumsum(least[order])])
+    # From almost free to twice the bound: to answer where more is expected would be a gamble.
+    limits = np.linspace(0, 2 * most, 201)[1:]
+    nums = np.searchsorted(least[order], limits, side="right")
+    tested = np.flatnonzero((1 - most / largest) ** nums <= 1 - CONFIDENCE)
     best: dict[str, Any] | None = None
-    # In shares of the largest cost, from free to the bound itself: to answer where more than the
-    # bound is expected could only be by luck.
-    for limit in np.linspace(0, 1, 201)[1:] * max(2 * most, 1e-12):
-        num = int(np.searchsorted(least[order], limit, side="right"))
-        if num < 1 or (1 - most / largest) ** num > 1 - CONFIDENCE:
-            continue
-        mean = total[num] / num / largest
-        if _hoeffding_bentkus(mean, num, most / largest) > 1 - CONFIDENCE:
+    if len(tested):  # begins where a test is most likely to pass, as in `_certify`
+        chance = (most - hoped[nums[tested]] / nums[tested]) * np.sqrt(nums[tested])
+        tested = tested[int(chance.argmax()) :]
+    for i in tested:
+        num, mean = int(nums[i]), float(paid[nums[i]] / nums[i])
+        if _hoeffding_bentkus(mean / largest, num, most / largest) > 1 - CONFIDENCE:
             break
         best = {
-            "threshold": float(limit),
+            "threshold": float(limits[i]),
             "answered": round(num / len(right), 4),
-            "mean_cost": round(float(total[num]) / num, 6),
+            "mean_cost": round(mean, 6),
         }
     if best is None:
         what = f"max_cost {most:g}: no threshold holds with {CONFIDENCE:.0%} confidence on"
@@ -658,9 +666,9 @@ class Calibration:
         self.record = record
         self.familiarity = familiarity
         self._labels = list(labels)
-        given = np.ones(len(labels)) / record.get("temperature", 1.0)
-        self.scale = np.asarray(record.get("scale", given), dtype=np.float64)
-        self.offset = np.asarray(record.get("offset", 0 * given), dtype=np.float64)
+        same = [1 / record.get("temperature", 1.0)] * len(labels)
+        self.scale = np.asarray(record.get("scale", same), dtype=np.float64)
+        self.offset = np.asarray(record.get("offset", [0.0] * len(labels)), dtype=np.float64)
         if not self.scale.shape == self.offset.shape == (len(labels),):
             raise ValueError("scale and offset must have a number for each label")
         if not (np.isfinite(self.scale) & np.isfinite(self.offset) & (self.scale > 0)).all():

@@ -258,8 +258,9 @@ def _calibration(
     large activations become.
     """
     # Spread over all rows, which are often sorted by label.
-    chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
-    token_ids = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
+    texts = rows.training_texts or rows.texts
+    chosen = evenly_spread(len(texts), _CALIBRATION_TEXTS)
+    token_ids = _encode(tokenizer, [texts[i] for i in chosen])
     return [ids[: saved.max_length] for ids in token_ids]
 
 

@@ -145,9 +145,8 @@ def _familiarity(
 ) -> tuple[dict[str, Any], bytes]:
     """What is familiar, for the manifest and the file; nothing if there are too few texts."""
     saved, rows, tokenizer = answered.saved, answered.rows, answered.tokenizer
-    # They are the rows themselves if there are no others, as of a single file.
-    known = rows.calibration_texts if rows.calibration_texts is not rows.texts else []
-    known = [known[i] for i in evenly_spread(len(known), _MOST_TRAINING_TEXTS)]
+    chosen = evenly_spread(len(rows.training_texts), _MOST_TRAINING_TEXTS)
+    known = [rows.training_texts[i] for i in chosen]
     if not known:
         # Every other held-out text stands for them: what is usual must come from texts that the
         # table has not read.
