@@ -20,7 +20,7 @@ def test_title_and_description_are_joined_and_classes_count_from_one(tmp_path: P
     assert rows.name == str(tmp_path / "test.csv")
 
 
-def test_a_folder_is_measured_on_its_test_rows_and_calibrated_on_its_training_rows(tmp_path: Path) -> None:
+def test_a_folder_is_measured_on_its_test_rows_and_its_training_texts_are_kept_apart(tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_text('"1","test",""\n')
     (tmp_path / "train.csv").write_text('"2","train",""\n')
     rows = read_labelled_rows(tmp_path, LABELS)
