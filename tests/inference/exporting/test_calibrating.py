@@ -131,6 +131,18 @@ def test_rows_that_the_model_was_trained_on_are_left_out(
     assert (folder / "native" / "manifest.json").read_bytes() == before
 
 
+def test_in_a_single_file_the_rows_that_were_seen_are_the_training_texts(
+    calibrated: Path, rows: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(calibrated, tmp_path / "tiny"))
+    both = [*lines_of(rows, "test"), *lines_of(rows, "train")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, both)))
+    SeenTexts.of([row["text"] for row in lines_of(rows, "train")]).write(folder)
+    run(folder / "native", "--rows", tmp_path / "rows.jsonl")
+    assert record_of(folder)["rows"] == 580
+    assert record_of(folder)["familiarity"]["texts"] == 1200
+
+
 def test_who_does_not_know_what_the_model_has_seen_is_told(
     calibrated: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
