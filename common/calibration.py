@@ -130,7 +130,16 @@ def _fit_one_label(
         # More numbers have to earn their keep, beyond what chance would give them.
         if gain.mean() > 2 * gain.std() / math.sqrt(len(gain)):
             (scale, offset), judged = _vector(scores, right), by_label
-            found = {"method": "vector", "scale": scale.tolist(), "offset": offset.tolist()}
+            found = {
+                "method": "vector",
+                "scale": scale.tolist(),
+                "offset": offset.tolist(),
+                # Unlike a temperature, it may change which label is the most probable.
+                "accuracy": {
+                    "before": round(float((scores.argmax(axis=1) == right).mean()), 6),
+                    "after": round(float((judged.argmax(axis=1) == right).mean()), 6),
+                },
+            }
     raw = SINGLE_LABEL.answers(scores)
     probabilities = SINGLE_LABEL.answers(scores * scale + offset)
     missing = [name for i, name in enumerate(labels) if not (right == i).any()]

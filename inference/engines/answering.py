@@ -232,6 +232,20 @@ class OneLabelAnswering(Answering):
 class SeveralLabelsAnswering(Answering):
     problem_type = MULTI_LABEL
 
+    def __init__(
+        self,
+        labels: Sequence[str],
+        thresholds: Sequence[float] = (),
+        calibration: Calibration | None = None,
+    ) -> None:
+        super().__init__(labels, thresholds, calibration)
+        if calibration is not None and thresholds:
+            # They were chosen for the probabilities as the model gives them. Calibrated in the same
+            # way, they give the same labels as before.
+            inside = np.clip(thresholds, 1e-12, 1 - 1e-12)
+            scores = np.log(inside) - np.log1p(-inside)
+            self.thresholds = self.answers(scores[None])[0].tolist()
+
     def given(self, values: Sequence[float]) -> list[tuple[str, float | None]]:
         reached = [
             (label, value)

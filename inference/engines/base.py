@@ -83,7 +83,8 @@ def answers_of(
     engine: Engine, reader: ReadsScores, token_ids: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:
     """Return the model's answers to every text, (texts, labels), in the order of the texts."""
-    return reader.answers(scores_of(engine, token_ids))
+    scores = scores_of(engine, token_ids)
+    return reader.answers(scores) if len(scores) else scores.astype(np.float64)
 
 
 def scores_of(engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:

@@ -201,6 +201,9 @@ def lines_about(record: dict[str, Any]) -> list[str]:
         )
     if missing := record.get("labels_without_rows"):
         lines.append(f"No row has {_named(missing)}: nothing is known about such texts.")
+    if accuracy := record.get("accuracy"):
+        change = f"{accuracy['before']:.2%} to {accuracy['after']:.2%}"
+        lines.append(f"Each label has a factor and an offset, which changes accuracy: {change}.")
     lines += [*_about_sets(record), *_about_points(record["operating_points"])]
     if "familiarity" not in record:
         lines.append(

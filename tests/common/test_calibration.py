@@ -52,6 +52,7 @@ def test_labels_whose_scores_are_shifted_get_numbers_of_their_own() -> None:
     shift = np.array([1.5, 0, -1], dtype=np.float32)
     record = fit(SINGLE_LABEL, scores + shift, right, LABELS)
     assert record["method"] == "vector"
+    assert record["accuracy"]["after"] > record["accuracy"]["before"]
     calibrated = Calibration(record, LABELS).scores(scores + shift)
     found = SINGLE_LABEL.answers(calibrated)
     np.testing.assert_allclose(found, SINGLE_LABEL.answers(scores / 2), atol=0.03)
