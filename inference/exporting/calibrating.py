@@ -114,7 +114,13 @@ def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[
             if path.name not in (MANIFEST_FILE, FAMILIARITY_FILE):
                 shutil.copyfile(path, folder / path.name)
         record = calibrate(answered, bounds, folder)
-        write_manifest(folder, replace(manifest, calibration=record, files=describe_files(folder)))
+        # Whatever else lies there, such as a card or what the model has seen, is no part of it.
+        files = {
+            name: described
+            for name, described in describe_files(folder).items()
+            if name in {*manifest.files, FAMILIARITY_FILE}
+        }
+        write_manifest(folder, replace(manifest, calibration=record, files=files))
         load_model(folder)  # the same checks as at every later start
     return record
 

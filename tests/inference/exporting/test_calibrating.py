@@ -154,6 +154,7 @@ def test_who_does_not_know_what_the_model_has_seen_is_told(
 def test_calibrating_again_changes_nothing_but_the_calibration(calibrated: Path, rows: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(calibrated / "native", tmp_path / "native"))
     (tmp_path / "other.jsonl").write_text((rows / "train.jsonl").read_text())
+    SeenTexts.of(["peace talks"]).write(folder)  # must not become a part of what images and the hub get
     run(folder, "--rows", tmp_path / "other.jsonl", "--precision", "World=60%")
     before, after = read_manifest(calibrated / "native"), read_manifest(folder)
     assert after.calibration["rows"] == 1200
@@ -162,6 +163,7 @@ def test_calibrating_again_changes_nothing_but_the_calibration(calibrated: Path,
     # 1,200 rows of a single file have no training texts beside them, and half of them are too few.
     assert "familiarity" not in after.calibration
     assert not (folder / "familiarity.bin").exists()
+    assert SeenTexts.read(folder) is not None
     assert after.files.keys() == before.files.keys() - {"familiarity.bin"}
     assert (after.source, after.probes, after.accuracy) == (before.source, before.probes, before.accuracy)
 
