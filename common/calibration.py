@@ -201,32 +201,42 @@ _FITTED = {
 def _temperature(scores: Floats, right: NDArray[np.int64]) -> float:
     """The factor (one over the temperature) at which the rows are most likely."""
     shifted = scores - scores.max(axis=1, keepdims=True)
-    of_right = _at(shifted, right)
+    of_target = (_softened(right, scores.shape[1]) * shifted).sum(axis=1)
 
     def slope(log_factor: float) -> float:
         # Of the mean negative log likelihood, in the factor: what is expected of the right score
         # less what it is. The loss is convex in the factor, so the slope crosses 0 once.
         weights = np.exp(shifted * math.exp(log_factor))
-        return float(((weights * shifted).sum(1) / weights.sum(1) - of_right).mean())
+        return float(((weights * shifted).sum(1) / weights.sum(1) - of_target).mean())
 
     low, high = -4.0, 4.0
-    for _ in range(50):  # to the last bit
+    for _ in range(40):  # to a relative precision of 1e-11
         middle = (low + high) / 2
         low, high = (low, middle) if slope(middle) > 0 else (middle, high)
     return math.exp((low + high) / 2)
 
 
+def _softened(right: NDArray[np.int64], num_labels: int) -> Floats:
+    """The labels that are right, (rows, labels), as if one more row had had another: rows that are
+    all answered right are no proof that no answer is ever wrong.
+    """
+    doubt = 1 / (len(right) + 2)
+    target = np.full((len(right), num_labels), doubt / max(1, num_labels - 1))
+    target[np.arange(len(right)), right] = 1 - doubt
+    return target
+
+
 def _vector(scores: Floats, right: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """A factor and an offset for each label (vector scaling), by Newton's method."""
-    n, k = scores.shape
+    k = scores.shape[1]
+    softened = _softened(right, k)
     # A weak pull towards the temperature decides what the rows leave open, such as the sum of the
     # offsets, which no probability depends on.
     target = np.concatenate([np.full(k, _temperature(scores, right)), np.zeros(k)])
     found, factors = target.copy(), np.hstack([scores, np.ones_like(scores)])  # (rows, 2 labels)
     for _ in range(20):
         p = SINGLE_LABEL.answers(scores * found[:k] + found[k:])
-        miss = p.copy()
-        miss[np.arange(n), right] -= 1
+        miss = p - softened
         gradient = (factors * np.tile(miss, 2)).sum(axis=0) + (found - target)
         # Second derivatives: diag(p) - p p' between labels, times the two factors.
         weighted = factors * np.tile(p, 2)
@@ -238,7 +248,8 @@ def _vector(scores: Floats, right: NDArray[np.int64]) -> tuple[Floats, Floats]:
         found -= step / max(1.0, float(np.abs(step).max()))  # no leap beyond 1
         if np.abs(step).max() < 1e-8:
             break
-    return found[:k], found[k:]
+    # A label whose scores say the opposite of what is right would turn around; it is left flat.
+    return np.maximum(found[:k], 1e-3), found[k:]
 
 
 def _platt(scores: Floats, applies: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -246,9 +257,12 @@ def _platt(scores: Floats, applies: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     is pulled towards its score as it is.
     """
     factor, offset = np.ones(scores.shape[1]), np.zeros(scores.shape[1])
+    with_label, without = applies.sum(axis=0), (~applies).sum(axis=0)
+    # As Platt has it: rows that are all told apart are no proof that all others will be.
+    target = np.where(applies, (with_label + 1) / (with_label + 2), 1 / (without + 2))
     for _ in range(30):  # Newton's method, for all labels at once
         p = MULTI_LABEL.answers(scores * factor + offset)
-        miss, weight = p - applies, p * (1 - p)
+        miss, weight = p - target, p * (1 - p)
         g_a, g_b = (miss * scores).sum(0) + (factor - 1), miss.sum(0) + offset
         h_aa, h_ab, h_bb = (
             (weight * scores**2).sum(0) + 1,
@@ -261,8 +275,7 @@ def _platt(scores: Floats, applies: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         factor, offset = factor - step_a / limit, offset - step_b / limit
         if max(np.abs(step_a).max(), np.abs(step_b).max()) < 1e-8:
             break
-    # A label whose scores say the opposite of what is right would turn around; it is left flat.
-    return np.maximum(factor, 1e-3), offset
+    return np.maximum(factor, 1e-3), offset  # as above
 
 
 def _out_of_fold(scores: Floats, right: NDArray[np.int64], fit_on: Any) -> Floats:
@@ -432,21 +445,26 @@ def _certify(confidence: Floats, wrong: NDArray[np.bool_], most: float, delta: f
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_wrong = np.concatenate([[0], np.cumsum(wrong[order])])
+    sorted_doubt = np.concatenate([[0.0], np.cumsum(1 - confidence[order])])
     nums = np.searchsorted(-confidence[order], -_THRESHOLDS, side="right")
-    # A test of fewer answers than this fails even without an error. How many there are depends on
-    # the texts, not on what is right for them, so to begin later is no peeking.
-    fewest = math.log(delta) / math.log(1 - most)
-    best = None
-    for i in np.flatnonzero(nums >= fewest):
+    # A test of fewer answers than this fails even without an error.
+    tested = np.flatnonzero(nums >= math.log(delta) / math.log(1 - most))
+    best = _Tested(
+        None, rows_needed=_rows_needed(nums, sorted_wrong[nums], most, delta, len(wrong))
+    )
+    if not len(tested):
+        return best
+    # Where to begin is free, as long as it depends on the texts and not on what is right for them.
+    # The strictest test has few answers, and one unlucky error ends it; so the search begins where,
+    # by the probabilities themselves, a test is most likely to pass.
+    answers = nums[tested]
+    chance = (most - sorted_doubt[answers] / answers) * np.sqrt(answers)
+    for i in tested[int(chance.argmax()) :]:
         num, errors = int(nums[i]), int(sorted_wrong[nums[i]])
         if binomial_tail(errors, num, most) > delta:
             break
         best = _Tested(float(_THRESHOLDS[i]), num, errors)
-    if best is not None:
-        return best
-    return _Tested(
-        None, rows_needed=_rows_needed(nums, sorted_wrong[nums], most, delta, len(wrong))
-    )
+    return best
 
 
 def _rows_needed(
@@ -550,21 +568,24 @@ def _within_costs(
     expected = probabilities @ costs
     answered, least = expected.argmin(axis=1), expected.min(axis=1)
     order = np.argsort(least, kind="stable")
-    total = np.concatenate([[0.0], np.cumsum(costs[right, answered][order])])
+    paid = np.concatenate([[0.0], np.cumsum(costs[right, answered][order])])
+    hoped = np.concatenate([[0.0], np.cumsum(least[order])])
+    # From almost free to twice the bound: to answer where more is expected would be a gamble.
+    limits = np.linspace(0, 2 * most, 201)[1:]
+    nums = np.searchsorted(least[order], limits, side="right")
+    tested = np.flatnonzero((1 - most / largest) ** nums <= 1 - CONFIDENCE)
     best: dict[str, Any] | None = None
-    # In shares of the largest cost, from free to the bound itself: to answer where more than the
-    # bound is expected could only be by luck.
-    for limit in np.linspace(0, 1, 201)[1:] * max(2 * most, 1e-12):
-        num = int(np.searchsorted(least[order], limit, side="right"))
-        if num < 1 or (1 - most / largest) ** num > 1 - CONFIDENCE:
-            continue
-        mean = total[num] / num / largest
-        if _hoeffding_bentkus(mean, num, most / largest) > 1 - CONFIDENCE:
+    if len(tested):  # begins where a test is most likely to pass, as in `_certify`
+        chance = (most - hoped[nums[tested]] / nums[tested]) * np.sqrt(nums[tested])
+        tested = tested[int(chance.argmax()) :]
+    for i in tested:
+        num, mean = int(nums[i]), float(paid[nums[i]] / nums[i])
+        if _hoeffding_bentkus(mean / largest, num, most / largest) > 1 - CONFIDENCE:
             break
         best = {
-            "threshold": float(limit),
+            "threshold": float(limits[i]),
             "answered": round(num / len(right), 4),
-            "mean_cost": round(float(total[num]) / num, 6),
+            "mean_cost": round(mean, 6),
         }
     if best is None:
         what = f"max_cost {most:g}: no threshold holds with {CONFIDENCE:.0%} confidence on"
@@ -627,6 +648,7 @@ class Calibration:
 
     Attributes:
         record: what the manifest has.
+        scale, offset: of each label's score, (labels,).
         familiarity: compares texts with those that the model was trained on; None where there were
             too few of them.
     """
@@ -644,12 +666,12 @@ class Calibration:
         self.record = record
         self.familiarity = familiarity
         self._labels = list(labels)
-        given = np.ones(len(labels)) / record.get("temperature", 1.0)
-        self._scale = np.asarray(record.get("scale", given), dtype=np.float64)
-        self._offset = np.asarray(record.get("offset", 0 * given), dtype=np.float64)
-        if not self._scale.shape == self._offset.shape == (len(labels),):
+        same = [1 / record.get("temperature", 1.0)] * len(labels)
+        self.scale = np.asarray(record.get("scale", same), dtype=np.float64)
+        self.offset = np.asarray(record.get("offset", [0.0] * len(labels)), dtype=np.float64)
+        if not self.scale.shape == self.offset.shape == (len(labels),):
             raise ValueError("scale and offset must have a number for each label")
-        if not (np.isfinite(self._scale) & np.isfinite(self._offset) & (self._scale > 0)).all():
+        if not (np.isfinite(self.scale) & np.isfinite(self.offset) & (self.scale > 0)).all():
             raise ValueError("scale and offset must be finite, and scale greater than 0")
         self._sets = [
             SetRule(
@@ -666,7 +688,7 @@ class Calibration:
 
     def scores(self, scores: NDArray[np.float32]) -> Floats:
         """The scores whose probabilities are calibrated, (texts, labels)."""
-        return scores * self._scale + self._offset
+        return scores * self.scale + self.offset
 
     @property
     def names(self) -> list[str]:
@@ -682,7 +704,7 @@ class Calibration:
         rule = next((one for one in self._sets if one.coverage >= coverage - 1e-9), None)
         if rule is not None:
             return rule
-        rows, needed = self.record["rows"], math.ceil(coverage / (1 - coverage) - 1e-9)
+        rows, needed = self.record["rows"], math.ceil(round(coverage / (1 - coverage), 6))
         most = f"the most is {self._sets[-1].coverage:g}" if self._sets else "none can be given"
         what = (
             f"coverage {coverage:g} cannot be promised: the model was calibrated on {rows:,} rows"
@@ -704,21 +726,23 @@ class Calibration:
         levels = {
             name: one["max_error"] for name, one in self._points.items() if "max_error" in one
         }
+        fitting = sorted((level, name) for name, level in levels.items() if level <= wanted + 1e-9)
+        held = [name for _, name in fitting if name in self.names]
+        if not held:
+            raise CalibrationError(self._why_not(wanted, levels, fitting))
+        return self._point(held[-1])
+
+    def _why_not(
+        self, wanted: float, levels: Mapping[str, float], fitting: Sequence[tuple[float, str]]
+    ) -> str:
         if not levels:
-            raise CalibrationError("max_error cannot be promised: this model has no such bounds")
-        fitting = [name for name, level in levels.items() if level <= wanted + 1e-9]
-        held = [name for name in fitting if name in self.names]
-        if held:
-            return self._point(max(held, key=levels.__getitem__))
-        least = min((levels[name] for name in levels if name in self.names), default=None)
-        what = f"max_error {wanted:g} cannot be promised with {CONFIDENCE:.0%} confidence"
-        what += f" on the {self.record['rows']:,} rows that the model was calibrated on"
-        needed = (
-            self._points[max(fitting, key=levels.__getitem__)].get("rows_needed") if fitting else 0
-        )
-        if needed:
+            return "max_error cannot be promised: this model has no such bounds"
+        what = f"max_error {wanted:g} cannot be promised with {CONFIDENCE:.0%} confidence on the "
+        what += f"{self.record['rows']:,} rows that the model was calibrated on"
+        if fitting and (needed := self._points[fitting[-1][1]].get("rows_needed")):
             what += f", about {needed:,} would be needed"
-        raise CalibrationError(f"{what}; the least is {least:g}" if least is not None else what)
+        least = min((levels[name] for name in levels if name in self.names), default=None)
+        return what if least is None else f"{what}; the least is {least:g}"
 
     def _point(self, name: str) -> OperatingPoint:
         found = self._points[name]

@@ -135,7 +135,10 @@ class Familiarity:
         Raises:
             ValueError: they do not belong together.
         """
-        num_tokens, slots = int(record["vocabulary"]), 1 << int(record["bits"])
+        bits = int(record["bits"])
+        if not 0 < bits <= _MOST_BITS:
+            raise ValueError(f"bits {bits}: must be from 1 to {_MOST_BITS}")
+        num_tokens, slots = int(record["vocabulary"]), 1 << bits
         if len(table) != num_tokens + slots:
             raise ValueError(f"the table has {len(table)} bytes, {num_tokens + slots} are expected")
         self.limit = float(record["limit"])

@@ -966,14 +966,13 @@ class LabelledRows:
     """Texts with what is right for each.
 
     ``name``: the file they are from. ``texts``: as found, not cleaned; pairs if their columns have
-    a second text. ``calibration_texts``: texts that accuracy is not measured on, if any, such as a
-    folder's training rows.
+    a second text. ``training_texts``: those of a folder's training rows, if it has others than these.
     """
 
     name: str
     texts: list[Text]
     targets: list[Target]
-    calibration_texts: list[Text]
+    training_texts: list[Text]
 
 
 def find_rows(model_dataset: str | None, problem_type: ProblemType = SINGLE_LABEL) -> Path:
@@ -1018,13 +1017,11 @@ def read_labelled_rows(
         targets.append(_target(where, cell, class_of, problem_type))
     if not texts:
         raise UserError(f"{files[0]}: holds no labelled text", code="data-empty")
-    calibration = texts
-    if training_files:
-        rows = _rows_of_model(training_files, labels, columns, problem_type)
-        calibration = [text for _, text, _ in rows]
+    rows = _rows_of_model(training_files, labels, columns, problem_type)
+    training = [text for _, text, _ in rows]
     chosen = evenly_spread(len(texts), limit)
     return LabelledRows(
-        str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration
+        str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], training
     )
 
 

@@ -53,33 +53,14 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="engine that will run the artefact (default: native if it supports this processor "
         "and model, else onnx)",
     )
+    _add_bounds(parser)
     parser.add_argument(
-        "--precision",
-        action="append",
-        default=[],
-        metavar="int8|fp32|LABEL=SHARE",
-        help="int8 or fp32: of the artefact's arithmetic; fp32 is available for onnx only "
-        "(default: int8). LABEL=98%%: find the probability from which on at least 98%% of the "
-        "answers with this label are right, for the operating point `precision`",
-    )
-    parser.add_argument(
-        "--max_error",
-        action="append",
-        default=[],
-        metavar="[NAME=]SHARE",
-        help="find the probability from which on at most this share of the answers is wrong, such "
-        "as 2%% or careful=2%%, for an operating point of this name (MAX_ERROR, or max_error in a "
-        "request, choose it)",
-    )
-    parser.add_argument(
-        "--costs",
+        "--fold",
         type=Path,
-        metavar="FILE",
-        help="what mistakes cost: a CSV file with the labels answered in its first line, and a "
-        "line for each right label; for the operating point `costs`",
-    )
-    parser.add_argument(
-        "--max_cost", type=float, help="with --costs: the largest mean cost of an answer"
+        metavar="FOLDER",
+        help="also write the model itself, in float32, with its calibration folded into the last "
+        "layer: transformers' pipeline and others that know no manifest then answer with "
+        "calibrated probabilities",
     )
     parser.add_argument(
         "--rows",
@@ -108,6 +89,37 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--costs and --max_cost go together")
     options.arithmetic = arithmetic[0] if arithmetic else "int8"
     return options
+
+
+def _add_bounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--precision",
+        action="append",
+        default=[],
+        metavar="int8|fp32|LABEL=SHARE",
+        help="int8 or fp32: of the artefact's arithmetic; fp32 is available for onnx only "
+        "(default: int8). LABEL=98%%: find the probability from which on at least 98%% of the "
+        "answers with this label are right, for the operating point `precision`",
+    )
+    parser.add_argument(
+        "--max_error",
+        action="append",
+        default=[],
+        metavar="[NAME=]SHARE",
+        help="find the probability from which on at most this share of the answers is wrong, such "
+        "as 2%% or careful=2%%, for an operating point of this name (MAX_ERROR, or max_error in a "
+        "request, choose it)",
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="what mistakes cost: a CSV file with the labels answered in its first line, and a "
+        "line for each right label; for the operating point `costs`",
+    )
+    parser.add_argument(
+        "--max_cost", type=float, help="with --costs: the largest mean cost of an answer"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -145,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         from inference.exporting.build import Wishes, end_unfinished, export
 
         signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
-        wishes = Wishes(engine, options.arithmetic, options.max_drop, bounds, are_own)
+        wishes = Wishes(engine, options.arithmetic, options.max_drop, bounds, are_own, options.fold)
         exported = export(saved, wishes, rows, console)
     except CalibrationError as error:
         raise UserError(f"{error}; nothing was written", code="export-failed") from error

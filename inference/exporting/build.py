@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,9 +26,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.calibration import Bounds, CalibrationError
+from common.encoders import FAMILIES
 from common.errors import ModelLoadError, UserError
 from common.files import write_json, writing_folder
 from common.hardware import cpu_name, threads_per_process
@@ -36,6 +38,7 @@ from common.model_folder import (
     CLEANING_KEY,
     DESCRIPTION_FILES,
     METRICS_FILE,
+    WEIGHTS_FILE,
     Manifest,
     SavedModel,
     artefact_folder,
@@ -57,7 +60,13 @@ from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine
 from inference.engines.windowed import config_with_attention, weights_with_attention, with_windows
 from inference.errors import ExportRefusedError
-from inference.exporting.calibrating import Answered, calibrate, error_row, lines_about
+from inference.exporting.calibrating import (
+    Answered,
+    calibrate,
+    error_row,
+    fitted_factors,
+    lines_about,
+)
 from inference.exporting.comparison import Comparison, compare
 
 SHOWN_CHANGES = 10
@@ -106,6 +115,7 @@ class Wishes:
     max_drop: float
     bounds: Bounds
     calibrates: bool
+    folded: Path | None = None  # where to write the model for transformers' pipeline
 
 
 def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Console) -> Exported:
@@ -154,16 +164,9 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
         _refuse_distance(found, expected, comparison.spread, kind)
         _refuse_loss(comparison, wishes.max_drop)
 
-        record, why_not = {}, "these rows are not the model's own data; name some with --rows"
-        if wishes.calibrates or wishes.bounds != Bounds():
-            with stages.stage("Calibrate the artefact on the rows that the model has not seen"):
-                answered = Answered(saved, artefact, tokenizer, rows, comparison.scores)
-                try:
-                    record = calibrate(answered, wishes.bounds, folder)
-                except CalibrationError as error:
-                    if wishes.bounds != Bounds():
-                        raise
-                    why_not = str(error)
+        with stages.stage("Calibrate the artefact on the rows that the model has not seen"):
+            answered = Answered(saved, artefact, tokenizer, rows, comparison.scores)
+            record, about = _calibrated(answered, wishes, folder)
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
@@ -185,8 +188,60 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
             write_manifest(folder, manifest)
             _refuse_changed(saved, before)
             load_model(folder)  # the same checks as at every later start
-    about = lines_about(record) if record else [f"Not calibrated: {why_not}."]
+        if wishes.folded is not None:
+            scores = comparison.reference_scores
+            write_folded(weights, replace(answered, engine=reference, scores=scores), wishes.folded)
     return Exported(target, manifest, [*comparison.table(), *error_row(record)], about)
+
+
+def _calibrated(
+    answered: Answered, wishes: Wishes, folder: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """What the manifest keeps, and what people are told; without bounds to certify, it is no reason
+    to refuse an export that there are no rows to calibrate on.
+    """
+    if not wishes.calibrates and wishes.bounds == Bounds():
+        what = "these rows are not the model's own data; name some with --rows"
+        return {}, [f"Not calibrated: {what}."]
+    try:
+        record = calibrate(answered, wishes.bounds, folder)
+    except CalibrationError as error:
+        if wishes.bounds != Bounds():
+            raise
+        return {}, [f"Not calibrated: {error}."]
+    return record, lines_about(record)
+
+
+def write_folded(weights: dict[str, Tensor], answered: Answered, target: Path) -> None:
+    """Write a model folder whose last layer gives calibrated scores, for programs that know no
+    manifest: scale x (W h + b) + offset is the layer (scale x W) h + (scale x b + offset).
+
+    ``answered``: by the model in float32, which these programs run.
+
+    Raises:
+        CalibrationError: there are too few rows to calibrate on.
+        UserError: the last layer is not known, or does not give the scores as they are.
+    """
+    saved = answered.saved
+    layer = next((f.classifier for f in FAMILIES if f.model_type == saved.config["model_type"]), "")
+    weight, bias = f"{layer}.weight", f"{layer}.bias"
+    scale, offset = map(torch.from_numpy, fitted_factors(answered))
+    why_not = {
+        "a number has no probability": saved.problem_type is REGRESSION,
+        "long texts are answered from the scores of several windows": saved.windows is not None,
+        "its last layer is not known": weight not in weights,
+        "its last layer has no bias to add an offset to": bias not in weights
+        and bool(offset.any()),
+        "something is there already": target.exists(),
+    }
+    if reason := next((why for why, is_so in why_not.items() if is_so), None):
+        raise UserError(f"--fold {target}: {reason}; nothing was written", code="export-failed")
+    folded = weights | {weight: (weights[weight] * scale[:, None]).float()}
+    if bias in weights:
+        folded[bias] = (weights[bias] * scale + offset).float()
+    with writing_folder(target) as folder:
+        _write_description(saved, folder)
+        save_file({name: t.contiguous() for name, t in folded.items()}, folder / WEIGHTS_FILE)
 
 
 def _float_weights(saved: SavedModel) -> dict[str, Tensor]:
@@ -203,8 +258,9 @@ def _calibration(
     large activations become.
     """
     # Spread over all rows, which are often sorted by label.
-    chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
-    token_ids = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
+    texts = rows.training_texts or rows.texts
+    chosen = evenly_spread(len(texts), _CALIBRATION_TEXTS)
+    token_ids = _encode(tokenizer, [texts[i] for i in chosen])
     return [ids[: saved.max_length] for ids in token_ids]
 
 

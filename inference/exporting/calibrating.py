@@ -58,7 +58,7 @@ def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any
         CalibrationError: there are too few rows, or one of the bounds cannot be promised.
     """
     saved, rows = answered.saved, answered.rows
-    kept, left_out = _unseen(saved, rows.texts)
+    kept, seen, left_out = _unseen(saved, rows.texts)
     # Of a path only the end: the folder above it is nobody's business in a published model.
     dataset = "/".join(Path(rows.name).parts[-2:])
     if left_out.get("seen_in_training") and len(kept) < calibration.FEWEST_ROWS:
@@ -75,11 +75,27 @@ def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any
         **calibration.fit(saved.problem_type, scores, targets, saved.labels, bounds),
     }
     calibrated = calibration.Calibration(record, saved.labels).scores
-    described, table = _familiarity(answered, texts, calibrated(scores), calibrated)
+    # Of a single file, the rows that were seen in training are the training texts.
+    known = rows.training_texts or [rows.texts[i] for i in seen]
+    described, table = _familiarity(answered, known, texts, calibrated)
     if described:
         (folder / FAMILIARITY_FILE).write_bytes(table)
         record["familiarity"] = described
     return record
+
+
+def fitted_factors(answered: Answered) -> tuple[Floats, Floats]:
+    """The factor and the offset of each label's score, (labels,).
+
+    Raises:
+        CalibrationError: there are too few rows that the model has not seen.
+    """
+    saved, rows = answered.saved, answered.rows
+    kept, _, _ = _unseen(saved, rows.texts)
+    targets = [rows.targets[i] for i in kept]
+    record = calibration.fit(saved.problem_type, answered.scores[kept], targets, saved.labels)
+    fitted = calibration.Calibration(record, saved.labels)
+    return fitted.scale, fitted.offset
 
 
 def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[str, Any]:
@@ -103,9 +119,11 @@ def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[
     return record
 
 
-def _unseen(saved: SavedModel, texts: Sequence[Text]) -> tuple[NDArray[np.int64], dict[str, int]]:
-    """The places of the texts that the model has not seen, of equal ones the first; and how many
-    others there are, by why. If nobody knows which it has seen, they are not counted.
+def _unseen(
+    saved: SavedModel, texts: Sequence[Text]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
+    """The places of the texts that the model has not seen, of equal ones the first; of those that it
+    has; and how many are left out, by why. If nobody knows what it has seen, nothing says so.
     """
     # A .pt file has its model folder beside it, an artefact above it, or is a folder of its own.
     folder = saved.path.with_suffix("") if saved.path.is_file() else saved.path
@@ -120,33 +138,34 @@ def _unseen(saved: SavedModel, texts: Sequence[Text]) -> tuple[NDArray[np.int64]
     left_out = {"repeated": int((~is_first & ~is_seen).sum())}
     if seen:
         left_out["seen_in_training"] = int(is_seen.sum())
-    return np.flatnonzero(is_first & ~is_seen), left_out
+    return np.flatnonzero(is_first & ~is_seen), np.flatnonzero(is_seen), left_out
 
 
 def _familiarity(
     answered: Answered,
+    known: Sequence[Text],
     texts: Sequence[Text],
-    scores: Floats,
     calibrated: Callable[[NDArray[np.float32]], Floats],
 ) -> tuple[dict[str, Any], bytes]:
-    """What is familiar, for the manifest and the file; nothing if there are too few texts."""
-    saved, rows, tokenizer = answered.saved, answered.rows, answered.tokenizer
-    # They are the rows themselves if there are no others, as of a single file.
-    known = rows.calibration_texts if rows.calibration_texts is not rows.texts else []
+    """What is familiar, for the manifest and the file; nothing if there are too few texts.
+
+    ``known``: training texts, if any are here; ``texts``: held-out ones.
+    """
+    saved, tokenizer = answered.saved, answered.tokenizer
     known = [known[i] for i in evenly_spread(len(known), _MOST_TRAINING_TEXTS)]
     if not known:
         # Every other held-out text stands for them: what is usual must come from texts that the
         # table has not read.
-        known, texts, scores = texts[::2], texts[1::2], scores[1::2]
+        known, texts = texts[::2], texts[1::2]
     if len(known) < familiarity.FEWEST_TEXTS or len(texts) < calibration.FEWEST_ROWS:
         return {}, b""
-    ids = [one.ids for one in tokenizer.encode(texts)]
-    samples = [(ids, scores)]
+    whole = [one.ids for one in tokenizer.encode(texts)]
+    samples = [whole]
     if not saved.reads_pairs:  # the beginning of a pair may be all of its first text
-        cut = familiarity.beginnings(ids[:_MOST_BEGINNINGS])
-        samples.append((cut, calibrated(scores_of(answered.engine, cut))))
+        samples.append(familiarity.beginnings(whole[:_MOST_BEGINNINGS]))
+    held_out = [(ids, calibrated(scores_of(answered.engine, ids))) for ids in samples]
     training_ids = [one.ids for one in tokenizer.encode(known) if not one.blank]
-    return familiarity.fit(saved.problem_type, training_ids, samples, tokenizer.highest_id + 1)
+    return familiarity.fit(saved.problem_type, training_ids, held_out, tokenizer.highest_id + 1)
 
 
 def _hash_of(texts: Sequence[Text], targets: Sequence[Any]) -> str:

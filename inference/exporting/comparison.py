@@ -40,6 +40,7 @@ class Comparison(ABC):
     after: NDArray[Any]
     before_seconds: float
     after_seconds: float
+    reference_scores: NDArray[np.float32]  # (rows, labels)
     scores: NDArray[np.float32]  # of the artefact, (rows, labels)
 
     @property
@@ -307,6 +308,7 @@ def compare(
         labels=saved.labels,
         before=_decisions(saved, kind.answers(before)),
         after=_decisions(saved, kind.answers(after)),
+        reference_scores=before,
         scores=after,
         before_seconds=seconds["before"],
         after_seconds=seconds["after"],

@@ -20,11 +20,11 @@ def test_title_and_description_are_joined_and_classes_count_from_one(tmp_path: P
     assert rows.name == str(tmp_path / "test.csv")
 
 
-def test_a_folder_is_measured_on_its_test_rows_and_calibrated_on_its_training_rows(tmp_path: Path) -> None:
+def test_a_folder_is_measured_on_its_test_rows_and_its_training_texts_are_kept_apart(tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_text('"1","test",""\n')
     (tmp_path / "train.csv").write_text('"2","train",""\n')
     rows = read_labelled_rows(tmp_path, LABELS)
-    assert (rows.texts, rows.calibration_texts) == (["test"], ["train"])
+    assert (rows.texts, rows.training_texts) == (["test"], ["train"])
 
 
 def test_a_header_and_json_lines_name_their_labels(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_header_and_json_lines_name_their_labels(tmp_path: Path) -> None:
     for name in ("rows.csv", "rows.jsonl"):
         rows = read_labelled_rows(tmp_path / name, LABELS)
         assert (rows.texts, rows.targets) == (["Goal!", "Talks"], [1, 0])
-        assert rows.calibration_texts == rows.texts
+        assert rows.training_texts == []
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_each_line_of_a_stream_asks_for_itself(client: httpx.Client) -> None:
     [
         ({"coverage": 0.9999}, "coverage 0.9999 cannot be promised: the model was calibrated on 7,600 rows"),
         ({"max_error": 0.001}, "max_error 0.001 cannot be promised with 95% confidence"),
-        ({"max_error": "careful"}, "there is no operating point 'careful'; this model has 0.005"),
+        ({"max_error": "careful"}, "there is no operating point 'careful'; this model has 0.01"),
     ],
 )
 def test_what_the_model_cannot_promise_is_refused_in_one_line(
