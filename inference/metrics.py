@@ -99,6 +99,8 @@ class ServerMetrics:
         self._abstained = counter(
             "abstained_texts", "Texts without an answer, by the reason.", "reason"
         )
+        for reason in ("uncertain", "unfamiliar"):
+            self._abstained.labels(reason)
         self._confidence = histogram(
             "confidence", "Probability of the label: watch it for drift.", _CONFIDENCE
         )

@@ -189,14 +189,15 @@ class Settings(BaseModel):
         lt=1,
         description="Adds to every answer the set of labels (or the interval) that holds the right "
         "one this often, such as 0.95, unless the request names another coverage. Needs a "
-        "calibrated model. Empty: only where a request asks for it.",
+        "calibrated model. Empty: only if a request asks for it.",
     )
     max_error: str = Field(
         default="",
-        description="Answers only where at most this share of answers is wrong, such as 2% or "
-        "0.02, or the name of one of the model's operating points, unless the request names "
-        "another; other texts get no label, and the reason. Needs a calibrated model. Empty: only "
-        "where a request asks for it.",
+        description="Holds answers back so that at most this share of those given is wrong, such "
+        "as 2% or 0.02, or as the operating point of this name says, unless the request names "
+        "another; a text without an answer gets no label, and the reason. Formats that only list "
+        "scores (/hub and most gateways') stay complete. Needs a calibrated model. Empty: only if "
+        "a request asks for it.",
     )
     rate_limit_per_s: float = Field(
         default=0,

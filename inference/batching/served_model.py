@@ -48,6 +48,26 @@ class Served:
     wanted: Wanted = NOTHING_MORE
 
 
+def wanted_of(model: ModelLoader, settings: Settings) -> Wanted:
+    """What COVERAGE and MAX_ERROR add to the answers of this model.
+
+    Raises:
+        ModelLoadError: the model cannot do what the settings ask of it.
+    """
+    path = settings.model_checkpoint
+    budget, longest = settings.max_batch_tokens, model.tokenizer.most_ids
+    # 0 leaves it to the engine, which takes any model.
+    if budget and budget < longest:
+        what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
+        raise ModelLoadError(path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
+    max_error = share_or_name(settings.max_error) if settings.max_error else None
+    try:
+        return model.answering.wanted(settings.coverage, max_error)
+    except CalibrationError as error:
+        remedy = "calibrate the model, or change COVERAGE or MAX_ERROR"
+        raise ModelLoadError(path, str(error), remedy) from error
+
+
 class ServedModel:
     """Holds what is served, or the reason why nothing is."""
 
@@ -65,8 +85,7 @@ class ServedModel:
         self.path = settings.model_checkpoint
         self._load_model = load_model
         self._name = settings.model_name
-        self._coverage = settings.coverage
-        self._max_error = share_or_name(settings.max_error) if settings.max_error else None
+        self._settings = settings
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
         self._dead_after_s = settings.restart_after_s
@@ -160,17 +179,7 @@ class ServedModel:
                 if self._current is None:
                     _limit_memory_pools()
                 model = await _in_background(lambda: self._load_model(self.path, self._engine))
-                budget, longest = self._limits.max_batch_tokens, model.tokenizer.most_ids
-                # 0 leaves it to the engine, which takes any model.
-                if budget and budget < longest:
-                    what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest}"
-                    remedy = f"set MAX_BATCH_TOKENS to at least {longest}"
-                    raise ModelLoadError(self.path, f"{what} tokens", remedy)
-                try:
-                    wanted = model.answering.wanted(self._coverage, self._max_error)
-                except CalibrationError as error:
-                    remedy = "calibrate the model, or unset COVERAGE and MAX_ERROR"
-                    raise ModelLoadError(self.path, str(error), remedy) from error
+                wanted = wanted_of(model, self._settings)
                 if self._current is None:
                     _freeze_what_stays()
                 classifier = Classifier(model, self._limits, self._metrics)

@@ -165,6 +165,13 @@ class Answering:
     def predict(self, values: Sequence[float]) -> dict[str, Any]:
         return self.fields(values, self.given(values))
 
+    def joined(self, labels: Sequence[str]) -> str:
+        """The labels of a text in one cell, as training reads them."""
+        # Names that would fall apart are written as a list, which is read too.
+        if any(re.search(r"[,;|]|^\s*\[", label) for label in self.labels):
+            return json.dumps(labels, ensure_ascii=False)
+        return "|".join(labels)
+
     def place_of(self, values: Sequence[float], label: str | None) -> int:
         """The position of the answer that is explained: of this label, or if none is asked for of
         the most probable.
@@ -277,13 +284,6 @@ class SeveralLabelsAnswering(Answering):
 
     def without_words(self, value: float) -> float:
         return 0.5
-
-    def joined(self, labels: Sequence[str]) -> str:
-        """The labels of a text in one cell, as training reads them."""
-        # Names that would fall apart are written as a list, which is read too.
-        if any(re.search(r"[,;|]|^\s*\[", label) for label in self.labels):
-            return json.dumps(labels, ensure_ascii=False)
-        return "|".join(labels)
 
 
 class NumberAnswering(Answering):

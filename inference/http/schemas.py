@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+from common.calibration import share_or_name
 from common.model_folder import METRICS_KEYS
 from common.problem_types import MULTI_LABEL
 from inference.engines.model_loader import ModelLoader
@@ -55,7 +57,23 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
+_LONGEST_NAME = 100  # characters, of an operating point
+_SHARE_OR_NAME = (
+    "must be a share greater than 0 and at most 1, such as 0.02, or the name of an operating point"
+)
+
+
+def _share_or_name(given: object) -> object:
+    # Before the types are looked at: a union would report one error for each of them.
+    reason = _SHARE_OR_NAME
+    if isinstance(given, str) and len(given) <= _LONGEST_NAME:
+        try:
+            return share_or_name(given)
+        except ValueError as error:
+            reason = str(error)
+    elif given is None or (type(given) in (int, float) and 0 < given <= 1):
+        return given
+    raise PydanticCustomError("max_error", "{reason}", {"reason": reason})
 
 
 class AsksMore(RequestModel):
@@ -68,7 +86,7 @@ class AsksMore(RequestModel):
         description="Add the `set` of labels that holds the right one this often, such as 0.95; "
         "for a regression model the `interval` that holds the right number. null: as COVERAGE says.",
     )
-    max_error: Share | str | None = Field(
+    max_error: Annotated[float | str | None, BeforeValidator(_share_or_name)] = Field(
         default=None,
         description="Answer only where at most this share of answers is wrong, such as 0.02, or "
         "as the operating point of this name says (GET /model names them). A text that gets no "
@@ -79,6 +97,20 @@ class AsksMore(RequestModel):
         description="Add `familiarity`: the share of held-out texts that are no more like the "
         "training texts than this one.",
     )
+
+
+def refuse_asking_for_more(given: Any) -> Any:
+    """Refuse the fields of `AsksMore` in answers that list labels with scores and nothing else.
+
+    A request may be in another server's format, whose unknown fields are ignored; a promise that is
+    asked for must not be.
+    """
+    for name in AsksMore.model_fields if isinstance(given, dict) else ():
+        asked = given.get(name)
+        if asked is not None and asked is not False:
+            line = "this format has no place for it: it lists all labels; use /predict"
+            raise PydanticCustomError("no_place", "{name}: {line}", {"name": name, "line": line})
+    return given
 
 
 class PredictRequest(AsksMore):
@@ -125,8 +157,8 @@ class Passage(BaseModel):
     end: int = Field(description="Where it ends, exclusive.")
 
 
-class AnyResponse(BaseModel):
-    """What every answer to one text has, or has if it was asked for."""
+class AskedFor(BaseModel):
+    """What an answer to one text has only if it was asked for, by the request or the settings."""
 
     set: list[str] | None = Field(
         default=None,
@@ -154,6 +186,10 @@ class AnyResponse(BaseModel):
         description="The share of held-out texts that are no more like the training texts than "
         "this one. Absent if it is not asked for.",
     )
+
+
+class AnyResponse(AskedFor):
+    """What every answer to one text has."""
 
     truncated: bool = Field(
         description="Whether the text is longer than what the model reads of it."

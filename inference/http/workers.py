@@ -27,11 +27,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from starlette.exceptions import HTTPException
 
-from inference.batching.served_model import LoadModel, refusal_of
+from inference.batching.served_model import LoadModel, refusal_of, wanted_of
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import is_native_without_comparison
 from inference.http.schemas import ModelResponse
@@ -244,7 +245,14 @@ class Supervisor:
         self._settings = settings
         self._share = share_of(settings, workers)
         self._num_workers = workers
-        self._load_model = load_model
+
+        def load(path: Path, engine: str) -> ModelLoader:
+            model = load_model(path, engine)
+            # Before a worker with the old model makes room for one that would refuse this one.
+            wanted_of(model, settings)
+            return model
+
+        self._load_model = load
         self._run_server = run_server
         # What is loaded before the fork, or why it could not be; None if each worker has to load
         # for itself, because the threads of other engines would not survive the fork.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from common.calibration import Calibration
 from common.errors import ModelLoadError
 from common.text import TextTokenizer
 from inference.engines.answering import OneLabelAnswering
@@ -19,6 +21,19 @@ LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 MAX_LENGTH = 24
 # A text with one of these fails its forward pass, ends the worker, or is answered with NaN.
 RAISES, DIES, ANSWERS_NAN = "penalties penalties", "phones phones", "geneva geneva"
+
+
+# What `common.calibration.fit` could have returned for it.
+CALIBRATION = {
+    "rows": 200,
+    "temperature": 1.0,
+    "coverage": [{"coverage": 0.9, "threshold": 0.2}],
+    "operating_points": {
+        "0.05": {"max_error": 0.05, "threshold": 0.6},
+        # World for Sports is all that costs nothing, so World is always answered.
+        "cheap": {"costs": [[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]], "threshold": 0.5},
+    },
+}
 
 
 class TimedEngine:
@@ -69,7 +84,9 @@ class StandInModel(ModelLoader):
         if not path.is_file():
             raise ModelLoadError(folder, "lacks tokenizer.json")
         self.labels = LABELS
-        self.answering = OneLabelAnswering(LABELS)
+        fitted = folder / "calibration.json"
+        calibration = Calibration(json.loads(fitted.read_text()), LABELS) if fitted.is_file() else None
+        self.answering = OneLabelAnswering(LABELS, calibration=calibration)
         self.max_length = MAX_LENGTH
         self.reads_pairs = False
         self.metadata = {"dataset": "tiny", "test": {"accuracy": 0.9}}

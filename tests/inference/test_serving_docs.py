@@ -90,9 +90,11 @@ def test_every_curl_command_of_the_guide_gets_an_answer(
     (tmp_path / "texts.jsonl").write_text('{"text": "Shares fall"}\n{"text": "Goal!", "top_k": 1}\n')
     commands = re.findall(r"^curl .*$", GUIDE, re.MULTILINE)
     assert len(commands) >= 4
-    with start_server(make_pair_folder(model_folder, tmp_path / "pairs", "bert")) as of_pairs:
+    pairs = make_pair_folder(model_folder, tmp_path / "pairs", "bert")
+    with start_server(pairs) as of_pairs, start_server(REPOSITORY / "checkpoints" / "news") as calibrated:
         for command in commands:
-            address = (of_pairs if "text_pair" in command else server).base_url
+            able = of_pairs if "text_pair" in command else calibrated if "coverage" in command else server
+            address = able.base_url
             command = command.replace("localhost:7860", str(address).rstrip("/"))
             run = subprocess.run(
                 f"{command} --fail", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=30

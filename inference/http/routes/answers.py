@@ -9,7 +9,7 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from common.calibration import share_or_name
+from common.calibration import CalibrationError
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
@@ -102,11 +102,27 @@ def note(context: RequestContext, answers: Sequence[Answer]) -> None:
     )
 
 
-def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, float | None]]:
-    """The labels of an answer as `Answering.given` returns them; counts it."""
-    given = served.model.answering.given(answer.values)
+def decide(
+    parts: Parts, served: Served, answer: Answer, wanted: Wanted = NOTHING_MORE
+) -> tuple[list[tuple[str, float | None]], dict[str, Any]]:
+    """The labels of an answer as `Answering.given` returns them, and the fields that were asked for
+    beside them; counts it.
+
+    Where the model abstains, the most probable label is still there: its confidence is shown.
+    """
+    answering, values, more = served.model.answering, answer.values, {}
+    given = answering.given(values)
+    if wanted is not NOTHING_MORE:
+        more = answering.honest(values, values.familiarity, wanted)
+    if reason := more.get("abstained"):
+        parts.metrics.abstained(reason, answer.truncated)
+        return given, more
+    if "labels" in more:
+        given = [one for one in given if one[0] in more["labels"]]
+    elif "label" in more:  # with costs, it need not be the most probable one
+        given = [(more["label"], more["confidence"])]
     parts.metrics.predicted(given, answer.truncated)
-    return given
+    return given, more
 
 
 def wanted_by(served: Served, body: AsksMore) -> Wanted:
@@ -118,11 +134,8 @@ def wanted_by(served: Served, body: AsksMore) -> Wanted:
     if body.coverage is None and body.max_error is None and not body.familiarity:
         return served.wanted
     try:
-        max_error = body.max_error
-        if isinstance(max_error, str):
-            max_error = share_or_name(max_error)
-        asked = served.model.answering.wanted(body.coverage, max_error, body.familiarity)
-    except ValueError as error:
+        asked = served.model.answering.wanted(body.coverage, body.max_error, body.familiarity)
+    except CalibrationError as error:
         raise RefusedTextError("no_guarantee", str(error)) from error
     return Wanted(
         asked.rule or served.wanted.rule, asked.point or served.wanted.point, asked.familiarity
@@ -134,20 +147,12 @@ def render(
     served: Served,
     answer: Answer,
     top_k: int | None = None,
-    wanted: Wanted | None = None,
+    wanted: Wanted = NOTHING_MORE,
 ) -> dict[str, Any]:
-    """Turn an answer into the response for this kind of model, and count it; ``wanted``: if it is
-    not what the settings say.
-    """
-    answering, values = served.model.answering, answer.values
-    given = answering.given(values)
-    fields = answering.fields(values, given, top_k)
-    if (wanted := wanted or served.wanted) is not NOTHING_MORE:
-        fields |= answering.honest(values, values.familiarity, wanted)
-    if reason := fields.get("abstained"):
-        parts.metrics.abstained(reason, answer.truncated)
-    else:
-        parts.metrics.predicted(given, answer.truncated)
+    """Turn an answer into the response for this kind of model, and count it."""
+    answering = served.model.answering
+    given, more = decide(parts, served, answer, wanted)
+    fields = answering.fields(answer.values, given, top_k) | more
     fields["truncated"] = answer.truncated
     fields["num_tokens"] = answer.num_tokens
     # Of several labels the passage is that of the first; where no label applies, nothing decided.

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request
 
-from common.problem_types import MULTI_LABEL
+from common.problem_types import REGRESSION
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.http.error_responses import REFUSALS
@@ -48,7 +48,10 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     # milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
     whole = cast("Answer", answers[0])
-    index = answering.place_of(whole.values, body.label)
+    explanation = render(parts, served, whole, wanted=served.wanted)
+    # The label that the answer has; where the model abstains, the one that it would have had.
+    answered = explanation.get("label")
+    index = answering.place_of(whole.values, answered if body.label is None else body.label)
     value = whole.values[index]
     # One list per part of a pair, with a weight per word: those of a group share what it weighs.
     weights: list[list[float]] = [[] for _ in spans]
@@ -56,8 +59,8 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         # If nothing is left to read, nothing speaks for any label.
         without = answering.without_words(value) if answer is None else answer.values[index]
         weights[part] += [(value - without) / num_words] * num_words
-    explanation = render(parts, served, whole)
-    if body.label is not None or answering.problem_type is MULTI_LABEL:
+    is_named = body.label is None and answered is not None
+    if not is_named and answering.problem_type is not REGRESSION:
         explanation["explained"] = answering.labels[index]
     words = [_words(*one) for one in zip(texts_in(text), spans, weights, strict=True)]
     return explanation | dict(zip(("words", "pair_words"), words, strict=False))

@@ -13,15 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
 from common.problem_types import MULTI_LABEL, SINGLE_LABEL, ProblemType
-from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.errors import RefusedTextError
 from inference.http.error_responses import REFUSALS
 from inference.http.request_context import RequestContext
-from inference.http.routes.answers import classify, refuse_many, render, require_named
+from inference.http.routes.answers import (
+    classify,
+    refuse_many,
+    render,
+    require_named,
+    wanted_by,
+)
 from inference.http.routes.hub import HubScore
 from inference.http.routes.json_route import JsonRoute, json_list
-from inference.http.schemas import Text, Texts
+from inference.http.schemas import AskedFor, AsksMore, Text, Texts, refuse_asking_for_more
 from inference.http.server_parts import parts_of
 
 # The label of an answer that gives none, by llm-d-sc's word for it (there it is a status).
@@ -80,11 +85,15 @@ class _GatewayRequest(BaseModel):
         return self
 
 
-class ClassifyRequest(_GatewayRequest):
-    """One text, or for vLLM's clients several; the field that it comes in decides the answer."""
+class ClassifyRequest(AsksMore, _GatewayRequest):
+    """One text, or for vLLM's clients several; the field that it comes in decides the answer.
+
+    What asks for more than labels and scores goes with `input`.
+    """
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"input": "Shares fall on Wall Street."}]}
+        extra="ignore",
+        json_schema_extra={"examples": [{"input": "Shares fall on Wall Street."}]},
     )
     names: ClassVar[Sequence[str]] = ("input", "inputs", "text")
 
@@ -105,11 +114,13 @@ class ClassifyRequest(_GatewayRequest):
     truncation_side: Literal["right"] | None = None
 
     @model_validator(mode="after")
-    def _refuse_top_k(self) -> ClassifyRequest:
+    def _refuse_what_has_no_place(self) -> ClassifyRequest:
         if self.top_k is not None and self.text is None:
             raise PydanticCustomError(
                 "top_k", "top_k goes with text; other answers name every label"
             )
+        if self.input is None:
+            refuse_asking_for_more({name: getattr(self, name) for name in AsksMore.model_fields})
         return self
 
 
@@ -127,8 +138,13 @@ class LemonadeRequest(_GatewayRequest):
         default=None, ge=1, description="Only this many labels, the highest scores."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_has_no_place(cls, given: Any) -> Any:
+        return refuse_asking_for_more(given)
 
-class ClassifiedText(BaseModel):
+
+class ClassifiedText(AskedFor):
     index: int
     label: str = Field(description=f"The label, or {ABSTAIN} if the answer gives none.")
     probs: list[float] = Field(
@@ -176,18 +192,22 @@ async def classify_for_gateways(
 
     `input` is answered as vLLM does, `inputs` with every label and its score, as vLLM Semantic
     Router reads them (`http_classify`), and `text` with `labels`, as lemonade's ort-server does.
-    Several labels for a text have a place only in the last, a number in none.
+    Several labels for a text have a place only in the last, a number in none. Only the first has a
+    place for an abstention; the others list all labels, whatever MAX_ERROR says.
     """
     parts = parts_of(request)
     if body.text is not None:
-        served, (answer,) = await _classify(request, body, (SINGLE_LABEL, MULTI_LABEL))
+        served, texts, name = _require(request, body, (SINGLE_LABEL, MULTI_LABEL))
+        (answer,) = await classify(request, parts, served, texts, name)
         return {"labels": render(parts, served, answer, body.top_k or None)["probabilities"]}
-    served, answers = await _classify(request, body, (SINGLE_LABEL,))
-    rendered = (render(parts, served, answer) for answer in answers)
+    served, texts, name = _require(request, body, (SINGLE_LABEL,))
+    wanted = wanted_by(served, body)
+    answers = await classify(request, parts, served, texts, name)
     if body.inputs is not None:
         # The router finds labels by name and refuses an answer that lacks one, so all are here.
-        named = next(rendered)["probabilities"]
+        named = render(parts, served, answers[0])["probabilities"]
         return await json_list({"label": label, "score": one} for label, one in named.items())
+    rendered = (render(parts, served, answer, wanted=wanted) for answer in answers)
     data = await json_list(classified_text(i, fields) for i, fields in enumerate(rendered))
     num_tokens = sum(answer.num_tokens for answer in answers)
     rest = {
@@ -208,8 +228,10 @@ async def classify_for_lemonade(request: Request, body: LemonadeRequest) -> dict
 
     For a multi-label model each score is the label's own probability. A number has no place here.
     """
-    served, (answer,) = await _classify(request, body, (SINGLE_LABEL, MULTI_LABEL))
-    fields = render(parts_of(request), served, answer, body.top_k)
+    parts = parts_of(request)
+    served, texts, name = _require(request, body, (SINGLE_LABEL, MULTI_LABEL))
+    (answer,) = await classify(request, parts, served, texts, name)
+    fields = render(parts, served, answer, body.top_k)
     return {
         "object": "classification",
         "model": served.name,
@@ -225,12 +247,14 @@ def classified_text(index: int, fields: Mapping[str, Any]) -> dict[str, Any]:
         "label": ABSTAIN if fields["label"] is None else fields["label"],
         "probs": probabilities,
         "num_classes": len(probabilities),
+        **{name: fields[name] for name in AskedFor.model_fields if name in fields},
     }
 
 
-async def _classify(
+def _require(
     request: Request, body: _GatewayRequest, kinds: Sequence[ProblemType]
-) -> tuple[Served, list[Answer]]:
+) -> tuple[Served, Sequence[str], str]:
+    """What is served, if it is of one of these kinds; the texts, and what the client calls them."""
     ((name, given),) = body.given.items()
     parts, texts = parts_of(request), [given] if isinstance(given, str) else given
     place = name if isinstance(given, str) else f"{name}[{{}}]"
@@ -239,4 +263,4 @@ async def _classify(
     if (kind := served.model.answering.problem_type) not in kinds:
         line = f"answers of a {kind.name} model do not fit the format of {name}; use /predict"
         raise RefusedTextError("wrong_kind_of_model", line)
-    return served, await classify(request, parts, served, texts, place)
+    return served, texts, place

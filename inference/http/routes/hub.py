@@ -18,7 +18,7 @@ from inference.engines.answering import Answering
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify, decide, refuse_many
 from inference.http.routes.json_route import JsonRoute, json_list
-from inference.http.schemas import Texts
+from inference.http.schemas import Texts, refuse_asking_for_more
 from inference.http.server_parts import parts_of
 
 router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRoute)
@@ -67,7 +67,7 @@ class HubParameters(BaseModel):
                 "it was trained on"
             )
             raise PydanticCustomError("other_task", line)
-        return given
+        return refuse_asking_for_more(given)
 
 
 class HubPair(BaseModel):
@@ -112,7 +112,7 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     first.
 
     All labels of a multi-label model are given, also below their threshold; a number has the name
-    of its column.
+    of its column. The format has no place for an abstention, so MAX_ERROR changes nothing here.
     """
     parts = parts_of(request)
     served = parts.served_model.require()

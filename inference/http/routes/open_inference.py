@@ -16,10 +16,16 @@ from common.problem_types import MULTI_LABEL, REGRESSION
 from common.text import Text
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
-from inference.engines.answering import Answering
+from inference.engines.answering import Answering, Wanted
 from inference.errors import RefusedTextError
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify, decide, refuse_many, require_named
+from inference.http.routes.answers import (
+    classify,
+    decide,
+    refuse_many,
+    require_named,
+    wanted_by,
+)
 from inference.http.routes.json_route import JsonRoute, parse_json, read_body
 from inference.http.routes.open_inference_schemas import (
     BINARY_HEADER,
@@ -97,23 +103,35 @@ async def get_model_metadata(name: str, parts: PartsDep) -> ModelMetadata:
             TensorMetadata(name=name, datatype="BYTES", shape=[-1])
             for name in ((INPUT_NAME, PAIR_NAME) if served.model.reads_pairs else (INPUT_NAME,))
         ],
-        outputs=_outputs(served.model.answering),
+        # What a request without parameters gets: clients ask for all that is listed here.
+        outputs=_outputs(served.model.answering, served.wanted),
     )
 
 
-def _outputs(answering: Answering) -> list[TensorMetadata]:
+def _outputs(answering: Answering, wanted: Wanted) -> list[TensorMetadata]:
+    is_number = answering.problem_type is REGRESSION
     probabilities = TensorMetadata(
         name="probabilities", datatype="FP32", shape=[-1, len(answering.labels)]
     )
-    if answering.problem_type is REGRESSION:
-        return [TensorMetadata(name="value", datatype="FP32", shape=[-1])]
-    if answering.problem_type is MULTI_LABEL:
-        return [TensorMetadata(name="labels", datatype="BYTES", shape=[-1]), probabilities]
-    return [
-        TensorMetadata(name="label", datatype="BYTES", shape=[-1]),
-        TensorMetadata(name="confidence", datatype="FP32", shape=[-1]),
-        probabilities,
-    ]
+    if is_number:
+        outputs = [TensorMetadata(name="value", datatype="FP32", shape=[-1])]
+    elif answering.problem_type is MULTI_LABEL:
+        outputs = [TensorMetadata(name="labels", datatype="BYTES", shape=[-1]), probabilities]
+    else:
+        outputs = [
+            TensorMetadata(name="label", datatype="BYTES", shape=[-1]),
+            TensorMetadata(name="confidence", datatype="FP32", shape=[-1]),
+            probabilities,
+        ]
+    if wanted.rule is not None and is_number:
+        outputs.append(TensorMetadata(name="interval", datatype="FP32", shape=[-1, 2]))
+    elif wanted.rule is not None:
+        outputs.append(TensorMetadata(name="set", datatype="BYTES", shape=[-1]))
+    if wanted.point is not None:
+        outputs.append(TensorMetadata(name="abstained", datatype="BYTES", shape=[-1]))
+    if wanted.familiarity:
+        outputs.append(TensorMetadata(name="familiarity", datatype="FP32", shape=[-1]))
+    return outputs
 
 
 @router.get("/models/{name}/ready", responses=_READINESS)
@@ -196,34 +214,52 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
     A model that reads pairs takes two tensors, `text` and `text_pair`. A multi-label model answers
     with `labels` (of each text, joined by "|") and `probabilities`, a regression model with
     `value`. The model's metadata list its tensors.
+
+    `coverage`, `max_error` and `familiarity` among the parameters of the request add the tensors
+    `set` (joined as `labels`) or `interval`, `abstained` (empty where the model answers; where it
+    does not, `label` is empty) and `familiarity`.
     """
     parts = parts_of(request)
     served = _served(parts, name)
     texts = _texts(body)
-    wanted = _wanted_outputs(body, served)
+    wanted = wanted_by(served, body.parameters)
+    described = _outputs(served.model.answering, wanted)
+    names = _wanted_outputs(body, [output.name for output in described])
     refuse_many("data[{}]", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "data[{}]")
-    found = _tensors(parts, served, answers, body.inputs[0].shape)
-    tensors = {output["name"]: output for output in found}
+    fields = [_fields(parts, served, answer, wanted) for answer in answers]
+    shape = body.inputs[0].shape
+    tensors = {output.name: _tensor(output, fields, shape) for output in described}
     response: dict[str, Any] = {
         "model_name": served.name,
         "model_version": served.model.info["revision"],
-        "outputs": [{**tensors[one]} for one in wanted],
+        "outputs": [{**tensors[one]} for one in names],
     }
+    if wanted.rule is not None:
+        response["parameters"] = {"coverage": wanted.rule.coverage}
     if body.id is not None:
         # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
         response["id"] = body.id.encode("utf-8", "replace").decode()
-    binary = _binary_outputs(body, wanted)
+    binary = _binary_outputs(body, names)
     return _with_binary(response, binary) if binary else response
 
 
-def _wanted_outputs(body: InferRequest, served: Served) -> list[str]:
-    named = [output.name for output in _outputs(served.model.answering)]
+def _wanted_outputs(body: InferRequest, named: list[str]) -> list[str]:
     wanted = [output.name for output in body.outputs] or named
     if unknown := [name for name in wanted if name not in named]:
         line = f"the model has no output {unknown[0]}, its outputs are {', '.join(named)}"
+        if needed := _NEEDED_PARAMETERS.get(unknown[0]):
+            line += f"; {unknown[0]} needs {needed} among the parameters of the request"
         raise RefusedTextError("invalid_request", line)
     return wanted
+
+
+_NEEDED_PARAMETERS = {
+    "set": "coverage",
+    "interval": "coverage",
+    "abstained": "max_error",
+    "familiarity": "familiarity",
+}
 
 
 def _binary_outputs(body: InferRequest, wanted: Sequence[str]) -> list[str]:
@@ -273,32 +309,26 @@ def _texts_of(tensor: InputTensor) -> list[Text]:
     return texts
 
 
-def _tensors(
-    parts: Parts, served: Served, answers: Sequence[Answer], shape: list[int]
-) -> list[dict[str, Any]]:
+def _fields(parts: Parts, served: Served, answer: Answer, wanted: Wanted) -> dict[str, Any]:
+    """An answer to one text, by the names of the tensors."""
     answering = served.model.answering
-    given = [decide(parts, served, answer) for answer in answers]
-    values = [
-        value
-        for answer in answers
-        for _, value in zip(answering.labels, answer.values, strict=True)
-    ]
-    if answering.problem_type is REGRESSION:
-        return [_tensor("value", "FP32", shape, values)]
-    probabilities = _tensor("probabilities", "FP32", [len(answers), len(answering.labels)], values)
-    if answering.problem_type is MULTI_LABEL:
-        labels = [answering.joined([label for label, _ in one]) for one in given]
-        return [_tensor("labels", "BYTES", shape, labels), probabilities]
-    labels, confidences = zip(*(one[0] for one in given), strict=True)
-    return [
-        _tensor("label", "BYTES", shape, labels),
-        _tensor("confidence", "FP32", shape, confidences),
-        probabilities,
-    ]
+    given, more = decide(parts, served, answer, wanted)
+    fields = answering.fields(answer.values, given) | more
+    # A tensor has no null: a label, or a reason, that is not there is an empty text.
+    texts = {name: fields[name] or "" for name in ("label", "abstained") if name in fields}
+    lists = {name: answering.joined(fields[name]) for name in ("labels", "set") if name in fields}
+    return fields | texts | lists
 
 
-def _tensor(name: str, datatype: str, shape: list[int], data: Sequence[Any]) -> dict[str, Any]:
-    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+def _tensor(
+    output: TensorMetadata, fields: Sequence[dict[str, Any]], shape: list[int]
+) -> dict[str, Any]:
+    data = [one[output.name] for one in fields]
+    if len(output.shape) == 2:  # probabilities and intervals: several numbers for a text
+        rows = [list(one.values()) if isinstance(one, dict) else one for one in data]
+        shape = [len(rows), output.shape[1]]
+        data = [number for row in rows for number in row]
+    return {"name": output.name, "datatype": output.datatype, "shape": shape, "data": data}
 
 
 async def infer_by_version(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from inference.errors import RefusedTextError
-from inference.http.schemas import Texts
+from inference.http.schemas import AsksMore, Texts
 
 # Triton's clients append tensors to the JSON; this header says where the JSON ends.
 BINARY_HEADER = "inference-header-content-length"
@@ -105,10 +105,10 @@ class OutputParameters(BaseModel):
         return given
 
 
-class RequestParameters(BaseModel):
+class RequestParameters(AsksMore):
     """What applies to all outputs; unknown fields are ignored."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     binary_data_output: bool = Field(default=False, description="Send all tensors behind the JSON.")
 
@@ -116,7 +116,17 @@ class RequestParameters(BaseModel):
 class RequestedOutput(BaseModel):
     """A tensor to answer with."""
 
-    name: Literal["label", "labels", "confidence", "probabilities", "value"]
+    name: Literal[
+        "label",
+        "labels",
+        "confidence",
+        "probabilities",
+        "value",
+        "set",
+        "interval",
+        "abstained",
+        "familiarity",
+    ]
     parameters: OutputParameters = OutputParameters()
 
 
@@ -149,7 +159,10 @@ class InferRequest(BaseModel):
         "same shape, named text_pair.",
     )
     outputs: list[RequestedOutput] = Field(
-        default=[], max_length=3, fail_fast=True, description="Default: all that the model has."
+        default=[],
+        max_length=6,
+        fail_fast=True,
+        description="Default: all that the model has, and what the parameters ask for.",
     )
 
 
@@ -168,6 +181,9 @@ class InferResponse(BaseModel):
     model_name: str
     model_version: str
     id: str | None = None
+    parameters: dict[str, float] | None = Field(
+        default=None, description="The `coverage` that the sets or intervals have, if any."
+    )
     outputs: list[OutputTensor]
 
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
+from inference.engines.answering import Wanted
 from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
 from inference.http.error_responses import (
     FAILURES,
@@ -34,6 +35,7 @@ from inference.http.routes.answers import (
     refuse_other_kind,
     render,
     text_of,
+    wanted_by,
 )
 from inference.http.routes.json_route import SMALL_BODY_BYTES, JsonBounds, parse_json
 from inference.http.routes.lines import LineReader
@@ -50,12 +52,16 @@ _LONGEST_PAUSE_S = 1.0
 _MOST_REFUSED_LINES = 1024
 
 
+# What a line asks for, as the model that answers it understands it.
+_Accepted = tuple[PredictRequest, Wanted]
+
+
 @dataclass(slots=True)
 class _Group:
     """Lines submitted together: requests with a future for each, and errors of other lines."""
 
     served: Served
-    lines: list[PredictRequest | Exception]
+    lines: list[_Accepted | Exception]
     futures: list[asyncio.Future[Answer]]
     held_bytes: int
 
@@ -162,11 +168,11 @@ class StreamResponse(Response):
 
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
         served = self._parts.served_model.require()
-        lines = [self._unless_other_kind(served, line) for line in lines]
+        accepted = [self._accepted(served, line) for line in lines]
         texts = [
-            text_of(line, self._parts.settings)
-            for line in lines
-            if isinstance(line, PredictRequest)
+            text_of(line[0], self._parts.settings)
+            for line in accepted
+            if not isinstance(line, Exception)
         ]
         # A stream's request was admitted once. Its texts count as they come, so a client whose rate
         # is used up pauses here, and its connection stays.
@@ -174,20 +180,19 @@ class StreamResponse(Response):
             self._context.allowance.require()
         futures = served.classifier.submit(texts, self._timeout_s) if texts else []
         self._context.allowance.take(len(texts))
-        group = _Group(served, lines, futures, weight_of(texts))
+        group = _Group(served, accepted, futures, weight_of(texts))
         self._parts.stream_budget.take(group.held_bytes)
         return group
 
-    def _unless_other_kind(
-        self, served: Served, line: PredictRequest | Exception
-    ) -> PredictRequest | Exception:
+    def _accepted(self, served: Served, line: PredictRequest | Exception) -> _Accepted | Exception:
         # Only now: another model may have been loaded since the line was read.
-        if isinstance(line, PredictRequest):
-            try:
-                refuse_other_kind(served, [text_of(line, self._parts.settings)], "text")
-            except RefusedTextError as error:
-                return error
-        return line
+        if isinstance(line, Exception):
+            return line
+        try:
+            refuse_other_kind(served, [text_of(line, self._parts.settings)], "text")
+            return line, wanted_by(served, line)
+        except RefusedTextError as error:
+            return error
 
     def _leave(self, group: _Group) -> None:
         self._parts.stream_budget.release(group.held_bytes)
@@ -206,7 +211,7 @@ class StreamResponse(Response):
     async def _outcome(
         self,
         group: _Group,
-        line: PredictRequest | Exception,
+        line: _Accepted | Exception,
         futures: Iterator[asyncio.Future[Answer]],
     ) -> dict[str, Any]:
         if isinstance(line, Exception):
@@ -217,7 +222,8 @@ class StreamResponse(Response):
             return self._error(error)
         note(self._context, [answer])
         self._num_refused = 0
-        return render(self._parts, group.served, answer, line.top_k)
+        request, wanted = line
+        return render(self._parts, group.served, answer, request.top_k, wanted)
 
     def _error(self, error: Exception) -> dict[str, Any]:
         if isinstance(error, ValidationError | HTTPException | RefusedTextError):

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 
-from inference.http.routes.gateways import classified_text
 from tests.docs.pages import REPOSITORY
 from tests.inference.conftest import LABELS
 from tests.inference.servers import Server, metric, serving
@@ -73,11 +72,6 @@ def test_vllm_s_clients_get_an_item_per_text_and_the_tokens_of_all(client: httpx
 def test_one_text_of_vllm_s_clients_is_a_list_of_one(client: httpx.Client) -> None:
     one, listed = (client.post("/classify", json={"input": given}).json()["data"] for given in (TEXT, [TEXT]))
     assert one == listed
-
-
-def test_an_answer_without_a_label_is_called_abstain_and_keeps_its_probabilities() -> None:
-    fields = {"label": None, "abstained": "uncertain", "probabilities": {"a": 0.5, "b": 0.5}, "num_tokens": 3}
-    assert classified_text(7, fields) == {"index": 7, "label": "ABSTAIN", "probs": [0.5, 0.5], "num_classes": 2}
 
 
 def test_the_semantic_router_gets_every_label_once_with_scores_that_add_up_to_one(client: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from inference.http.workers import Supervisor, num_workers, share_of
 from inference.metrics import ServerMetrics, merged, render_merged
 from inference.settings import Settings
 from tests.inference.servers import Server, metric, num_arrived, stand_in_server
-from tests.inference.stand_in_model import stand_in, text_of
+from tests.inference.stand_in_model import CALIBRATION, stand_in, text_of
 from tests.processes import wait_until
 
 KEY = "open sesame"
@@ -194,6 +195,24 @@ def test_a_reload_reaches_all_workers_or_none(model_folder: Path, tmp_path: Path
         assert metric(server.client, "model_reloads_total", result="served") == 2  # the start, and this one
     assert not failed
     assert set(statuses) == {200}
+
+
+def test_a_model_that_cannot_keep_the_settings_replaces_no_worker(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(model_folder / "tokenizer.json", folder)
+    (folder / "calibration.json").write_text(json.dumps(CALIBRATION))
+    with _two_workers(folder, tmp_path, MAX_ERROR="5%") as server:
+        before = _pids(server)
+        (folder / "calibration.json").unlink()
+        refused = server.client.post("/admin/reload")
+        assert refused.status_code == 422
+        assert "this model is not calibrated" in refused.json()["error"]["message"]
+        with _clients_of_both(server) as clients:
+            answers = [one.post("/predict", json={"text": "oil"}).json() for one in clients]
+        assert answers[0] == answers[1]
+        assert "abstained" in answers[0]
+        assert _pids(server) == before
 
 
 def test_a_reload_takes_the_place_of_a_worker_that_is_still_starting(model_folder: Path, tmp_path: Path) -> None:
