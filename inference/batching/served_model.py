@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from common.calibration import CalibrationError, share_or_name
+from common.calibration import CalibrationError
 from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
 from inference.engines.answering import NOTHING_MORE, Wanted
@@ -66,7 +66,7 @@ class ServedModel:
         self._load_model = load_model
         self._name = settings.model_name
         self._coverage = settings.coverage
-        self._max_error = share_or_name(settings.max_error) if settings.max_error else None
+        self._max_error = settings.max_error or None
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
         self._dead_after_s = settings.restart_after_s

@@ -9,7 +9,6 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from common.calibration import share_or_name
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
@@ -118,10 +117,7 @@ def wanted_by(served: Served, body: AsksMore) -> Wanted:
     if body.coverage is None and body.max_error is None and not body.familiarity:
         return served.wanted
     try:
-        max_error = body.max_error
-        if isinstance(max_error, str):
-            max_error = share_or_name(max_error)
-        asked = served.model.answering.wanted(body.coverage, max_error, body.familiarity)
+        asked = served.model.answering.wanted(body.coverage, body.max_error, body.familiarity)
     except ValueError as error:
         raise RefusedTextError("no_guarantee", str(error)) from error
     return Wanted(
