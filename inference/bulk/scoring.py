@@ -22,7 +22,6 @@ from common.text import counted, texts_in
 from inference import asking
 from inference.bulk.job import Claims, FileParts, Job
 from inference.bulk.rows_out import Added, Answers, RowsOut
-from inference.engines.answering import NOTHING_MORE, Answering, Wanted
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
 from inference.engines.model_loader import ModelLoader
 
@@ -45,15 +44,15 @@ class Prepared:
     passes: list[list[int]] = field(default_factory=list)  # indices into these
 
 
-# Of a pass: the answers, (texts, labels), and how familiar each text is.
-Found = tuple[NDArray[np.float64], Sequence[float | None]]
+# What a pass has read, and its scores (logits), (texts, labels).
+Scored = tuple[TokenBatch, NDArray[np.float32]]
 
 
 class Passes:
     """Forward passes on threads that share the engine's slots."""
 
-    def __init__(self, engine: Engine, answering: Answering, wanted: Wanted = NOTHING_MORE) -> None:
-        self._engine, self._answering, self._wanted = engine, answering, wanted
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         slots = engine.num_slots
         # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each
         # pass gets several, which answers nothing differently.
@@ -76,18 +75,17 @@ class Passes:
             for one in forward_passes(lengths, pads=False, tokens=self._tokens)
         ]
 
-    def submit(self, prepared: Prepared) -> list[Future[Found]]:
+    def submit(self, prepared: Prepared) -> list[Future[Scored]]:
         return [
             self._pool.submit(self._run, [prepared.token_ids[i] for i in chosen])
             for chosen in prepared.passes
         ]
 
-    def _run(self, token_ids: list[list[int]]) -> Found:
+    def _run(self, token_ids: list[list[int]]) -> Scored:
         threads = self._threads.get()
         try:
             batch = TokenBatch.of(token_ids)
-            scores = self._engine.logits(batch, threads)
-            return self._answering.read(batch, scores, self._wanted)
+            return batch, self._engine.logits(batch, threads)
         except ForeseenError:
             raise
         except Exception as error:  # every runtime has its own errors
@@ -196,7 +194,7 @@ class Scoring:
         for file in self.files:
             file.begin()
         claims = Claims(self._job.outputs)
-        passes = Passes(self._model.engine, self._model.answering, self._wanted)
+        passes = Passes(self._model.engine)
         # One thread each, so that parts are read and written in order, and an output is joined
         # while other parts are still being scored.
         ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
@@ -224,9 +222,9 @@ class Scoring:
         parts: Iterator[Prepared | None],
         passes: Passes,
         ahead: ThreadPoolExecutor,
-        write: Callable[[Prepared, list[Found]], Future[None]],
+        write: Callable[[Prepared, list[Scored]], Future[None]],
     ) -> None:
-        running: deque[tuple[Prepared, list[Future[Found]]]] = deque()
+        running: deque[tuple[Prepared, list[Future[Scored]]]] = deque()
         writing: deque[Future[None]] = deque()
         following = ahead.submit(next, parts, None)
         while (prepared := following.result()) is not None or self._wait(running, writing):
@@ -337,15 +335,24 @@ class Scoring:
         part.texts.clear()  # they are in the rows
         return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
 
-    def _write(self, claims: Claims, prepared: Prepared, found: Sequence[Found]) -> None:
+    def _write(self, claims: Claims, prepared: Prepared, found: Sequence[Scored]) -> None:
         file, part = prepared.file, prepared.part
         num_rows = len(part.rows)
         # (rows, labels). NaN stays where a row has no answer, because its text is blank.
         values = np.full((num_rows, len(self._model.labels)), np.nan)
         familiarity: list[float | None] = [None] * num_rows
-        for chosen, (answers, known) in zip(prepared.passes, found, strict=True):
-            positions = [prepared.positions[i] for i in chosen]
-            values[positions] = answers
+        if found:
+            # All passes of the part at once: called for each pass, numpy would take most of the
+            # time for getting started.
+            batches, scores = zip(*found, strict=True)
+            batch = TokenBatch(
+                np.concatenate([one.ids for one in batches]),
+                np.concatenate([one.lengths for one in batches]),
+            )
+            positions = [prepared.positions[i] for chosen in prepared.passes for i in chosen]
+            values[positions], known = self._model.answering.read(
+                batch, np.concatenate(scores), self._wanted
+            )
             for position, one in zip(positions, known, strict=True):
                 familiarity[position] = one
         for position in prepared.positions:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
@@ -198,10 +199,13 @@ class Answering:
 
     def joined(self, labels: Sequence[str]) -> str:
         """Several labels in one cell, as training reads them."""
-        # Names that would fall apart are written as a list, which is read too.
-        if any(re.search(r"[,;|]|^\s*\[", label) for label in self.labels):
+        if self._would_fall_apart:  # a list is read too
             return json.dumps(labels, ensure_ascii=False)
         return "|".join(labels)
+
+    @cached_property
+    def _would_fall_apart(self) -> bool:
+        return any(re.search(r"[,;|]|^\s*\[", label) for label in self.labels)
 
     def place_of(self, values: Sequence[float], label: str | None) -> int:
         """The position of the answer that is explained: of this label, or if none is asked for of
