@@ -82,7 +82,7 @@ class ModelLoader:
         *,
         familiarity: bool = False,
     ) -> Prediction:
-        """Classify one text, or if the model reads pairs, two texts; otherwise as `predict_batch`."""
+        """Classify one text, or if the model reads pairs, two; otherwise as `predict_batch`."""
         wanted = self.answering.wanted(coverage, max_error, familiarity)
         self._refuse_unreadable("text", text)
         return self._classify([text], ["text"], wanted)[0]
