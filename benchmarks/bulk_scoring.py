@@ -114,7 +114,7 @@ def measure_model(path: Path, num_rows: int, options: Namespace, run: dict[str, 
 
 def run_engine(model: ModelLoader, token_ids: list[list[int]]) -> None:
     """The forward passes of all rows, in the windows that scoring has."""
-    passes = Passes(model.engine, model.answering.problem_type)
+    passes = Passes(model.engine)
     futures = []
     for start in range(0, len(token_ids), ROWS_PER_PART):
         window = token_ids[start : start + ROWS_PER_PART]

@@ -8,15 +8,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from common.calibration import CalibrationError
 from common.errors import OneLineParser, UserError, run_command
 from common.escaping import printable
 from common.text import Text, texts_in
 from common.text_files import check_utf8, text_lines
-from inference.engines.answering import Answering
+from inference import asking
+from inference.engines.answering import UNCERTAIN, UNFAMILIAR, Answering
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
 from inference.errors import ForwardError
@@ -49,6 +51,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
     )
+    asking.add_flags(parser)
     parser.add_argument(
         "--json", action="store_true", help="print JSON; for a file, one object per line"
     )
@@ -74,41 +77,81 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(
             f"{error.filename or 'standard output'}: {error.strerror}", code="prediction-failed"
         ) from error
+    except CalibrationError as error:
+        raise UserError(str(error), code="no-guarantee") from error
     except (ForwardError, ValueError) as error:
         raise UserError(str(error), code="prediction-failed") from error
 
 
-def _load_model(options: argparse.Namespace) -> ModelLoader:
+def _load_model(options: argparse.Namespace) -> tuple[ModelLoader, dict[str, Any]]:
+    """The model, and what it is asked for beside the plain answers."""
     settings = Settings.from_environment()
-    return ModelLoader(
+    model = ModelLoader(
         options.model or settings.model_checkpoint,
         options.engine or settings.engine,
         settings.hardware,
     )
+    return model, asking.asked_by(options, settings)
 
 
 def _predict_text(options: argparse.Namespace) -> None:
     if not options.text.strip():  # before the model is loaded, which takes seconds
         raise UserError("the text is blank: there is nothing to classify", code="prediction-failed")
-    model = _load_model(options)
+    model, asked = _load_model(options)
     if model.reads_pairs is (options.pair is None):
         what = "reads single texts; leave out --pair"
         if model.reads_pairs:
             what = "reads pairs of texts; give the second one with --pair"
         raise UserError(f"{model.info['path']}: {what}", code="prediction-failed")
     text = options.text if options.pair is None else (options.text, options.pair)
-    prediction = cast("dict[str, Any]", model.predict(text))
-    print(json.dumps(prediction) if options.json else _chart(prediction, model.answering))
+    prediction = cast("dict[str, Any]", model.predict(text, **asked))
+    if options.json:
+        print(json.dumps(prediction))
+        return
+    lines = [_headline(prediction, model.answering, asked), *_more_lines(prediction)]
+    if "probabilities" in prediction:
+        lines += ["", *_chart(prediction, model.answering)]
+    print("\n".join(lines))
 
 
-def _chart(prediction: dict[str, Any], answering: Answering) -> str:
+def _headline(prediction: dict[str, Any], answering: Answering, asked: dict[str, Any]) -> str:
     if "value" in prediction:
         return f"{printable(answering.labels[0])}  {prediction['value']:.6g}"
+    if prediction.get("abstained") == UNFAMILIAR:
+        return "unfamiliar: this text is unlike the texts that the model was trained on"
+    if prediction.get("abstained") == UNCERTAIN:
+        bound = asked["max_error"]
+        what = f"the operating point {printable(bound)}"
+        if not isinstance(bound, str):
+            what = f"at most {100 * bound:g}% wrong"
+        return f"not sure: {_likeliest(prediction)} ({what} is asked for)"
     if "label" in prediction:
-        headline = f"{printable(prediction['label'])}  {prediction['confidence']:.1%}"
-    else:
-        headline = _given(prediction)
-    lines = [headline, ""]
+        return f"{printable(prediction['label'])}  {prediction['confidence']:.1%}"
+    return ", ".join(map(printable, prediction["labels"])) or "no label reaches its threshold"
+
+
+def _likeliest(prediction: dict[str, Any]) -> str:
+    """The two most probable labels."""
+    probabilities = prediction["probabilities"]
+    return " or ".join(map(printable, sorted(probabilities, key=probabilities.get)[:-3:-1]))
+
+
+def _more_lines(prediction: dict[str, Any]) -> Iterator[str]:
+    """What was asked for beside the answer."""
+    if "set" in prediction:
+        labels = ", ".join(map(printable, prediction["set"])) or "no label"
+        yield f"set with {100 * prediction['coverage']:g}% coverage: {labels}"
+    if "interval" in prediction:
+        low, high = prediction["interval"]
+        coverage = f"{100 * prediction['coverage']:g}%"
+        yield f"interval with {coverage} coverage: {low:.6g} to {high:.6g}"
+    if "familiarity" in prediction:
+        share = f"{prediction['familiarity']:.1%}"
+        yield f"familiarity: {share} of held-out texts are no more familiar"
+
+
+def _chart(prediction: dict[str, Any], answering: Answering) -> Iterator[str]:
+    """A bar for each label."""
     thresholds = {}
     if "labels" in prediction:
         thresholds = dict(zip(answering.labels, answering.thresholds, strict=True))
@@ -118,16 +161,9 @@ def _chart(prediction: dict[str, Any], answering: Answering) -> str:
     for label, probability in by_probability[:_MOST_BARS]:
         bar = "█" * round(probability * _BAR_WIDTH)
         needed = f"  given if at least {thresholds[label]:.1%}" if thresholds else ""
-        lines.append(f"{shown[label]:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
+        yield f"{shown[label]:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}"
     if len(by_probability) > _MOST_BARS:
-        lines.append(
-            f"and {len(by_probability) - _MOST_BARS:,} labels less likely (--json prints all)"
-        )
-    return "\n".join(lines)
-
-
-def _given(prediction: dict[str, Any]) -> str:
-    return ", ".join(map(printable, prediction["labels"])) or "no label reaches its threshold"
+        yield f"and {len(by_probability) - _MOST_BARS:,} labels less likely (--json prints all)"
 
 
 def _predict_file(options: argparse.Namespace) -> None:
@@ -137,10 +173,10 @@ def _predict_file(options: argparse.Namespace) -> None:
     lines = _lines(f"--file {options.file}", data)
     if not lines:
         raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
-    model = _load_model(options)
+    model, asked = _load_model(options)
     blank: list[int] = []
     for start in range(0, len(lines), _LINES_AT_ONCE):
-        blank += _predict_lines(lines[start : start + _LINES_AT_ONCE], model, options)
+        blank += _predict_lines(lines[start : start + _LINES_AT_ONCE], model, options, asked)
     # Lines of markup are not empty, and only cleaning shows that they hold no text.
     if len(blank) == len(lines):
         raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
@@ -151,14 +187,17 @@ def _predict_file(options: argparse.Namespace) -> None:
 
 
 def _predict_lines(
-    lines: Sequence[tuple[int, str]], model: ModelLoader, options: argparse.Namespace
+    lines: Sequence[tuple[int, str]],
+    model: ModelLoader,
+    options: argparse.Namespace,
+    asked: dict[str, Any],
 ) -> list[int]:
     """Print the answers to these lines; return the numbers of those that are blank to the model."""
     texts = [_pair(options.file, line) if model.reads_pairs else line for _, line in lines]
     # Cleaning may leave nothing of a line that is not empty, such as one of markup.
     is_blank = [one.blank for one in model.tokenizer.encode(texts)]
     texts = [text for text, skip in zip(texts, is_blank, strict=True) if not skip]
-    answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
+    answers = cast("list[dict[str, Any]]", model.predict_batch(texts, **asked))
     _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
     return [number for (number, _), skip in zip(lines, is_blank, strict=True) if skip]
 
@@ -196,17 +235,28 @@ def _print_lines(
             print(json.dumps({**named, **prediction}, ensure_ascii=False))
         else:
             # A text from a file may hold control characters, which must not reach the terminal.
-            print("\t".join([_line(prediction, answering), *map(printable, parts)]))
+            print("\t".join([*_cells(prediction, answering), *map(printable, parts)]))
     # Whoever reads the pipe gets the answers of each group as soon as they are there.
     sys.stdout.flush()
 
 
-def _line(prediction: dict[str, Any], answering: Answering) -> str:
+def _cells(prediction: dict[str, Any], answering: Answering) -> Iterator[str]:
+    """The answer, and what was asked for beside it."""
     if "value" in prediction:
-        return f"{prediction['value']:.6g}"
-    if "labels" in prediction:
-        return printable(answering.joined(prediction["labels"]))
-    return f"{printable(prediction['label'])}\t{prediction['confidence']:.4f}"
+        yield f"{prediction['value']:.6g}"
+    elif reason := prediction.get("abstained"):
+        yield f"not sure: {_likeliest(prediction)}" if reason == UNCERTAIN else reason
+    elif "labels" in prediction:
+        yield printable(answering.joined(prediction["labels"]))
+    else:
+        yield printable(prediction["label"])
+    if "confidence" in prediction:
+        yield f"{prediction['confidence']:.4f}"
+    if "set" in prediction:
+        yield printable(answering.joined(prediction["set"]))
+    yield from (f"{bound:.6g}" for bound in prediction.get("interval", ()))
+    if "familiarity" in prediction:
+        yield f"{prediction['familiarity']:.4f}"
 
 
 if __name__ == "__main__":

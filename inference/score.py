@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from common.hardware import usable_cpus
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.row_parts import ROWS_PER_PART
 from common.text import counted
+from inference import asking
 from inference.bulk.job import Job, plan_job
 from inference.bulk.scoring import Scoring
 from inference.engines.answering import Answering
@@ -79,6 +82,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "it without a label and with the reason in a column error (default: refuse)",
     )
     flag("--probabilities", action="store_true", help="also write the probability of every label")
+    asking.add_flags(parser)
     flag(
         "--prefix",
         default="",
@@ -121,6 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
         name: getattr(options, name)
         for name in ("text_column", "bad_rows", "probabilities", "prefix", "format", "part_rows")
     }
+    # Only what is asked for: without, the record is that of a job begun by an earlier version.
+    settings |= asking.asked_by(options, Settings.from_environment())
     job = plan_job(options.source, options.out, settings)
     model = _load_model(options, job)
     if model.reads_pairs:
@@ -189,10 +195,13 @@ def _describe(model: ModelLoader) -> dict[str, Any]:
 
 
 def _meaning(answering: Answering) -> dict[str, Any]:
-    # What is not part of the weights, and so not of the revision. One label has none of it.
-    if answering.problem_type is SINGLE_LABEL:
-        return {}
-    meaning = {"problem_type": answering.problem_type.name}
+    # What is not part of the weights, and so not of the revision.
+    meaning: dict[str, Any] = {}
+    if answering.calibration is not None:
+        record = json.dumps(answering.calibration.record, sort_keys=True)
+        meaning["calibration"] = hashlib.sha256(record.encode()).hexdigest()[:12]
+    if answering.problem_type is not SINGLE_LABEL:
+        meaning["problem_type"] = answering.problem_type.name
     if answering.problem_type is MULTI_LABEL:
         meaning["thresholds"] = answering.thresholds
     return meaning

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from common.calibration import CalibrationError, share_or_name
+from common.calibration import CalibrationError
 from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
 from inference.engines.answering import NOTHING_MORE, Wanted
@@ -60,9 +60,8 @@ def wanted_of(model: ModelLoader, settings: Settings) -> Wanted:
     if budget and budget < longest:
         what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
         raise ModelLoadError(path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
-    max_error = share_or_name(settings.max_error) if settings.max_error else None
     try:
-        return model.answering.wanted(settings.coverage, max_error)
+        return model.answering.wanted(settings.coverage, settings.max_error or None)
     except CalibrationError as error:
         remedy = "calibrate the model, or change COVERAGE or MAX_ERROR"
         raise ModelLoadError(path, str(error), remedy) from error

@@ -15,10 +15,11 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
+from common.calibration import CalibrationError
 from common.errors import ForeseenError, UserError, first_line
-from common.problem_types import ProblemType
 from common.row_parts import Part
 from common.text import counted, texts_in
+from inference import asking
 from inference.bulk.job import Claims, FileParts, Job
 from inference.bulk.rows_out import Added, Answers, RowsOut
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
@@ -43,11 +44,15 @@ class Prepared:
     passes: list[list[int]] = field(default_factory=list)  # indices into these
 
 
+# What a pass has read, and its scores (logits), (texts, labels).
+Scored = tuple[TokenBatch, NDArray[np.float32]]
+
+
 class Passes:
     """Forward passes on threads that share the engine's slots."""
 
-    def __init__(self, engine: Engine, problem_type: ProblemType) -> None:
-        self._engine, self._problem_type = engine, problem_type
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         slots = engine.num_slots
         # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each
         # pass gets several, which answers nothing differently.
@@ -70,18 +75,17 @@ class Passes:
             for one in forward_passes(lengths, pads=False, tokens=self._tokens)
         ]
 
-    def submit(self, prepared: Prepared) -> list[Future[NDArray[np.float64]]]:
+    def submit(self, prepared: Prepared) -> list[Future[Scored]]:
         return [
             self._pool.submit(self._run, [prepared.token_ids[i] for i in chosen])
             for chosen in prepared.passes
         ]
 
-    def _run(self, token_ids: list[list[int]]) -> NDArray[np.float64]:
+    def _run(self, token_ids: list[list[int]]) -> Scored:
         threads = self._threads.get()
         try:
-            return self._problem_type.answers(
-                self._engine.logits(TokenBatch.of(token_ids), threads)
-            )
+            batch = TokenBatch.of(token_ids)
+            return batch, self._engine.logits(batch, threads)
         except ForeseenError:
             raise
         except Exception as error:  # every runtime has its own errors
@@ -152,10 +156,18 @@ class Scoring:
         job: begun.
         model: what scores the rows.
         quiet: print no progress.
+
+    Raises:
+        UserError: the model cannot promise what the job's settings ask for.
     """
 
     def __init__(self, job: Job, model: ModelLoader, *, quiet: bool = False) -> None:
         self._job, self._model = job, model
+        asked = {name: job.settings[name] for name in asking.NAMES if name in job.settings}
+        try:
+            self._wanted = model.answering.wanted(**asked)
+        except CalibrationError as error:
+            raise UserError(str(error), code="no-guarantee") from error
         self._tokenize = model.tokenizer.many()
         self._keep = job.settings["bad_rows"] == "keep"
         self.files = [FileParts(job, number) for number in range(len(job.files))]
@@ -182,7 +194,7 @@ class Scoring:
         for file in self.files:
             file.begin()
         claims = Claims(self._job.outputs)
-        passes = Passes(self._model.engine, self._model.answering.problem_type)
+        passes = Passes(self._model.engine)
         # One thread each, so that parts are read and written in order, and an output is joined
         # while other parts are still being scored.
         ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
@@ -210,9 +222,9 @@ class Scoring:
         parts: Iterator[Prepared | None],
         passes: Passes,
         ahead: ThreadPoolExecutor,
-        write: Callable[[Prepared, list[NDArray[np.float64]]], Future[None]],
+        write: Callable[[Prepared, list[Scored]], Future[None]],
     ) -> None:
-        running: deque[tuple[Prepared, list[Future[NDArray[np.float64]]]]] = deque()
+        running: deque[tuple[Prepared, list[Future[Scored]]]] = deque()
         writing: deque[Future[None]] = deque()
         following = ahead.submit(next, parts, None)
         while (prepared := following.result()) is not None or self._wait(running, writing):
@@ -291,7 +303,8 @@ class Scoring:
     def _rows_out(self, number: int) -> RowsOut:
         if number not in self._outs:
             file, settings = self.files[number], self._job.settings
-            added = Added(settings["prefix"], settings["probabilities"], self._keep)
+            prefix, probabilities = settings["prefix"], settings["probabilities"]
+            added = Added(prefix, probabilities, self._keep, self._wanted)
             self._outs[number] = RowsOut(
                 file.file.path, file.file.out_suffix, file.reader, self._model.answering, added
             )
@@ -322,15 +335,26 @@ class Scoring:
         part.texts.clear()  # they are in the rows
         return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
 
-    def _write(
-        self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]
-    ) -> None:
+    def _write(self, claims: Claims, prepared: Prepared, found: Sequence[Scored]) -> None:
         file, part = prepared.file, prepared.part
         num_rows = len(part.rows)
         # (rows, labels). NaN stays where a row has no answer, because its text is blank.
         values = np.full((num_rows, len(self._model.labels)), np.nan)
-        for chosen, answers in zip(prepared.passes, found, strict=True):
-            values[[prepared.positions[i] for i in chosen]] = answers
+        familiarity: list[float | None] = [None] * num_rows
+        if found:
+            # All passes of the part at once: called for each pass, numpy would take most of the
+            # time for getting started.
+            batches, scores = zip(*found, strict=True)
+            batch = TokenBatch(
+                np.concatenate([one.ids for one in batches]),
+                np.concatenate([one.lengths for one in batches]),
+            )
+            positions = [prepared.positions[i] for chosen in prepared.passes for i in chosen]
+            values[positions], known = self._model.answering.read(
+                batch, np.concatenate(scores), self._wanted
+            )
+            for position, one in zip(positions, known, strict=True):
+                familiarity[position] = one
         for position in prepared.positions:
             if not np.isfinite(values[position]).all():
                 values[position] = np.nan
@@ -340,7 +364,7 @@ class Scoring:
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         number = self.files.index(file)
-        data = self._outs[number].part(part, Answers(values, part.problems))
+        data = self._outs[number].part(part, Answers(values, part.problems, familiarity))
         self._job.outputs.write(file.path(prepared.number), data)
         claims.release(file.path(prepared.number, "claim"))
         self.progress.part_written(file, number, num_rows, len(part.problems))

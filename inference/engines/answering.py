@@ -6,12 +6,19 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.calibration import Calibration, CalibrationError, OperatingPoint, SetRule
+from common.calibration import (
+    Calibration,
+    CalibrationError,
+    OperatingPoint,
+    SetRule,
+    share_or_name,
+)
 from common.escaping import some_of
 from common.model_folder import SavedModel
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
@@ -58,6 +65,10 @@ class Wanted:
     point: OperatingPoint | None = None
     familiarity: bool = False
 
+    @property
+    def needs_familiarity(self) -> bool:
+        return self.familiarity or self.point is not None
+
 
 NOTHING_MORE = Wanted()
 
@@ -89,6 +100,18 @@ class Answering:
         """What the engine's scores mean, (texts, labels): calibrated probabilities, or a number."""
         return self.problem_type.answers(self.scores(logits))
 
+    def read(
+        self, batch: TokenBatch, logits: NDArray[np.float32], wanted: Wanted
+    ) -> tuple[NDArray[np.float64], Sequence[float | None]]:
+        """The answers to the texts of a forward pass, (texts, labels), and how familiar each text
+        is: None where nothing that is asked for needs it, or the model cannot tell.
+        """
+        # Scores that are no finite number become NaN, which the caller looks for.
+        with np.errstate(invalid="ignore"):
+            scores = self.scores(logits)
+            known = self.familiarity(batch, scores) if wanted.needs_familiarity else []
+            return self.problem_type.answers(scores), known or [None] * len(scores)
+
     def familiarity(self, batch: TokenBatch, scores: NDArray[Any]) -> list[float]:
         """Of each text, by its calibrated scores; empty if the model cannot tell."""
         if self.calibration is None or self.calibration.familiarity is None:
@@ -101,11 +124,12 @@ class Answering:
         max_error: float | str | None = None,
         familiarity: bool = False,
     ) -> Wanted:
-        """What a request asks for, in terms of this model; ``max_error`` is a share of wrong
-        answers or the name of an operating point.
+        """What is asked for, in terms of this model; ``max_error`` is a share of wrong answers,
+        such as 0.02 or "2%", or the name of an operating point.
 
         Raises:
             CalibrationError: the model cannot promise it.
+            ValueError: ``max_error`` is no share and no name.
         """
         if coverage is None and max_error is None and not familiarity:
             return NOTHING_MORE
@@ -116,6 +140,8 @@ class Answering:
         if familiarity and known.familiarity is None:
             what = "this model cannot tell how familiar a text is: its export had too few texts"
             raise CalibrationError(what)
+        if isinstance(max_error, str):
+            max_error = share_or_name(max_error)
         return Wanted(
             None if coverage is None else known.set_rule(coverage),
             None if max_error is None else known.point(max_error),
@@ -162,15 +188,24 @@ class Answering:
         """
         raise NotImplementedError
 
-    def predict(self, values: Sequence[float]) -> dict[str, Any]:
-        return self.fields(values, self.given(values))
+    def predict(
+        self,
+        values: Sequence[float],
+        familiarity: float | None = None,
+        wanted: Wanted = NOTHING_MORE,
+    ) -> dict[str, Any]:
+        plain = self.fields(values, self.given(values))
+        return plain | self.honest(values, familiarity, wanted)
 
     def joined(self, labels: Sequence[str]) -> str:
-        """The labels of a text in one cell, as training reads them."""
-        # Names that would fall apart are written as a list, which is read too.
-        if any(re.search(r"[,;|]|^\s*\[", label) for label in self.labels):
+        """Several labels in one cell, as training reads them."""
+        if self._would_fall_apart:  # a list is read too
             return json.dumps(labels, ensure_ascii=False)
         return "|".join(labels)
+
+    @cached_property
+    def _would_fall_apart(self) -> bool:
+        return any(re.search(r"[,;|]|^\s*\[", label) for label in self.labels)
 
     def place_of(self, values: Sequence[float], label: str | None) -> int:
         """The position of the answer that is explained: of this label, or if none is asked for of
@@ -222,7 +257,9 @@ class OneLabelAnswering(Answering):
     def _set(self, values: Sequence[float], rule: SetRule) -> dict[str, Any]:
         # The most probable label is in every set: more than asked for never breaks the promise, and
         # an empty set would say nothing.
-        return {"set": [self.labels[i] for i in rule.members(values)] or [self.given(values)[0][0]]}
+        best = self.given(values)[0][0]
+        others = [self.labels[i] for i in rule.members(values)]
+        return {"set": [best, *(label for label in others if label != best)]}
 
     def _decided(
         self, values: Sequence[float], point: OperatingPoint, is_foreign: bool

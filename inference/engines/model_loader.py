@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.hardware import Hardware
 from common.model_folder import is_artefact, read_manifest
 from common.text import Text, texts_in
-from inference.engines.answering import Answering, Prediction
-from inference.engines.base import answers_of
+from inference.engines.answering import Answering, Prediction, Wanted
+from inference.engines.base import TokenBatch, scores_of
 from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
 
@@ -75,36 +74,62 @@ class ModelLoader:
             "path": str(folder),
         }
 
-    def predict(self, text: Text) -> Prediction:
-        """Classify one text, or if the model reads pairs, two texts."""
+    def predict(
+        self,
+        text: Text,
+        coverage: float | None = None,
+        max_error: float | str | None = None,
+        *,
+        familiarity: bool = False,
+    ) -> Prediction:
+        """Classify one text, or if the model reads pairs, two; otherwise as `predict_batch`."""
+        wanted = self.answering.wanted(coverage, max_error, familiarity)
         self._refuse_unreadable("text", text)
-        return self._classify([text], ["text"])[0]
+        return self._classify([text], ["text"], wanted)[0]
 
-    def predict_batch(self, texts: Sequence[Text]) -> list[Prediction]:
+    def predict_batch(
+        self,
+        texts: Sequence[Text],
+        coverage: float | None = None,
+        max_error: float | str | None = None,
+        *,
+        familiarity: bool = False,
+    ) -> list[Prediction]:
         """Classify texts, or pairs of texts; the answers come in their order.
 
+        A calibrated model also answers with a set or an interval of this ``coverage``, abstains
+        where more than ``max_error`` of its answers might be wrong, and says how familiar a text
+        is: `Answering.honest` has the fields.
+
         Raises:
+            CalibrationError: The model cannot promise what is asked for.
             ForwardError: The model answers one of them with NaN.
             ValueError: A text is blank, or is a pair and the model reads single texts, or the other
                 way round; the message gives its position.
         """
+        wanted = self.answering.wanted(coverage, max_error, familiarity)
         names = [f"texts[{position}]" for position in range(len(texts))]
         for name, text in zip(names, texts, strict=True):
             self._refuse_unreadable(name, text)
-        return self._classify(texts, names)
+        return self._classify(texts, names, wanted) if names else []
 
-    def _classify(self, texts: Sequence[Text], names: Sequence[str]) -> list[Prediction]:
+    def _classify(
+        self, texts: Sequence[Text], names: Sequence[str], wanted: Wanted
+    ) -> list[Prediction]:
         encoded = self.tokenizer.encode(texts)
         for name, one in zip(names, encoded, strict=True):
             if one.blank:
                 raise _blank(name)
         token_ids = [one.ids for one in encoded]
-        return [self._prediction(row) for row in answers_of(self.engine, self.answering, token_ids)]
-
-    def _prediction(self, answers: NDArray[np.float64]) -> Prediction:
+        scores = scores_of(self.engine, token_ids)
+        answers, familiarity = self.answering.read(TokenBatch.of(token_ids), scores, wanted)
         if not np.isfinite(answers).all():
             raise ForwardError("the model answers this text with NaN")
-        return cast("Prediction", self.answering.predict(answers.tolist()))
+        predictions = (
+            self.answering.predict(values, known, wanted)
+            for values, known in zip(answers.tolist(), familiarity, strict=True)
+        )
+        return cast("list[Prediction]", list(predictions))
 
     def _refuse_unreadable(self, name: str, text: Text) -> None:
         if self.reads_pairs is isinstance(text, str):
