@@ -13,14 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
-from common.model_folder import SavedModel, artefact_folder, is_artefact, read_manifest
+from common.model_folder import (
+    FAMILIARITY_FILE,
+    SavedModel,
+    artefact_folder,
+    is_artefact,
+    read_manifest,
+)
 from common.problem_types import REGRESSION
 from common.text import TextTokenizer
 from inference.engines.base import answers_of
 from inference.engines.native.engine import NativeEngine
 from inference.engines.selection import LoadedModel, check_probes, load_model
 
-FORMAT = 2
+FORMAT = 3
 DESCRIPTION = "model.json"
 _ADDRESS_BYTES = 4  # in WebAssembly
 _OTHER_TOKENIZER = (
@@ -39,7 +45,8 @@ def browser_files(model: Path) -> dict[str, bytes]:
     with their hash.
 
     Word embeddings are rounded to int8 with a scale for each word, which halves their size. All
-    else is the native artefact, bit for bit.
+    else is the native artefact, bit for bit, with its calibration. The table of familiarity is the
+    end of the weights: a file of its own would be one more that can be missing or of another model.
 
     Raises:
         ModelLoadError: The model or its artefact is damaged, or cannot be run here.
@@ -66,6 +73,8 @@ def browser_files(model: Path) -> dict[str, bytes]:
     check_probes(folder, manifest, saved, loaded.tokenizer, engine)
     image = engine.image(_ADDRESS_BYTES)
     weights = image.memory[: image.words] + quantised.tobytes() + scale.tobytes()
+    if loaded.calibration and loaded.calibration.familiarity:
+        weights += (folder / FAMILIARITY_FILE).read_bytes()
     # The name has a hash of the contents, so a copy in a browser's cache is never a model's other
     # version.
     name = f"model-{hashlib.sha256(weights).hexdigest()[:16]}.bin"
@@ -77,6 +86,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "labels": saved.labels,
         "thresholds": saved.thresholds,
         "test": _test_result(saved.metadata),
+        "calibration": manifest.calibration or None,
         "weights": {
             "file": name,
             "bytes": len(weights),
@@ -86,6 +96,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         },
         "pointers": image.pointers,
         "tokenizer": tokenizer,
+        # Before calibration: it is what the engine computes that has to be the same.
         "check": {
             "text": check,
             "answers": _answers(engine, loaded, check),

@@ -4,6 +4,7 @@ import { answerWith } from "./api.js";
 import { startFile } from "./file.js";
 import { element } from "./format.js";
 import { modelReady, setText, startLive } from "./live.js";
+import { promiseReady } from "./promise.js";
 import { onReady, watch } from "./server.js";
 
 const EXAMPLES = [
@@ -23,6 +24,7 @@ document.getElementById("examples").append(
   }),
 );
 if (document.body.dataset.model) answerWith((await import("./local.js")).answer);
+onReady(promiseReady); // before what asks
 onReady(modelReady);
 startLive();
 startFile();

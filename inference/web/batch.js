@@ -7,11 +7,11 @@ const IN_FLIGHT = 2; // the server has the next chunk before it has finished thi
 const PATIENCE_SECONDS = [1, 2, 4, 8];
 
 /**
- * Classify `texts`: strings, or pairs of them for a model that reads pairs.
+ * Classify `texts`: strings, or pairs of them for a model that reads pairs. `more`: what to ask for beside the answers.
  * `onAnswers(indices, answers)` gets each chunk; an answer is the server's, or {error} with the reason of a refusal.
  * `onWait(line)` says why nothing moves, null when it goes on. Rejects only when `signal` aborts.
  */
-export async function classifyAll(texts, { signal, onAnswers, onWait }) {
+export async function classifyAll(texts, { more, signal, onAnswers, onWait }) {
   const isBlank = (text) => [text].flat().some((part) => !part.trim());
   const blank = texts.flatMap((text, i) => (isBlank(text) ? [i] : []));
   if (blank.length) onAnswers(blank, blank.map(() => ({ error: "blank: nothing to classify" })));
@@ -20,7 +20,7 @@ export async function classifyAll(texts, { signal, onAnswers, onWait }) {
 
   // Without the text that the refusal names, or else halved, until the server takes it.
   async function classify(indices) {
-    const result = await ask(indices.map((i) => texts[i]), { signal, onWait });
+    const result = await ask({ ...bodyOf(indices.map((i) => texts[i])), ...more }, { signal, onWait });
     if (Array.isArray(result)) {
       onAnswers(indices, result);
     } else if (indices.length === 1) {
@@ -60,10 +60,10 @@ function bodyOf(texts) {
 }
 
 // The answers, or the error when waiting would not help.
-async function ask(texts, { signal, onWait }) {
+async function ask(body, { signal, onWait }) {
   for (let attempt = 0; ; attempt += 1) {
     try {
-      const { data } = await call("predict/batch", { body: bodyOf(texts), signal });
+      const { data } = await call("predict/batch", { body, signal });
       if (attempt) onWait(null);
       return data;
     } catch (error) {

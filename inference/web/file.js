@@ -3,6 +3,7 @@
 import { classifyAll } from "./batch.js";
 import { Table, decode } from "./csv.js";
 import { accentOf, count, element, joined, number, percent, rows } from "./format.js";
+import { asked, onChoice } from "./promise.js";
 import { kind, onReady } from "./server.js";
 
 const MAX_BYTES = 64 * 1024 * 1024;
@@ -10,6 +11,7 @@ const NUM_PREVIEW = 6;
 const NUM_REFUSED = 50;
 const SHOW_EVERY_MS = 100;
 const EARLY_MS = 1000;
+const WITHOUT_LABEL = { uncertain: "not sure", unfamiliar: "unfamiliar" }; // by why
 
 const $ = (id) => document.getElementById(id);
 let file = null; // the File under work
@@ -34,24 +36,32 @@ export function startFile() {
   });
   $("cancel").addEventListener("click", () => running.abort());
   for (const id of ["forget", "again"]) $(id).addEventListener("click", startOver);
-  onReady(() => {
-    const [first, second] = columns();
-    const names = [element("em", {}, first), ...(second ? [" and ", element("em", {}, second)] : [])];
-    const promise = `You get it back with ${second ? "two more columns" : "one more column"}: `;
-    const what = kind.readsPairs ? "CSV with a column for each text." : "CSV, or plain text with one headline a line.";
-    $("file-hint").replaceChildren(`${what} ${promise}`, ...names, ".");
-  });
+  onReady(showHint);
+  onChoice(showHint);
 }
 
-// As inference/bulk/rows_out.py: what a model adds to each row.
-function columns() {
-  return { multi_label_classification: ["labels"], regression: ["value"] }[kind.problemType] ?? ["label", "confidence"];
+function showHint() {
+  const names = columnsOf(asked());
+  const number = ["one more column", "two more columns", "three more columns", "four more columns"][names.length - 1];
+  const what = kind.readsPairs ? "CSV with a column for each text." : "CSV, or plain text with one headline a line.";
+  const list = new Intl.ListFormat("en").formatToParts(names);
+  const parts = list.map(({ type, value }) => (type === "element" ? element("em", {}, value) : value));
+  $("file-hint").replaceChildren(`${what} You get it back with ${number}: `, ...parts, ".");
 }
 
-function cellsOf(answer) {
-  if (!isAnswered(answer)) return columns().map(() => "");
+// As inference/bulk/rows_out.py: what a model adds to each row; `more` is what was asked for beside the answer.
+function columnsOf(more) {
+  const decided = { multi_label_classification: ["labels"], regression: ["value"] }[kind.problemType];
+  return decided ?? ["label", "confidence", ...(more.max_error ? ["abstained"] : []), ...(more.coverage ? ["set"] : [])];
+}
+
+function cellsOf(answer, more) {
+  if (!isAnswered(answer)) return columnsOf(more).map(() => "");
   if (answer.value !== undefined) return [Number(answer.value.toPrecision(7))];
-  return answer.labels ? [joined(answer.labels, kind.labels)] : [answer.label, answer.confidence.toFixed(4)];
+  if (answer.labels) return [joined(answer.labels, kind.labels)];
+  const { label, confidence, abstained, set } = answer;
+  const cells = { label: label ?? "", confidence: confidence.toFixed(4), abstained: abstained ?? "" };
+  return columnsOf(more).map((name) => cells[name] ?? joined(set, kind.labels));
 }
 
 function isAnswered(answer) {
@@ -147,11 +157,13 @@ function previewRow(text, ...extra) {
 async function run() {
   const texts = planned();
   const answers = new Array(texts.length).fill(null);
-  const state = { texts, answers, done: 0, wait: null, started: performance.now(), ended: 0, timer: null };
+  const more = asked();
+  const state = { texts, answers, more, done: 0, wait: null, started: performance.now(), ended: 0, timer: null };
   running = new AbortController();
   showStart();
   try {
     await classifyAll(texts, {
+      more,
       signal: running.signal,
       onWait: (line) => showProgressSoon(Object.assign(state, { wait: line })),
       onAnswers: (indices, chunk) => {
@@ -197,17 +209,19 @@ function showProgress({ done, texts, answers, wait, started }) {
 }
 
 function showTally(answers) {
-  const tally = new Map();
+  const [tally, silent] = [new Map(), new Map()];
+  const add = (map, name) => map.set(name, (map.get(name) ?? 0) + 1);
   let numRefused = 0;
   for (const answer of answers) {
     if (answer?.error) numRefused += 1;
+    else if (answer?.abstained) add(silent, WITHOUT_LABEL[answer.abstained]);
     else if (answer?.value === undefined && answer) {
-      for (const label of answer.labels ?? [answer.label]) tally.set(label, (tally.get(label) ?? 0) + 1);
+      for (const label of answer.labels ?? [answer.label]) add(tally, label);
     }
   }
   const sorted = [...tally].sort((a, b) => accentOf(a[0]) - accentOf(b[0]));
   // Rows may have several labels, which then share the bar.
-  const whole = Math.max(answers.length, numRefused + sorted.reduce((sum, [, some]) => sum + some, 0));
+  const whole = Math.max(answers.length, numRefused + [...sorted, ...silent].reduce((sum, [, some]) => sum + some, 0));
   const segment = (some, attributes) => {
     const part = element("span", attributes);
     part.style.setProperty("--share", some / whole);
@@ -216,12 +230,14 @@ function showTally(answers) {
   $("shares").hidden = kind.problemType === "regression";
   $("shares").replaceChildren(
     ...sorted.map(([label, some]) => segment(some, { "data-accent": accentOf(label) })),
+    ...[...silent.values()].map((some) => segment(some, { class: "silent" })),
     ...(numRefused ? [segment(numRefused, { class: "refused" })] : []),
   );
   $("legend").replaceChildren(
     ...sorted.map(([label, some]) => {
       return element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(some)));
     }),
+    ...[...silent].map(([why, some]) => element("li", { class: "silent" }, `${why} `, element("b", {}, count(some)))),
     ...numbersOf(answers),
   );
 }
@@ -238,7 +254,7 @@ function numbersOf(answers) {
 }
 
 function showEnd(state) {
-  const { texts, answers, done, started, ended } = state;
+  const { texts, answers, more, done, started, ended } = state;
   showProgress(state);
   const refused = answers.flatMap((answer, i) => (answer?.error ? [[i, answer.error]] : []));
   const seconds = (ended - started) / 1000;
@@ -249,14 +265,16 @@ function showEnd(state) {
   $("announce").textContent = $("run-state").textContent;
   $("cancel").hidden = true;
   $("again").hidden = false;
-  offerDownload(answers);
+  offerDownload(answers, more);
   showRefused(refused);
   const answered = answers.flatMap((answer, i) => (isAnswered(answer) ? [i] : [])).slice(0, NUM_PREVIEW);
   $("preview").replaceChildren(...answered.map((i) => previewRow(texts[i], ...tagOf(answers[i]))));
   ($("download").hidden ? $("again") : $("download")).focus();
 }
 
-function tagOf({ label, labels, value, confidence }) {
+function tagOf({ label, labels, value, confidence, abstained }) {
+  const blank = element("span", { class: "share" }); // the texts stay below each other
+  if (abstained) return [element("span", { class: "tag silent" }, WITHOUT_LABEL[abstained]), blank];
   if (value !== undefined) return [element("span", { class: "tag" }, number(value))];
   if (labels) return [tagsOf(labels)];
   const tag = element("span", { class: "tag", "data-accent": accentOf(label) }, label);
@@ -277,13 +295,13 @@ function showRefused(refused) {
   $("refused-rows").replaceChildren(...items);
 }
 
-function offerDownload(answers) {
+function offerDownload(answers, more) {
   const hasErrors = !answers.every(isAnswered);
   const values = answers.map((answer) => {
-    const cells = cellsOf(answer);
+    const cells = cellsOf(answer, more);
     return hasErrors ? [...cells, answer ? (answer.error ?? "") : "not classified: cancelled"] : cells;
   });
-  const csv = table.withColumns([...columns(), ...(hasErrors ? ["error"] : [])], values);
+  const csv = table.withColumns([...columnsOf(more), ...(hasErrors ? ["error"] : [])], values);
   URL.revokeObjectURL(downloadUrl);
   downloadUrl = URL.createObjectURL(new Blob([csv], { type: "text/csv;charset=utf-8" }));
   $("download").href = downloadUrl;

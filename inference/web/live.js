@@ -4,6 +4,7 @@ import { ApiError, call, sleep } from "./api.js";
 import { accentOf, difference, element, milliseconds, number, percent, points } from "./format.js";
 import { Highlight, LEAST_STRENGTH, marksOf, withStrength, withStrengthOfNumbers } from "./highlight.js";
 import { setNotice } from "./notice.js";
+import { asked, onChoice, reasonOf, silence } from "./promise.js";
 import { kind, watch } from "./server.js";
 
 const PAUSE_MS = 150; // asked once the typing pauses this long,
@@ -29,6 +30,7 @@ let maxLength = null;
 let current = new AbortController(); // everything under way for the text as it stands
 let timer = 0;
 let waitingSince = 0;
+let shown = {}; // the answer
 
 /** Answer what is typed from now on. */
 export function startLive() {
@@ -47,6 +49,7 @@ export function startLive() {
     field.focus();
     explain(typed(), current.signal);
   });
+  onChoice(() => textChanged(0));
   textChanged(); // a browser may have kept the text over a reload
 }
 
@@ -105,7 +108,7 @@ function textChanged(pause = PAUSE_MS) {
 
 // Whatever arrives after `signal` has aborted belongs to an older text and is dropped.
 async function classify(texts, signal) {
-  const result = await ask("predict", texts, signal);
+  const result = await ask("predict", { ...texts, ...asked() }, signal);
   if (!result) return;
   showAnswer(result.data);
   showTiming(result);
@@ -130,8 +133,15 @@ async function explain(texts, signal) {
   const weighed = data.value === undefined ? withStrength(all, explainedShare(data)) : withStrengthOfNumbers(all);
   highlight.show(texts.text, marksOf(weighed.slice(0, data.words.length), texts.text));
   if (data.pair_words) pairHighlight.show(texts.text_pair, marksOf(weighed.slice(data.words.length), texts.text_pair));
-  showWords(weighed, data);
-  announcer.textContent = `${headline(data)}${data.confidence ? `, ${percent(data.confidence)}` : ""}. ${wordList()}`;
+  // Where the model does not answer, the words are those of the likeliest label.
+  const explained = data.explained ?? (shown.abstained ? likeliest(data) : undefined);
+  showWords(weighed, { ...data, explained });
+  const share = confidence.textContent && `, ${confidence.textContent}`;
+  announcer.textContent = `${headline(shown)}${share}. ${shown.abstained ? remark.textContent : wordList()}`;
+}
+
+function likeliest({ probabilities }) {
+  return Object.keys(probabilities).reduce((best, name) => (probabilities[name] > probabilities[best] ? name : best));
 }
 
 function explainedShare({ explained, confidence: share, probabilities }) {
@@ -139,7 +149,9 @@ function explainedShare({ explained, confidence: share, probabilities }) {
 }
 
 /** The answer in a few words. */
-function headline({ label: winner, labels, value }) {
+function headline(data) {
+  const { label: winner, labels, value } = data;
+  if (silence(data)) return silence(data);
   if (value !== undefined) return number(value);
   return labels ? labels.join(", ") || "No label" : winner;
 }
@@ -153,7 +165,8 @@ async function ask(path, body, signal) {
     } catch (error) {
       if (signal.aborted) return undefined;
       if (!(error instanceof ApiError)) throw error;
-      if (error.isOutage) watch(); // asks again through modelReady
+      // Asks again through modelReady: the model is there again, or it is another one, with other promises.
+      if (error.isOutage || error.code === "no_guarantee") watch();
       else if (path === "explain") why.textContent = error.message;
       else setNotice("request", error.message);
       if (!error.isBusy) return undefined;
@@ -166,6 +179,7 @@ async function ask(path, body, signal) {
 
 function showNothing() {
   document.body.removeAttribute("data-accent");
+  answer.classList.remove("silent");
   label.textContent = empty.label;
   confidence.textContent = "";
   remark.textContent = kind.readsPairs && (field.value || pairField.value) ? "Both texts are read together." : empty.remark;
@@ -177,13 +191,17 @@ function showNothing() {
 }
 
 function showAnswer(data) {
-  const given = data.labels ?? (data.label === undefined ? kind.labels : [data.label]);
-  if (given.length) document.body.dataset.accent = accentOf(given[0]);
+  shown = data;
+  const isAnswered = !data.abstained;
+  const named = isAnswered ? [data.label] : data.abstained === "uncertain" ? (data.set ?? []) : [];
+  const given = data.labels ?? (data.label === undefined ? kind.labels : named);
+  answer.classList.toggle("silent", !isAnswered);
+  if (given.length && isAnswered) document.body.dataset.accent = accentOf(given[0]);
   else document.body.removeAttribute("data-accent");
   label.textContent = headline(data);
-  confidence.textContent = data.confidence === undefined ? "" : percent(data.confidence);
+  confidence.textContent = data.confidence === undefined || !isAnswered ? "" : percent(data.confidence);
   if (data.probabilities) showBars(data.probabilities, given);
-  remark.textContent = remarkOn(data);
+  remark.textContent = data.abstained ? reasonOf(data) : remarkOn(data);
 }
 
 function remarkOn(data) {

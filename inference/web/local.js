@@ -1,5 +1,6 @@
 // Answers what the page asks with the model in this browser, in the shapes in which a server would answer.
 
+import { meaning, placeOfBest } from "./answering.js";
 import { ApiError } from "./api.js";
 import { openModel } from "./local_model.js";
 import { setNotice } from "./notice.js";
@@ -46,13 +47,14 @@ const ANSWERS = {
     problem_type: info.problemType,
     thresholds: Object.fromEntries(info.labels.map((label, i) => [label, info.thresholds[i]])),
     max_length: info.maxTokens,
+    calibrated: Boolean(info.calibration),
     engine: { engine: engineOf(info) },
     test_accuracy: info.test.accuracy,
     metrics: { test: info.test },
   }),
-  predict: async (found, { text }, signal) => render(found, (await found.classify([text], { signal }))[0]),
-  "predict/batch": async (found, { texts }, signal) =>
-    (await found.classify(texts, { signal })).map((one) => render(found, one)),
+  predict: async (found, { text, ...asked }, signal) => render(found, (await found.classify([text], { signal }))[0], asked),
+  "predict/batch": async (found, { texts, ...asked }, signal) =>
+    (await found.classify(texts, { signal })).map((one) => render(found, one, asked)),
   explain: (found, { text }, signal) => explain(found, text, signal),
 };
 
@@ -66,7 +68,7 @@ export async function answer(path, { body, signal } = {}) {
     data = await ANSWERS[path](found, body, signal);
   } catch (error) {
     signal?.throwIfAborted();
-    if (error.code !== "blank_text") throw new ApiError(error.message, { status: 500 });
+    if (error.code !== "blank_text") throw new ApiError(error.message, { status: error.code ? 422 : 500, code: error.code });
     const name = path === "predict/batch" ? `texts[${error.index}]` : "text";
     throw new ApiError(`${name} is blank: there is nothing to classify`, { status: 422, code: error.code });
   }
@@ -78,24 +80,8 @@ function engineOf({ instructionSet, threads }) {
   return `int8 in this browser (WebAssembly ${instructionSet.replace("-", " ").replace("simd", "SIMD")}${count})`;
 }
 
-function render({ info }, { values, tokens, truncated }) {
-  return { ...meaning(info, values), truncated, num_tokens: tokens };
-}
-
-// As inference/engines/answering.py.
-function meaning({ problemType, labels, thresholds }, values) {
-  if (problemType === "regression") return { value: values[0] };
-  const probabilities = Object.fromEntries(labels.map((label, i) => [label, values[i]]));
-  if (problemType === "multi_label_classification") {
-    const given = [...labels.keys()].filter((i) => values[i] >= thresholds[i]).sort((a, b) => values[b] - values[a]);
-    return { labels: given.map((i) => labels[i]), probabilities };
-  }
-  const best = placeOfBest(values);
-  return { label: labels[best], confidence: values[best], probabilities };
-}
-
-function placeOfBest(values) {
-  return values.indexOf(Math.max(...values));
+function render({ info }, answer, asked) {
+  return { ...meaning(info, answer, asked), truncated: answer.truncated, num_tokens: answer.tokens };
 }
 
 // The answer to a text without any word: nothing speaks for any label, and no number is the usual one.

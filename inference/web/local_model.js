@@ -52,8 +52,8 @@ export async function openModel(base, { threads = "auto", instructions = "auto",
   return {
     info,
     /**
-     * An answer for each text, in their order: `values` in the order of the labels, the `tokens` of the whole text,
-     * and whether it was `truncated` to what the model reads. A blank text is an Error with the `code` "blank_text" and
+     * An answer for each text, in their order: `values` in the order of the labels, the text's `familiarity` (null if the
+     * model cannot tell), the `tokens` of the whole text, and whether it was `truncated` to what the model reads. A blank text is an Error with the `code` "blank_text" and
      * its `index`. Rejects as soon as `signal` aborts.
      */
     async classify(texts, { signal } = {}) {

@@ -1,9 +1,11 @@
 // The model in the visitor's browser: files, memory and forward passes. Runs in a worker, so that the page never waits;
 // local_model.js is the page's side. Needs nothing else of a browser, so that Node runs it too.
 
+import { calibratedScores } from "./calibration.js";
+import { Familiarity } from "./familiarity.js";
 import { Tokenizer } from "./wordpiece.js";
 
-const FORMAT = 2;
+const FORMAT = 3;
 const CACHE = "local-model";
 const PAGE_BYTES = 65536;
 const STACK_BYTES = 65536; // of a thread, as deployment/compile_kernels.py gives the first one
@@ -168,13 +170,14 @@ export class LocalModel {
   }
 
   get info() {
-    const { name, problem_type: problemType, labels, thresholds, test, weights, tokenizer } = this.description;
+    const { name, problem_type: problemType, labels, thresholds, test, weights, tokenizer, calibration } = this.description;
     return {
       name,
       problemType,
       labels,
       thresholds,
       test,
+      calibration,
       maxTokens: tokenizer.max_tokens,
       instructionSet: this.instructions,
       kernels: this.name,
@@ -183,7 +186,10 @@ export class LocalModel {
     };
   }
 
-  /** An answer for each text: its `values` in the order of the labels, its `tokens`, whether it was `truncated`. */
+  /**
+   * An answer for each text: its `values` in the order of the labels, calibrated if the model is, its `familiarity` (null
+   * if the model cannot tell), its `tokens`, whether it was `truncated`.
+   */
   classify(texts) {
     const encoded = texts.map((text, index) => {
       const cleaned = this.tokenizer.clean(text);
@@ -201,10 +207,11 @@ export class LocalModel {
       }
       const passed = encoded.slice(first, end);
       const logits = this.logits(passed.map(({ ids }) => ids));
-      passed.forEach(({ tokens, truncated }, i) => {
-        const values = this.#answers(logits[i]);
+      passed.forEach(({ ids, tokens, truncated }, i) => {
+        const scores = calibratedScores(this.description.calibration, Array.from(logits[i]));
+        const values = this.#answers(scores);
         if (!values.every(Number.isFinite)) throw new Error("The model answers this text with NaN.");
-        answers.push({ values, tokens, truncated });
+        answers.push({ values, familiarity: this.familiarity?.of(ids, scores) ?? null, tokens, truncated });
       });
     }
     return answers;
@@ -267,12 +274,24 @@ export class LocalModel {
       put(part.subarray(cut), at + cut);
     };
     await readWeights(new URL(weights.file, base), weights, store, take, onProgress);
+    this.#readFamiliarity();
     const words = this.place + weights.image;
     this.kernels.prepare_weights(this.place + weights.int8, weights.image - weights.int8);
     this.kernels.widen_words(words, words + 2 * rows * width, rows, width);
     // In the file an address counts from its beginning.
     const view = new DataView(this.memory.buffer);
     for (const at of pointers) view.setUint32(this.place + at, view.getUint32(this.place + at, true) + this.place, true);
+  }
+
+  // The end of the file is the table of familiarity, if there is one.
+  #readFamiliarity() {
+    const { calibration, problem_type: problemType } = this.description;
+    const record = calibration?.familiarity;
+    if (!record) return;
+    const end = this.place + this.#bytes;
+    // A copy: the memory moves when it grows.
+    const table = new Uint8Array(this.memory.buffer).slice(end - record.vocabulary - 2 ** record.bits, end);
+    this.familiarity = new Familiarity(record, table, problemType);
   }
 
   /** Of the kernels in the module, the fastest here. A browser that computes one of them wrongly does not use it. */
@@ -337,18 +356,18 @@ export class LocalModel {
     });
   }
 
-  // A known text: a damaged file or a browser that computes wrongly shows, and the browser has optimised the code.
+  // A known text: a damaged file or a browser that computes wrongly shows, and the browser has optimised the code. The
+  // answers are those before calibration.
   #check() {
     const { text, answers, spread } = this.description.check;
     const { ids } = this.tokenizer.encode(this.tokenizer.clean(text));
-    const found = this.#answers(this.logits([ids])[0]);
+    const found = this.#answers(Array.from(this.logits([ids])[0]));
     const isNear = found.every((one, i) => Math.abs(one - answers[i]) <= TOLERANCE * spread);
     if (!isNear || found.length !== answers.length) throw new WebAssembly.RuntimeError("another answer");
   }
 
   // As common/problem_types.py: what scores mean.
-  #answers(logits) {
-    const scores = Array.from(logits);
+  #answers(scores) {
     switch (this.description.problem_type) {
       case "single_label_classification":
         return softmax(scores);

@@ -31,6 +31,16 @@ def test_the_served_context_has_the_exported_model_without_its_weights(exported_
     assert all(source.is_file() for source in files.values())
 
 
+def test_the_served_context_has_what_a_calibration_needs(tmp_path: Path) -> None:
+    news = ROOT / "checkpoints" / "news"
+    shutil.copytree(news, tmp_path / "native")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(news / name, tmp_path)
+    files = image_files(tmp_path)
+    assert files["model/native/familiarity.bin"].read_bytes() == (news / "familiarity.bin").read_bytes()
+    assert json.loads(files["model/native/manifest.json"].read_text())["calibration"]
+
+
 def test_the_served_context_has_no_trainer_and_no_tests(exported_folder: Path) -> None:
     assert not [name for name in image_files(exported_folder) if name.startswith(("training", "tests"))]
 

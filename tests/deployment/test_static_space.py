@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deployment.image_context import ROOT
+from deployment.space_files import static_files
 from inference import export
 from inference.engines.model_loader import ModelLoader
 from inference.engines.native import is_supported
@@ -23,6 +25,7 @@ from tests.deployment.publishing import error_line, run_against, run_page
 from tests.deployment.stand_in_hub import running_hub
 from tests.http_servers import served_folder
 from tests.inference.demo_browser import answer_on, choose, chromium, contrasts, download, until, visits
+from training.publishing.hub_upload import write_files
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -37,6 +40,7 @@ HEADLINES = [
     "The home side won the cup final after extra time and penalties.",
     "New chip doubles the speed of phones, its makers say.",
 ]
+UNSURE = "Chip maker cuts its profit forecast as rivals release faster processors for phones"
 TOLERANCE = 0.05  # the page's word embeddings are int8 too
 ISOLATED = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
 
@@ -44,7 +48,8 @@ ISOLATED = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-
 @pytest.fixture(scope="module")
 def native_folder(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("native") / "tiny"))
-    export.main([str(folder), "--engine", "native", "--rows", str(rows_file), "--max_drop", "100"])
+    few = ["--rows", str(rows_file), "--limit", "99"]  # too few to calibrate on
+    export.main([str(folder), "--engine", "native", *few, "--max_drop", "100"])
     return folder
 
 
@@ -92,7 +97,7 @@ def test_the_folder_holds_the_page_the_kernels_and_the_model_and_little_code(pag
     # A browser takes one of the four.
     kernels = max(size for name, size in sizes.items() if name.endswith(".wasm"))
     code = sum(size for name, size in sizes.items() if not name.startswith("model/") and not name.endswith(".wasm"))
-    assert code + kernels <= 200_000
+    assert code + kernels <= 205_000
     card = (page_folder / "README.md").read_text()
     assert card_errors(card, "space") == []
     assert front_matter(card)["sdk"] == "static"
@@ -110,6 +115,19 @@ def test_the_page_answers_as_the_engine_does(page: Page, native_folder: Path) ->
         label, shares = _answered(page, text)
         assert label == expected["label"]
         assert shares == pytest.approx(expected["probabilities"], abs=TOLERANCE)
+
+
+def test_the_page_knows_as_well_as_a_server_what_it_does_not_know(browser: Browser, tmp_path: Path) -> None:
+    news = ROOT / "checkpoints" / "news"
+    write_files(static_files(news), tmp_path / "page")
+    with served_folder(tmp_path / "page") as address, visits(browser, address) as open_page:
+        page = open_page()
+        assert "at most 2% of its answers are wrong" in page.inner_text("#promise-line")
+        assert _answered(page, f"{HEADLINES[1]} Champions League")[0] == "Sports"
+        label, shares = _answered(page, UNSURE)
+        assert label == "Not sure: Business or Sci/Tech"
+        assert max(shares.values()) < 0.9
+        assert _answered(page, "def f(x): return [y for y in x]")[0] == "Not like the texts this model knows"
 
 
 def test_the_words_that_decided_are_those_of_the_server(page: Page, native_folder: Path) -> None:

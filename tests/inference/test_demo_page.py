@@ -25,6 +25,7 @@ from tests.inference.demo_browser import (
     visits,
 )
 from tests.inference.test_pairs import make_pair_folder
+from tests.processes import REPOSITORY
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Route
@@ -33,6 +34,10 @@ StartServer = Callable[..., AbstractContextManager[httpx.Client]]
 HEADLINE = "Oil prices rise again as stocks fall on Wall Street."
 OTHER = "The home side won the cup final after extra time and penalties."
 API_KEY = "open sesame"
+# For the model of the repository, which is calibrated.
+SURE = "The home side won the cup final after extra time and penalties in the Champions League"
+UNSURE = "Chip maker cuts its profit forecast as rivals release faster processors for phones"
+FOREIGN = "def f(x): return [y for y in x if y > 3]"
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,129 @@ def open_page(browser: Browser, server: httpx.Client) -> Iterator[OpenPage]:
         yield open_page
 
 
-def _predict(server: httpx.Client, text: str) -> dict[str, Any]:
-    return server.post("/predict", json={"text": text}).raise_for_status().json()
+@pytest.fixture(scope="module")
+def calibrated(start_server: StartServer) -> Iterator[httpx.Client]:
+    with start_server(REPOSITORY / "checkpoints" / "news") as client:
+        yield client
+
+
+@pytest.fixture
+def open_calibrated(browser: Browser, calibrated: httpx.Client) -> Iterator[OpenPage]:
+    with visits(browser, f"{calibrated.base_url}/demo") as open_page:
+        yield open_page
+
+
+def _predict(server: httpx.Client, text: str, **asked: Any) -> dict[str, Any]:
+    return server.post("/predict", json={"text": text, **asked}).raise_for_status().json()
+
+
+def test_a_calibrated_model_answers_only_where_it_is_sure_enough(
+    open_calibrated: OpenPage, calibrated: httpx.Client
+) -> None:
+    page = open_calibrated()
+    assert page.input_value("#max-error") == "0.02"
+    known = calibrated.get("/model").json()["calibration"]
+    answered = known["operating_points"]["0.02"]["answered"]
+    promise = page.inner_text("#promise-line")
+    assert "at most 2% of its answers are wrong" in promise
+    assert f"{known['rows']:,} rows" in promise
+    assert f"It answers {100 * answered:.3g}% of them" in promise
+    place = page.locator("#file").bounding_box()
+
+    page.fill("#text", SURE)
+    expect_answer(page, _predict(calibrated, SURE))
+    page.fill("#text", UNSURE)
+    expected = _predict(calibrated, UNSURE, coverage=0.95)
+    until(page, f"label.textContent === 'Not sure: {' or '.join(expected['set'])}'")
+    assert len(expected["set"]) == 2
+    assert page.inner_text("#confidence") == ""
+    assert page.inner_text("#remark").startswith(f"{expected['confidence']:.1%} sure; it answers from ")
+    assert answer_on(page)[2] == pytest.approx(expected["probabilities"], abs=1e-4)
+    winners = page.locator("#bars .winner").evaluate_all("bars => bars.map((bar) => bar.dataset.label)")
+    assert sorted(winners) == sorted(expected["set"])
+    until(page, "announce.textContent.startsWith('Not sure: ')")  # for those who hear the page
+    assert f"of probability of {expected['label']} lost" in page.inner_text("#why")
+    page.fill("#text", FOREIGN)
+    until(page, "label.textContent === 'Not like the texts this model knows'")
+    familiarity = _predict(calibrated, FOREIGN, familiarity=True)["familiarity"]
+    assert page.inner_text("#remark") == f"Less familiar than {100 - 100 * familiarity:g}% of ordinary texts."
+    assert min(answer_on(page)[2].values()) > 0
+    assert page.locator("#bars .winner").count() == 0
+    assert page.locator("#file").bounding_box() == place
+
+    page.select_option("#max-error", label="Always")
+    expect_answer(page, _predict(calibrated, FOREIGN))
+    assert page.inner_text("#promise-line") == "It names the likeliest label, however unsure it is."
+
+
+def test_a_strictest_promise_is_offered_where_the_usual_one_is_not_held(
+    open_calibrated: OpenPage, calibrated: httpx.Client
+) -> None:
+    page = open_calibrated()
+    model = calibrated.get("/model").json()
+    points = model["calibration"]["operating_points"]
+    for name in ("0.005", "0.01", "0.015", "0.02"):
+        points[name]["threshold"] = None
+    page.route("**/model", lambda route: route.fulfill(json=model))
+    page.reload()
+    page.wait_for_selector("#promise:visible")
+    options = page.locator("#max-error option").all_inner_texts()
+    assert options == ["Always", "Only if at most 3% are wrong", "Only if at most 5% are wrong"]
+    assert page.input_value("#max-error") == "0.03"
+
+
+def test_the_page_says_so_if_the_server_is_set_to_answer_only_when_it_is_sure(
+    browser: Browser, start_server: StartServer
+) -> None:
+    with (
+        start_server(REPOSITORY / "checkpoints" / "news", MAX_ERROR="2%") as server,
+        visits(browser, f"{server.base_url}/demo") as open_page,
+    ):
+        page = open_page()
+        page.select_option("#max-error", label="Always")
+        page.fill("#text", UNSURE)
+        until(page, "label.textContent === 'Not sure'")
+        assert page.inner_text("#remark") == "This server is set to answer only when the model is surer."
+
+
+def test_a_file_comes_back_with_what_the_model_was_not_sure_of(
+    open_calibrated: OpenPage, calibrated: httpx.Client, tmp_path: Path
+) -> None:
+    page = open_calibrated()
+    assert page.inner_text("#file-hint").endswith("four more columns: label, confidence, abstained, and set.")
+    choose(page, "news.csv", "\n".join(["headline", SURE, UNSURE, f'"{FOREIGN}"']).encode())
+    page.click("#start")
+    rows = list(csv.DictReader(io.StringIO(download(page, tmp_path))))
+    asked = {"coverage": 0.95, "max_error": 0.02, "familiarity": True}
+    for row in rows:
+        expected = _predict(calibrated, row["headline"], **asked)
+        assert row["label"] == (expected["label"] or "")
+        assert row["abstained"] == (expected["abstained"] or "")
+        assert row["set"] == "|".join(expected["set"])
+    assert [row["abstained"] for row in rows] == ["", "uncertain", "unfamiliar"]
+    assert page.locator("#legend li").all_inner_texts() == ["Sports 1", "not sure 1", "unfamiliar 1"]
+    assert page.locator("#preview .tag").all_inner_texts() == ["Sports", "not sure", "unfamiliar"]
+
+    page.click("#again")
+    page.select_option("#max-error", label="Always")
+    assert page.inner_text("#file-hint").endswith("two more columns: label and confidence.")
+    choose(page, "news.csv", f"headline\n{UNSURE}\n".encode())
+    page.click("#start")
+    (row,) = csv.DictReader(io.StringIO(download(page, tmp_path)))
+    assert list(row) == ["headline", "label", "confidence"]
+    assert row["label"] == _predict(calibrated, UNSURE)["label"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_the_model_does_not_know_can_be_read_on_a_phone(open_calibrated: OpenPage, scheme: str) -> None:
+    page = open_calibrated(color_scheme=scheme, reduced_motion="reduce", viewport={"width": 360, "height": 740})
+    for text in (UNSURE, FOREIGN):
+        page.fill("#text", text)
+        until(page, "announce.textContent.startsWith('Not ')")
+        assert min(contrasts(page))[0] >= 4.5, min(contrasts(page))
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        page.fill("#text", "")
+        until(page, "!announce.textContent")
 
 
 def test_several_labels_are_shown_with_their_thresholds(
@@ -122,6 +248,7 @@ def test_a_model_of_pairs_gets_a_second_field_and_a_second_column(
 
 def test_the_answer_follows_the_typing_and_nothing_jumps(open_page: OpenPage, server: httpx.Client) -> None:
     page = open_page()
+    assert page.is_hidden("#promise")  # a model without calibration has nothing to promise
     place = page.locator("#file").bounding_box()
     assert set(answer_on(page)[2].values()) == {0}
     page.type("#text", HEADLINE[:16], delay=5)
