@@ -187,11 +187,13 @@ class Familiarity:
         surprise = self._log_seen[before] - np.log(times + self._usual[after])
         # Each text's first and last token are special ones, [CLS] and [SEP]. So the token after the
         # first has none before it, and counts by how rare it is; the pairs that count are those
-        # from there to the token before the last. `total` has the surprise of all pairs before one.
+        # from there to the token before the last.
         ends = np.cumsum(lengths)
         first = np.minimum(ends - lengths + 1, len(ids) - 1)
-        total = np.concatenate([[0.0], np.cumsum(surprise)])
-        inner = total[np.maximum(first, ends - 2)] - total[first]
+        # Each text is summed on its own: a difference of running sums would depend, in its last
+        # bits, on the texts before it. Every second sum is of what lies between two texts.
+        bounds = np.stack([first, np.maximum(first, ends - 2)], axis=1).ravel()
+        inner = np.add.reduceat(np.append(surprise, 0.0), bounds)[::2] * (lengths > 3)
         return (self._rarity[ids[first]] + inner) * (lengths > 2) / _num_inner(lengths)
 
 

@@ -22,6 +22,7 @@ from common.model_folder import (
 )
 from common.problem_types import REGRESSION
 from common.text import TextTokenizer
+from inference.engines.answering import Answering
 from inference.engines.base import answers_of
 from inference.engines.native.engine import NativeEngine
 from inference.engines.selection import LoadedModel, check_probes, load_model
@@ -84,7 +85,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "name": manifest.source["name"],
         "problem_type": saved.problem_type.name,
         "labels": saved.labels,
-        "thresholds": saved.thresholds,
+        "thresholds": Answering.of(saved, loaded.calibration).thresholds,
         "test": _test_result(saved.metadata),
         "calibration": manifest.calibration or None,
         "weights": {

@@ -38,9 +38,10 @@ function setOf({ problemType, labels }, values, rule) {
   const { coverage, halfWidth } = rule;
   if (problemType === "regression") return { interval: [values[0] - halfWidth, values[0] + halfWidth], coverage };
   const found = members(rule, values);
-  // The most probable of labels that exclude each other is in every set.
-  if (!found.length && problemType === "single_label_classification") found.push(placeOfBest(values));
-  return { set: found.map((i) => labels[i]), coverage };
+  if (problemType === "multi_label_classification") return { set: found.map((i) => labels[i]), coverage };
+  // The most probable of labels that exclude each other is in every set, and comes first.
+  const best = placeOfBest(values);
+  return { set: [best, ...found.filter((i) => i !== best)].map((i) => labels[i]), coverage };
 }
 
 function decided(info, values, point, isForeign) {
