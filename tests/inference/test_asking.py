@@ -220,7 +220,7 @@ def test_a_model_without_calibration_is_refused_in_one_line_before_anything_is_r
         (("--coverage", "2"), "must be greater than 0, and at most 1"),
         (("--max_error", "0"), "must be greater than 0, and at most 1"),
         (("--max_error", " "), "must not be empty"),
-        (("--max_error", "careful"), "there is no operating point 'careful'; this model has 0.005"),
+        (("--max_error", "careful"), "there is no operating point 'careful'; this model has 0.01"),
         (("--max_error", "0.01%"), "cannot be promised with 95% confidence"),
         (("--coverage", "99.99%"), "coverage 0.9999 cannot be promised"),
     ],

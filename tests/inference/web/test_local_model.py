@@ -238,7 +238,7 @@ def test_node_knows_as_well_as_a_server_what_it_does_not_know(
     if folder == "many promises":
         model, names = request.getfixturevalue("many_promises"), ["costs", "precision", "careful"]
     asked = [{"coverage": 0.95, "max_error": 0.02, "familiarity": True}, {"coverage": 0.5}, {"coverage": 0.999}]
-    asked += [{}, {"familiarity": True}, *({"max_error": one} for one in (0.005, 0.019, 0.025, 1.0, *names))]
+    asked += [{}, {"familiarity": True}, *({"max_error": one} for one in (0.01, 0.019, 0.025, 1.0, *names))]
     files = browser_files(model)
     found = in_node(write(tmp_path / "site", files).as_uri() + "/", KINDS_OF_TEXTS, asked=asked)["predictions"]
     expected = expected_predictions(model, files, KINDS_OF_TEXTS, asked)
