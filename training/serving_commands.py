@@ -73,6 +73,9 @@ def _environment() -> dict[str, str]:
     # torchrun's 1 is for each of its ranks, but the others wait meanwhile.
     if threads_asked_for() is None:
         environment.pop("OMP_NUM_THREADS", None)
+    # A server's settings: a teacher is to answer every text, with the columns that were asked for.
+    for name in ("COVERAGE", "MAX_ERROR"):
+        environment.pop(name, None)
     places = (str(HOUSE), os.environ.get("PYTHONPATH"))
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
