@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import ROOT
-from benchmarks.honest import cost, foreign, promises, shift, texts
+from benchmarks.honest import cost, foreign, page, promises, shift, texts
 from common.errors import UserError
 from inference.engines.selection import load_model
 
@@ -129,3 +129,15 @@ def test_a_body_asks_for_all_that_the_page_says() -> None:
     server = cost.BODIES[cost.ALL]
     assert server.body(["a"], False) == {"text": "a", "coverage": 0.95, "max_error": 0.02, "familiarity": True}
     assert cost.BODIES[cost.PLAIN].body(["a", "b"], True) == {"texts": ["a", "b"]}
+
+
+def test_the_page_says_so_if_an_encoder_finds_more_and_is_silent_without_one() -> None:
+    ours = {"pooled": {"0.05": 0.8}, "microseconds": 8.0}
+    better, worse = ({"pooled": {"0.05": found}, "microseconds": 8000.0} for found in (0.9, 0.7))
+    last, third = foreign.ENCODERS
+
+    assert page.against_encoder({foreign.OURS: ours}) == ""
+    assert page.against_encoder({foreign.OURS: ours, last: worse}) == ""
+    told = " ".join(page.against_encoder({foreign.OURS: ours, last: worse, third: better}).split())
+    assert f"By *{third}*, 90.0% of the foreign texts are found at 5% false alarms instead of 80.0%" in told
+    assert "at about 1,000 times the cost" in told
