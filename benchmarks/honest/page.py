@@ -49,12 +49,12 @@ A set always has the most probable label, which is right more often than {least:
 than was asked for. The promise is about all texts and not about each label: see *worst label*.
 """
 ERRORS = """
-*no threshold*: the share of splits in which so few errors cannot be promised, so that the model refuses to. The other
-columns are about the rest. *answered*: the share of the other rows that get an answer. *wrong*: of these answers.
-*more*: the share of splits in which more of the other rows' answers are wrong than was asked for; *beyond chance*: by
-more than chance allows in 95% of cases if the rate is exactly what was asked for (binomial). *broken*: the share of
-splits in which it is more over all rows, those of the fit included. This is the promise itself, if all rows are taken
-for the whole world; 5% are allowed.
+*no threshold*: the share of splits in which so few errors cannot be promised, so that the model refuses to. *answered*
+and *wrong* are means over the others: the share of the other rows that get an answer, and the share of these answers
+that is wrong. The last three are shares of all splits. *more*: more of the other rows' answers are wrong than was asked
+for. *beyond chance*: more than chance allows in 95% of cases if the rate is exactly what was asked for (binomial).
+*broken*: more are wrong over all rows, those of the fit included. If all rows are taken for the whole world, this is
+the promise itself, and 5% are allowed.
 """
 CALIBRATION = """
 ## Do the probabilities mean what they say?
@@ -124,7 +124,7 @@ max_error and familiarity asked for in each request. Single texts come over {sin
 over {list_clients}. *CPU*: processor time of the server per text, in µs, the median of {rounds} rounds of {seconds:g}
 seconds each, in which the three take turns. *×*: the median of the ratios within a round to the artefact without
 calibration, with the smallest and the largest. Other processes of this machine took {others:.0%} of its cores meanwhile
-(median), so the texts per second, which are in the JSON file, say little.
+(median): the ranges are wide, and the texts per second, which are in the JSON file, say little.
 """
 
 
@@ -158,6 +158,10 @@ def _promises(sizes: Sequence[Part]) -> str:
         size = ("rows", "splits")
         return [{key: one[key] for key in size} | level for one in sizes for level in one[name]]
 
+    def of_all(name: str) -> Callable[[Part], str]:
+        # A split without a threshold gives no answers, and so breaks no promise.
+        return lambda one: f"{100 * (1 - one['without']) * one.get(name, 0):.1f}"
+
     how: dict[str, Callable[[Part], str]] = {
         "rows": lambda one: f"{one['rows']:,}",
         "splits": lambda one: str(one["splits"]),
@@ -181,9 +185,9 @@ def _promises(sizes: Sequence[Part]) -> str:
             "no threshold, %": _share("without"),
             "answered, %": _share("answered"),
             "wrong, %": _share("wrong", 2),
-            "more, %": _share("more"),
-            "beyond chance, %": _share("beyond_chance"),
-            "broken, %": _share("more_in_all"),
+            "more, %": of_all("more"),
+            "beyond chance, %": of_all("beyond_chance"),
+            "broken, %": of_all("more_in_all"),
         },
         by_level("errors"),
     )
