@@ -96,9 +96,12 @@ FOREIGN = """
 Familiarity is fitted on every other row and judged by the others. *AUROC*: how often a foreign text looks stranger than
 one of these rows. *at 5%*, *at 1%*: the share of the foreign texts that is found if so many of the rows are false
 alarms. *flagged*: what the product calls unfamiliar (below {limit:g}), which it does with {rows_flagged:.1%} of the
-{rows:,} rows. *Topics without a label* are arts and health among the current events, and *other domains* are questions
-to a bank (Banking77), comments (GoEmotions) and pairs of sentences (STS benchmark), of which some are news. Titles are
-short but not foreign, so they should not be found.
+{rows:,} rows.
+
+*Topics without a label* are arts and health among the current events, *code* is pieces of Python's standard library,
+*other languages* are sentences of SIB-200 in {languages} languages, and *nonsense* is random letters, keys and words.
+*Other domains* are questions to a bank (Banking77), comments (GoEmotions) and sentences of the STS benchmark, of which
+some are news. Titles are short but not foreign, so they should not be found.
 """
 FOREIGN_MEANS = """
 Most code, other languages and nonsense is found. News on topics that no label is for is hard, because it is written
@@ -192,7 +195,7 @@ def _promises(sizes: Sequence[Part]) -> str:
         by_level("errors"),
     )
     least = min(one["coverage"] for one in by_level("coverage"))
-    return f"{PROMISES}\n{coverages}{TOP_LABEL.format(least=least)}{ERRORS}\n{errors}\n"
+    return f"{PROMISES}\n{coverages}{TOP_LABEL.format(least=least)}{ERRORS}\n{errors}"
 
 
 def _shift(part: Part) -> str:
@@ -271,7 +274,8 @@ def _foreign(part: Part) -> str:
     )
     means = FOREIGN_MEANS.format(topics=kinds[POOLED[0]]["0.01"])
     compared += against_encoder(part["methods"])
-    return f"\n{FOREIGN.format(**part).lstrip()}\n{table}{means}{comparison}\n{compared}\n"
+    text = FOREIGN.format(languages=len(kinds["other languages"]["groups"]), **part)
+    return f"{text}\n{table}{means}{comparison}\n{compared}"
 
 
 def against_encoder(methods: dict[str, Part]) -> str:
