@@ -123,13 +123,19 @@ def _fit_one_label(
     scale, offset = np.full(len(labels), factor), np.zeros(len(labels))
     found: dict[str, Any] = {"method": "temperature", "temperature": 1 / factor}
     # Figures come from folds: each row is judged by a fit that has not seen it.
-    judged = _out_of_fold(scores, right, lambda z, y: (_temperature(z, y), offset))
+    folds = [np.arange(len(right)) % _FOLDS != i for i in range(_FOLDS)]
+    factors = [_temperature(scores[kept], right[kept]) for kept in folds]
+    judged = _out_of_fold(scores, [(one, offset) for one in factors])
     if len(right) >= _ROWS_PER_LABEL * len(labels) and len(labels) <= _MOST_LABELS_SCALED:
-        by_label = _out_of_fold(scores, right, _vector)
+        fits = [
+            _vector(scores[kept], right[kept], one)
+            for kept, one in zip(folds, factors, strict=True)
+        ]
+        by_label = _out_of_fold(scores, fits)
         gain = np.log(_at(by_label, right)) - np.log(_at(judged, right))
         # More numbers have to earn their keep, beyond what chance would give them.
         if gain.mean() > 2 * gain.std() / math.sqrt(len(gain)):
-            (scale, offset), judged = _vector(scores, right), by_label
+            (scale, offset), judged = _vector(scores, right, factor), by_label
             found = {
                 "method": "vector",
                 "scale": scale.tolist(),
@@ -209,14 +215,15 @@ _FITTED = {
 
 def _temperature(scores: Floats, right: NDArray[np.int64]) -> float:
     """The factor (one over the temperature) at which the rows are most likely."""
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    of_target = (_softened(right, scores.shape[1]) * shifted).sum(axis=1)
+    # A label per row: numpy adds rows of many numbers faster than many rows of a few.
+    shifted = np.ascontiguousarray((scores - scores.max(axis=1, keepdims=True)).T)
+    of_target = (_softened(right, scores.shape[1]).T * shifted).sum(axis=0)
 
     def slope(log_factor: float) -> float:
         # Of the mean negative log likelihood, in the factor: what is expected of the right score
         # less what it is. The loss is convex in the factor, so the slope crosses 0 once.
         weights = np.exp(shifted * math.exp(log_factor))
-        return float(((weights * shifted).sum(1) / weights.sum(1) - of_target).mean())
+        return float(((weights * shifted).sum(0) / weights.sum(0) - of_target).mean())
 
     low, high = -4.0, 4.0
     for _ in range(40):  # to a relative precision of 1e-11
@@ -235,13 +242,15 @@ def _softened(right: NDArray[np.int64], num_labels: int) -> Floats:
     return target
 
 
-def _vector(scores: Floats, right: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """A factor and an offset for each label (vector scaling), by Newton's method."""
+def _vector(scores: Floats, right: NDArray[np.int64], factor: float) -> tuple[Floats, Floats]:
+    """A factor and an offset for each label (vector scaling), by Newton's method from the one
+    ``factor`` of `_temperature` on.
+    """
     k = scores.shape[1]
     softened = _softened(right, k)
     # A weak pull towards the temperature decides what the rows leave open, such as the sum of the
     # offsets, which no probability depends on.
-    target = np.concatenate([np.full(k, _temperature(scores, right)), np.zeros(k)])
+    target = np.concatenate([np.full(k, factor), np.zeros(k)])
     found, factors = target.copy(), np.hstack([scores, np.ones_like(scores)])  # (rows, 2 labels)
     for _ in range(20):
         p = SINGLE_LABEL.answers(scores * found[:k] + found[k:])
@@ -287,12 +296,10 @@ def _platt(scores: Floats, applies: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     return np.maximum(factor, 1e-3), offset  # as above
 
 
-def _out_of_fold(scores: Floats, right: NDArray[np.int64], fit_on: Any) -> Floats:
-    folds = np.arange(len(right)) % _FOLDS
+def _out_of_fold(scores: Floats, fits: Sequence[tuple[Any, Floats]]) -> Floats:
     judged = np.empty_like(scores)
-    for i in range(_FOLDS):
-        scale, offset = fit_on(scores[folds != i], right[folds != i])
-        judged[folds == i] = SINGLE_LABEL.answers(scores[folds == i] * scale + offset)
+    for i, (scale, offset) in enumerate(fits):
+        judged[i::_FOLDS] = SINGLE_LABEL.answers(scores[i::_FOLDS] * scale + offset)
     return judged
 
 

@@ -5,8 +5,8 @@ who has read the training texts (a table of their pairs of tokens). Code, other 
 nonsense surprise. The scores: the sum of their exponentials, which falls where no label fits
 (Liu et al., arXiv 2010.03759). Topics that no label is for, in the language of the others, lack
 evidence. Together they cost a few microseconds a text and run in a browser too. The vector of a
-frozen encoder, which is often used for this, would cost a second forward pass, and found less:
-benchmarks/honest_answers.md has the comparison.
+frozen encoder, which is often used for this, would cost a second forward pass; of MiniLM the last
+layer found less, the third one more: benchmarks/honest_answers.md has the comparison.
 
 Short texts surprise and convince otherwise than long ones, so both are judged against held-out
 texts of the same length: whole ones, and their beginnings.

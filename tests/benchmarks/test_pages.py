@@ -30,6 +30,7 @@ from benchmarks import (
     starter,
     time_to_accuracy,
 )
+from benchmarks.honest import page as honest_page
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
 from common.errors import UserError
@@ -53,6 +54,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "sizing": sizing.render,
     "recipe": recipe.render,
     "serving": serving_page.render,
+    "honest_answers": honest_page.render,
     "training_throughput": training_throughput_page,
     **{module.STUDY.name: module.STUDY.page for module in STUDIES},
 }
