@@ -697,10 +697,24 @@ class Calibration:
             )
             for one in record["coverage"]
         ]
-        self._points = dict(record["operating_points"])
+        points = record["operating_points"]
+        self._points = {
+            name: self._read_point(name, one)
+            for name, one in points.items()
+            if one.get("threshold", 0) is not None
+        }
+        # The bounds that hold, the loosest first, as requests ask for them by their share.
+        levels = [(one["max_error"], name) for name, one in points.items() if "max_error" in one]
+        self._levels = sorted(levels, reverse=True)
 
     def _by_label(self, own: Mapping[str, float], other: float) -> tuple[float, ...]:
         return tuple(float(own.get(label, other)) for label in self._labels)
+
+    def _read_point(self, name: str, found: Mapping[str, Any]) -> OperatingPoint:
+        if costs := found.get("costs"):
+            return OperatingPoint(name, (found["threshold"],), tuple(map(tuple, costs)))
+        own = found.get("thresholds", {})
+        return OperatingPoint(name, self._by_label(own, found.get("threshold", 0.0)))
 
     def scores(self, scores: NDArray[np.float32]) -> Floats:
         """The scores whose probabilities are calibrated, (texts, labels)."""
@@ -709,7 +723,7 @@ class Calibration:
     @property
     def names(self) -> list[str]:
         """The operating points that hold."""
-        return [name for name, one in self._points.items() if one.get("threshold", 0) is not None]
+        return list(self._points)
 
     def set_rule(self, coverage: float) -> SetRule:
         """The least coverage that was fitted and is at least this one.
@@ -735,34 +749,22 @@ class Calibration:
             CalibrationError: there is none.
         """
         if isinstance(wanted, str):
-            if wanted not in self.names:
+            if wanted not in self._points:
                 what = f"there is no operating point {wanted[:60]!r}; this model has"
-                raise CalibrationError(f"{what} {some_of(self.names) if self.names else 'none'}")
-            return self._point(wanted)
-        levels = {
-            name: one["max_error"] for name, one in self._points.items() if "max_error" in one
-        }
-        fitting = sorted((level, name) for name, level in levels.items() if level <= wanted + 1e-9)
-        held = [name for _, name in fitting if name in self.names]
-        if not held:
-            raise CalibrationError(self._why_not(wanted, levels, fitting))
-        return self._point(held[-1])
+                raise CalibrationError(f"{what} {some_of(self.names) if self._points else 'none'}")
+            return self._points[wanted]
+        for level, name in self._levels:
+            if level <= wanted + 1e-9 and name in self._points:
+                return self._points[name]
+        raise CalibrationError(self._why_not(wanted))
 
-    def _why_not(
-        self, wanted: float, levels: Mapping[str, float], fitting: Sequence[tuple[float, str]]
-    ) -> str:
-        if not levels:
+    def _why_not(self, wanted: float) -> str:
+        if not self._levels:
             return "max_error cannot be promised: this model has no such bounds"
         what = f"max_error {wanted:g} cannot be promised with {CONFIDENCE:.0%} confidence on the "
         what += f"{self.record['rows']:,} rows that the model was calibrated on"
-        if fitting and (needed := self._points[fitting[-1][1]].get("rows_needed")):
+        loosest = next((name for level, name in self._levels if level <= wanted + 1e-9), None)
+        if loosest and (needed := self.record["operating_points"][loosest]["rows_needed"]):
             what += f", about {needed:,} would be needed"
-        least = min((levels[name] for name in levels if name in self.names), default=None)
-        return what if least is None else f"{what}; the least is {least:g}"
-
-    def _point(self, name: str) -> OperatingPoint:
-        found = self._points[name]
-        if costs := found.get("costs"):
-            return OperatingPoint(name, (found["threshold"],), tuple(map(tuple, costs)))
-        own = found.get("thresholds", {})
-        return OperatingPoint(name, self._by_label(own, found.get("threshold", 0.0)))
+        held = [level for level, name in self._levels if name in self._points]
+        return f"{what}; the least is {held[-1]:g}" if held else what

@@ -4,6 +4,7 @@ being classified.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,8 @@ class Values(tuple[float, ...]):
 
     given: Sequence[float]
     decided_by: Sequence[int] = ()  # of a text in several windows: which one decided each value
-    familiarity: float | None = None  # share of held-out texts that are no more like the training
+    of_pass: FamiliarityOfPass | None = None
+    place: int = 0  # of the text in that pass
 
     def __new__(cls, values: Iterable[float], given: Sequence[float]) -> Values:
         found = super().__new__(cls, values)
@@ -35,6 +37,29 @@ class Values(tuple[float, ...]):
 
     def scores(self) -> Sequence[float]:
         return self.given
+
+    @property
+    def familiarity(self) -> float | None:
+        """The share of held-out texts that are no more like the training texts; None if the model
+        cannot tell.
+        """
+        known = self.of_pass.values if self.of_pass is not None else []
+        return known[self.place] if known else None
+
+
+class FamiliarityOfPass:
+    """How familiar the texts of one pass are: computed when the first of them is asked for, and
+    then for all, which costs little more than for one. Most requests never ask.
+    """
+
+    def __init__(
+        self, answering: Answering, batch: TokenBatch, scores: NDArray[np.float64]
+    ) -> None:
+        self._compute = functools.partial(answering.familiarity, batch, scores)
+
+    @functools.cached_property
+    def values(self) -> list[float]:
+        return self._compute()
 
 
 class Probabilities(Values):
@@ -77,8 +102,10 @@ def values_of(
                 Values(row, given)
                 for row, given in zip(answers.tolist(), scores.tolist(), strict=True)
             ]
-        for row, familiarity in zip(rows, answering.familiarity(batch, scores), strict=False):
-            row.familiarity = familiarity
+        if answering.calibration is not None:
+            of_pass = FamiliarityOfPass(answering, batch, scores)
+            for place, row in enumerate(rows):
+                row.of_pass, row.place = of_pass, place
     for i in np.flatnonzero(~np.isfinite(answers).all(axis=1)):
         rows[i] = None
     return rows
