@@ -120,13 +120,12 @@ class Wishes:
 
 def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Console) -> Exported:
     """Write a model's artefact for an engine next to the weights, measured and calibrated on
-    ``rows``.
+    ``rows``. If it fails, an older artefact stays.
 
     Raises:
-        CalibrationError: One of the bounds cannot be promised. An older artefact stays.
-        ExportRefusedError: It loses more than ``max_drop`` in the metric of the task
-            (`inference.exporting.comparison` says what that means), or an answer differs too much
-            from the reference's. An older artefact stays.
+        CalibrationError: One of the bounds cannot be promised.
+        ExportRefusedError: It loses more than ``max_drop`` in the metric of the task (see
+            `inference.exporting.comparison`), or an answer is too far from the reference's.
         ImportError: A package that the engine needs is not installed.
         ModelLoadError: The model or the artefact fails the tests of every model that is loaded.
         UserError: Something else is where the artefact belongs.
@@ -154,6 +153,7 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
             weights = weights_with_attention(saved.config, weights)
             options = _write_engine_files(engine, precision, config, weights, calibration, folder)
             # Before the description is copied beside them: only what replaces the weights counts.
+            before_bytes = weights_file(saved.path).stat().st_size
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
             found = check_engine(target, artefact, tokenizer, saved, _max_distance(kind))
@@ -170,17 +170,18 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
-            weights_path = weights_file(saved.path)
             manifest = Manifest(
                 engine=engine,
                 precision=precision,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                source=describe_source(saved.path.name, weights_path, _described(saved)),
+                source=describe_source(
+                    saved.path.name, weights_file(saved.path), _described(saved)
+                ),
                 files=describe_files(folder),
                 versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
                 accuracy=comparison.accuracy(),
-                size={"before_bytes": weights_path.stat().st_size, "after_bytes": after_bytes},
+                size={"before_bytes": before_bytes, "after_bytes": after_bytes},
                 speed=_speed(comparison),
                 calibration=record,
                 **_probes(reference, artefact, tokenizer, kind, comparison.spread),
