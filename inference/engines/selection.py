@@ -307,7 +307,7 @@ def read_calibration(folder: Path, manifest: Manifest, saved: SavedModel) -> Cal
             table = (folder / FAMILIARITY_FILE).read_bytes()
             familiarity = Familiarity(described, table, saved.problem_type)
         return Calibration(record, saved.labels, familiarity)
-    except (ArithmeticError, KeyError, OSError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         what = f"its calibration is damaged ({first_line(error)})"
         raise ModelLoadError(folder / MANIFEST_FILE, what, EXPORT_AGAIN) from error
 

@@ -170,22 +170,13 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
-            manifest = Manifest(
-                engine=engine,
-                precision=precision,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                source=describe_source(
-                    saved.path.name, weights_file(saved.path), _described(saved)
-                ),
-                files=describe_files(folder),
-                versions={name: version(name) for name in _PACKAGES[engine]},
-                options=options,
-                accuracy=comparison.accuracy(),
-                size={"before_bytes": before_bytes, "after_bytes": after_bytes},
-                speed=_speed(comparison),
-                calibration=record,
+            rest = {
+                "options": options,
+                "size": {"before_bytes": before_bytes, "after_bytes": after_bytes},
+                "calibration": record,
                 **_probes(reference, artefact, tokenizer, kind, comparison.spread),
-            )
+            }
+            manifest = _manifest(saved, wishes, comparison, folder, rest)
             write_manifest(folder, manifest)
             _refuse_changed(saved, before)
             load_model(folder)  # the same checks as at every later start
@@ -193,6 +184,23 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
             scores = comparison.reference_scores
             write_folded(weights, replace(answered, engine=reference, scores=scores), wishes.folded)
     return Exported(target, manifest, [*comparison.table(), *error_row(record)], about)
+
+
+def _manifest(
+    saved: SavedModel, wishes: Wishes, comparison: Comparison, folder: Path, rest: dict[str, Any]
+) -> Manifest:
+    source = describe_source(saved.path.name, weights_file(saved.path), _described(saved))
+    return Manifest(
+        engine=wishes.engine,
+        precision=wishes.precision,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=source,
+        files=describe_files(folder),
+        versions={name: version(name) for name in _PACKAGES[wishes.engine]},
+        accuracy=comparison.accuracy(),
+        speed=_speed(comparison),
+        **rest,
+    )
 
 
 def _calibrated(
