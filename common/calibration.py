@@ -51,24 +51,6 @@ class CalibrationError(ValueError):
     """What was asked for cannot be promised; the message says why, and what would help."""
 
 
-def share_or_name(text: str) -> float | str:
-    """``2%`` and ``0.02`` are shares; anything else is the name of an operating point.
-
-    Raises:
-        ValueError: it is empty, or a share that is not between 0 and 1.
-    """
-    text = text.strip()
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        if not text:
-            raise ValueError("must not be empty") from None
-        return text
-    if not 0 < share <= 1:
-        raise ValueError(f"{text}: must be greater than 0, and at most 1 or 100%")
-    return share
-
-
 # ------------------------------------------------------------------------------------------- fit
 
 

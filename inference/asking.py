@@ -7,7 +7,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
-from common.calibration import share_or_name
+from common.errors import share_or_name
 from inference.settings import Settings
 
 NAMES = ("coverage", "max_error", "familiarity")

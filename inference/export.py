@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from common.calibration import Bounds, CalibrationError, share_or_name
-from common.errors import OneLineParser, UserError, first_line, positive, run_command
+from common.calibration import Bounds, CalibrationError
+from common.errors import OneLineParser, UserError, first_line, positive, run_command, share_or_name
 from common.escaping import printable, some_of
 from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
 from common.rows import (

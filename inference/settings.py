@@ -18,8 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from common.calibration import share_or_name
-from common.errors import invalid_value
+from common.errors import invalid_value, share_or_name
 from common.hardware import Hardware
 from inference.errors import SettingsError
 

@@ -17,8 +17,8 @@ from common.calibration import (
     CalibrationError,
     OperatingPoint,
     SetRule,
-    share_or_name,
 )
+from common.errors import share_or_name
 from common.escaping import some_of
 from common.model_folder import SavedModel
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType

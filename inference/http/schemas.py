@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from common.calibration import share_or_name
+from common.errors import share_or_name
 from common.model_folder import METRICS_KEYS
 from common.problem_types import MULTI_LABEL
 from inference.engines.model_loader import ModelLoader

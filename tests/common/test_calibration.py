@@ -15,8 +15,8 @@ from common.calibration import (
     binomial_tail,
     calibration_error,
     fit,
-    share_or_name,
 )
+from common.errors import share_or_name
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 LABELS = ["a", "b", "c"]

@@ -106,7 +106,10 @@ def test_an_artefact_is_fetched_whole_and_serves(files: FileServer, target: Path
     done = fetch(f"{files.address}/news/", target)
 
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in target.iterdir()} == {path.name for path in NEWS.iterdir()} - {"README.md"}
+    assert {path.name for path in target.iterdir()} == {path.name for path in NEWS.iterdir()} - {
+        "README.md",
+        "seen_texts.bin",
+    }
     verified_manifest(target, None)
     with start_server(target) as client:
         assert client.post("/predict", json={"text": "Goal!"}).status_code == 200

@@ -113,7 +113,8 @@ def decide(
     answering, values, more = served.model.answering, answer.values, {}
     given = answering.given(values)
     if wanted is not NOTHING_MORE:
-        more = answering.honest(values, values.familiarity, wanted)
+        familiarity = values.familiarity if wanted.needs_familiarity else None
+        more = answering.honest(values, familiarity, wanted)
     if reason := more.get("abstained"):
         parts.metrics.abstained(reason, answer.truncated)
         return given, more
