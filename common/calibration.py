@@ -90,6 +90,12 @@ def fit(
     if len(scores) < FEWEST_ROWS:
         what = f"{len(scores)} rows are too few to calibrate on, at least {FEWEST_ROWS} are needed"
         raise CalibrationError(what)
+    if broken := int((~np.isfinite(scores)).any(axis=1).sum()):
+        what = f"{broken} of {len(scores)} rows are answered with scores that are no finite numbers"
+        raise CalibrationError(f"{what}; such a model cannot be calibrated")
+    if kind is REGRESSION and bounds != Bounds():
+        what = "max_error, precision and costs are for labels"
+        raise CalibrationError(f"{what}; this model answers with a number")
     if kind is not SINGLE_LABEL and (bounds.max_errors or bounds.costs):
         what = "max_error and costs are for models that give one label"
         raise CalibrationError(f"{what}; this one answers {kind.name}")
@@ -474,8 +480,8 @@ def _rows_needed(
     promising = rates < most
     if not promising.any():
         return None
-    # So many answers tell their rate of errors from ``most`` (normal approximation), and without
-    # any error it still takes as many as a test needs at least.
+    # How many answers it takes to tell this rate of errors from ``most`` (normal approximation),
+    # and never fewer than a test without any error needs.
     z = NormalDist().inv_cdf(1 - delta)
     answers = z**2 * most * (1 - most) / (most - rates[promising]) ** 2
     answers = np.maximum(answers, math.log(delta) / math.log(1 - most))

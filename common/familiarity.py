@@ -105,10 +105,11 @@ def _table_of_pairs(training_ids: Ids, vocabulary: int) -> tuple[NDArray[np.uint
     """How often each pair of neighbours was seen, in a byte at the place that the pair's number
     says; of pairs with the same place the most frequent one.
     """
-    inner = [np.asarray(one[1:-1], dtype=np.int64) for one in training_ids if len(one) > 3]
+    inner = [np.asarray(one[1:-1], dtype=np.int64) for one in training_ids]
+    # Texts of a single word have no pairs.
     numbers = np.concatenate([one[:-1] * vocabulary + one[1:] for one in inner])
     pairs, times = np.unique(numbers, return_counts=True)
-    # A pair that was seen once is mostly chance, and there are twice as many of them as of others.
+    # Pairs seen only once are mostly chance, and there are more of them than of all others.
     pairs, times = pairs[times > 1], times[times > 1]
     order = np.argsort(times, kind="stable")
     pairs, times = pairs[order], times[order]  # the last one written to a place stays
@@ -150,10 +151,8 @@ class Familiarity:
         self._usual = _PRIOR * share
         self._log_seen = np.log(int(record["tokens"]) * share + _PRIOR)
         ids = np.arange(num_tokens)
-        self._mixed_before, self._mixed_after = (
-            ids.astype(np.uint32) * _BEFORE,
-            ids.astype(np.uint32) * _AFTER,
-        )
+        self._mixed_before = ids.astype(np.uint32) * _BEFORE
+        self._mixed_after = ids.astype(np.uint32) * _AFTER
         # (mean and spread of the surprise, and of the evidence; 1), for each power
         norms = np.asarray(record["by_length"], dtype=np.float64)[:, :, None]
         self._constant, self._linear, self._square = norms.transpose(1, 0, 2)

@@ -139,6 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
             if not are_own:
                 what = f"{options.model}: is an artefact, and its rows are not on this machine"
                 raise UserError(f"{what}; name some with --rows", code="data-not-found")
+            _refuse_for_artefact(options)
             record = calibrate_again(options.model, bounds, rows)
             console.print("\n".join(map(printable, lines_about(record))), soft_wrap=True)
             console.print(printable(f"Written to {options.model}"), soft_wrap=True)
@@ -194,6 +195,15 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     return rows
 
 
+def _refuse_for_artefact(options: argparse.Namespace) -> None:
+    """Refuse what would need the weights that an artefact was made from."""
+    is_fp32 = options.arithmetic == "fp32"
+    given = {"--fold": options.fold, "--engine": options.engine, "--precision fp32": is_fp32}
+    if flag := next((flag for flag, value in given.items() if value), None):
+        what = f"{options.model}: is an artefact, whose calibration alone can be written again"
+        raise UserError(f"{what}; {flag} needs the model it was made from", code="export-failed")
+
+
 def _bounds(options: argparse.Namespace, labels: Sequence[str]) -> Bounds:
     """What is to be certified.
 
@@ -204,6 +214,9 @@ def _bounds(options: argparse.Namespace, labels: Sequence[str]) -> Bounds:
     for given in options.max_error:
         name, _, share = given.rpartition("=")
         found = _share("--max_error", given, share)
+        if name and (name in (*max_errors, "precision", "costs") or _is_share(name)):
+            what = f"--max_error {given}: the name {name!r} is taken, or reads as a share"
+            raise UserError(f"{what}; choose another", code="export-failed")
         max_errors[name or f"{found:g}"] = found
     precisions = {}
     for given in options.precision:
@@ -218,6 +231,13 @@ def _bounds(options: argparse.Namespace, labels: Sequence[str]) -> Bounds:
         what = f"--max_cost {options.max_cost:g}: must be greater than 0 and less than the largest "
         raise UserError(f"{what}cost in {options.costs}", code="export-failed")
     return Bounds(max_errors, precisions, costs, options.max_cost or 0.0)
+
+
+def _is_share(name: str) -> bool:
+    try:
+        return not isinstance(share_or_name(name), str)
+    except ValueError:
+        return True  # a number, though not one between 0 and 1
 
 
 def _share(flag: str, given: str, share: str) -> float:

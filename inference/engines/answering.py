@@ -12,12 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from common.calibration import (
-    Calibration,
-    CalibrationError,
-    OperatingPoint,
-    SetRule,
-)
+from common.calibration import Calibration, CalibrationError, OperatingPoint, SetRule
 from common.errors import share_or_name
 from common.escaping import some_of
 from common.model_folder import SavedModel
@@ -85,12 +80,15 @@ class Answering:
         calibration: Calibration | None = None,
     ) -> None:
         self.labels = list(labels)
-        self.thresholds = list(thresholds)
         self.calibration = calibration
+        self.thresholds = self._calibrated(list(thresholds))
 
     @staticmethod
     def of(saved: SavedModel, calibration: Calibration | None = None) -> Answering:
         return _CLASSES[saved.problem_type.name](saved.labels, saved.thresholds, calibration)
+
+    def _calibrated(self, thresholds: list[float]) -> list[float]:
+        return thresholds
 
     def scores(self, logits: NDArray[np.float32]) -> NDArray[Any]:
         """The calibrated scores, (texts, labels); those of a model without calibration as is."""
@@ -276,19 +274,14 @@ class OneLabelAnswering(Answering):
 class SeveralLabelsAnswering(Answering):
     problem_type = MULTI_LABEL
 
-    def __init__(
-        self,
-        labels: Sequence[str],
-        thresholds: Sequence[float] = (),
-        calibration: Calibration | None = None,
-    ) -> None:
-        super().__init__(labels, thresholds, calibration)
-        if calibration is not None and thresholds:
-            # They were chosen for the probabilities as the model gives them. Calibrated in the same
-            # way, they give the same labels as before.
-            inside = np.clip(thresholds, 1e-12, 1 - 1e-12)
-            scores = np.log(inside) - np.log1p(-inside)
-            self.thresholds = self.answers(scores[None])[0].tolist()
+    def _calibrated(self, thresholds: list[float]) -> list[float]:
+        # They were chosen for the probabilities as the model gives them. Calibrated in the same
+        # way, they give the same labels as before.
+        if self.calibration is None or not thresholds:
+            return thresholds
+        inside = np.clip(thresholds, 1e-12, 1 - 1e-12)
+        scores = np.log(inside) - np.log1p(-inside)
+        return self.answers(scores[None])[0].tolist()
 
     def given(self, values: Sequence[float]) -> list[tuple[str, float | None]]:
         reached = [

@@ -209,10 +209,10 @@ def _calibrated(
     """What the manifest keeps, and what people are told; without bounds to certify, it is no reason
     to refuse an export that there are no rows to calibrate on.
     """
-    if not wishes.calibrates and wishes.bounds == Bounds():
-        what = "these rows are not the model's own data; name some with --rows"
-        return {}, [f"Not calibrated: {what}."]
     try:
+        if not wishes.calibrates:
+            what = "these rows are not the model's own data; name some with --rows"
+            raise CalibrationError(what)
         record = calibrate(answered, wishes.bounds, folder)
     except CalibrationError as error:
         if wishes.bounds != Bounds():

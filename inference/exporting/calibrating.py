@@ -22,8 +22,10 @@ from common.files import writing_folder
 from common.model_folder import (
     FAMILIARITY_FILE,
     MANIFEST_FILE,
+    PRECISIONS,
     SavedModel,
     describe_files,
+    is_artefact,
     read_manifest,
     write_manifest,
 )
@@ -131,9 +133,14 @@ def _unseen(
     """The places of the texts that the model has not seen, of equal ones the first; of those that it
     has; and how many are left out, by why. If nobody knows what it has seen, nothing says so.
     """
-    # A .pt file has its model folder beside it, an artefact above it, or is a folder of its own.
-    folder = saved.path.with_suffix("") if saved.path.is_file() else saved.path
-    seen = SeenTexts.read(folder) or SeenTexts.read(folder.parent)
+    # X.pt and its artefact X.native lie beside the model folder X; other artefacts lie inside it.
+    # An artefact may also have a copy of the file itself.
+    path, folders = saved.path, [saved.path]
+    if is_artefact(path):
+        folders.append(path.parent)
+    if path.is_file() or path.suffix.removeprefix(".") in PRECISIONS:
+        folders.append(path.with_suffix(""))
+    seen = next(filter(None, map(SeenTexts.read, folders)), None)
     is_seen = seen.which_seen(texts) if seen else np.zeros(len(texts), dtype=bool)
     # A text that is there twice would count as two witnesses.
     first_at: dict[Any, int] = {}
@@ -247,7 +254,8 @@ def _about_points(points: dict[str, Any]) -> list[str]:
                 f"At most {one['max_error']:g} wrong{called}: answers {one['answered']:.1%}"
             )
         elif "max_error" not in one:
-            lines.append(f"Operating point {name}: answers {one.get('answered', 1.0):.1%}")
+            share = f": answers {one['answered']:.1%}" if "answered" in one else ""
+            lines.append(f"Operating point {name}{share}")
     return lines
 
 

@@ -262,3 +262,16 @@ def test_a_share_is_told_from_a_name(given: str, expected: float | str) -> None:
 def test_what_is_no_share_between_0_and_1_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match="must"):
         share_or_name(given)
+
+
+def test_a_bound_for_a_model_that_answers_with_a_number_is_refused() -> None:
+    scores = np.zeros((200, 1), dtype=np.float32)
+    with pytest.raises(CalibrationError, match="this model answers with a number"):
+        fit(REGRESSION, scores, [0.0] * 200, ["n"], Bounds(precisions={"n": 0.9}))
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    scores, right = drawn(200)
+    scores[7, 1] = np.nan
+    with pytest.raises(CalibrationError, match="1 of 200 rows are answered with scores that are no finite numbers"):
+        fit(SINGLE_LABEL, scores, right, LABELS)

@@ -89,3 +89,11 @@ def test_a_beginning_keeps_the_special_tokens_and_at_most_19_others() -> None:
     cut = beginnings(texts(300, seed=2))
     assert all(one[0] == CLS and one[-1] == SEP for one in cut)
     assert {len(one) - 2 for one in cut} <= set(range(4, 20))
+
+
+def test_texts_of_a_single_word_are_judged_by_how_rare_it_is() -> None:
+    words = [[CLS, 2 + number % 9, SEP] for number in range(1200)]
+    record, table = fit(SINGLE_LABEL, words, [(words[:300], scores(300))], VOCABULARY)
+    familiarity = Familiarity(record, table, SINGLE_LABEL)
+    seen, unseen = familiarity.surprise(*flat([[CLS, 4, SEP], [CLS, 400, SEP]]))
+    assert seen < unseen

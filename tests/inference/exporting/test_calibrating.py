@@ -187,6 +187,14 @@ def test_too_few_rows_are_no_reason_to_refuse_an_export_without_bounds(
     assert ModelLoader(folder_copy).answering.calibration is None
 
 
+def test_a_bound_is_not_certified_on_the_sample_news_of_other_models(
+    folder_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(folder_copy, "--engine", "native", "--max_error", "50%")
+    assert "these rows are not the model's own data" in capsys.readouterr().err.splitlines()[-1]
+    assert not (folder_copy / "native").exists()
+
+
 def test_a_label_without_rows_is_named(
     calibrated: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +274,10 @@ def test_a_bad_table_of_costs_is_one_line(
         (["--precision", "World=all"], "must be a share between 0 and 1"),
         (["--precision", "int4"], "must be int8, fp32 or LABEL=SHARE"),
         (["--max_cost", "1"], "--costs and --max_cost go together"),
+        (["--fold", "elsewhere"], "--fold needs the model it was made from"),
+        (["--engine", "onnx"], "--engine needs the model it was made from"),
+        (["--max_error", "0.5=30%"], "is taken, or reads as a share"),
+        (["--max_error", "precision=30%"], "is taken, or reads as a share"),
     ],
 )
 def test_a_bad_bound_is_one_line(
