@@ -511,8 +511,7 @@ def _precisions(
 ) -> dict[str, Any]:
     thresholds, shares = {}, {}
     for label, precision in wanted.items():
-        i = _known_label(label, labels)
-        is_it = answered == i
+        is_it = answered == list(labels).index(label)
         # Several labels, several chances to be wrong: each gets its share of them (Bonferroni).
         delta = (1 - CONFIDENCE) / len(wanted)
         tested = _certify(confidence[is_it], wrong[is_it], 1 - precision, delta)
@@ -541,7 +540,7 @@ def _label_precisions(
         return {}
     thresholds = {}
     for label, precision in bounds.precisions.items():
-        i = _known_label(label, labels)
+        i = list(labels).index(label)
         delta = (1 - CONFIDENCE) / len(bounds.precisions)
         tested = _certify(probabilities[:, i], ~applies[:, i], 1 - precision, delta)
         if tested.threshold is None:
@@ -550,13 +549,6 @@ def _label_precisions(
             )
         thresholds[label] = tested.threshold
     return {"precision": {"precision": dict(bounds.precisions), "thresholds": thresholds}}
-
-
-def _known_label(label: str, labels: Sequence[str]) -> int:
-    if label not in labels:
-        what = f"precision: {label!r} is not one of the model's labels {some_of(list(labels))}"
-        raise CalibrationError(what)
-    return list(labels).index(label)
 
 
 def _within_costs(

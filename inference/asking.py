@@ -1,5 +1,5 @@
-"""What a command asks for beside the plain answers: its flags, and where one is not given, what
-COVERAGE and MAX_ERROR say.
+"""What a command asks for in addition to the plain answers: its flags, and where one is not given,
+what COVERAGE and MAX_ERROR say.
 """
 
 from __future__ import annotations

@@ -224,6 +224,9 @@ def _bounds(options: argparse.Namespace, labels: Sequence[str]) -> Bounds:
         if label and label not in labels:
             what = f"--precision {given}: {label!r} is not one of the model's labels "
             raise UserError(what + some_of(list(labels)), code="export-failed")
+        if label in precisions:
+            what = f"--precision {given}: {label} has a bound already; give one for each label"
+            raise UserError(what, code="export-failed")
         if label:
             precisions[label] = _share("--precision", given, share)
     costs = read_costs(options.costs, labels) if options.costs else ()

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _load_model(options: argparse.Namespace) -> tuple[ModelLoader, dict[str, Any]]:
-    """The model, and what it is asked for beside the plain answers."""
+    """The model, and what it is asked for in addition to the plain answers."""
     settings = Settings.from_environment()
     model = ModelLoader(
         options.model or settings.model_checkpoint,
@@ -137,7 +137,7 @@ def _likeliest(prediction: dict[str, Any]) -> str:
 
 
 def _more_lines(prediction: dict[str, Any]) -> Iterator[str]:
-    """What was asked for beside the answer."""
+    """What was asked for in addition to the answer."""
     if "set" in prediction:
         labels = ", ".join(map(printable, prediction["set"])) or "no label"
         yield f"set with {100 * prediction['coverage']:g}% coverage: {labels}"
@@ -241,7 +241,7 @@ def _print_lines(
 
 
 def _cells(prediction: dict[str, Any], answering: Answering) -> Iterator[str]:
-    """The answer, and what was asked for beside it."""
+    """The answer, and what was asked for in addition to it."""
     if "value" in prediction:
         yield f"{prediction['value']:.6g}"
     elif reason := prediction.get("abstained"):

@@ -52,8 +52,8 @@ UNCERTAIN, UNFAMILIAR = "uncertain", "unfamiliar"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for beside the answer: a set or interval with coverage, an answer only where it
-    is sure enough, and how familiar the text is.
+    """What is asked for in addition to the answer: a set or interval with coverage, an answer only
+    if it is sure enough, and how familiar the text is.
     """
 
     rule: SetRule | None = None
@@ -149,7 +149,7 @@ class Answering:
     def honest(
         self, values: Sequence[float], familiarity: float | None, wanted: Wanted
     ) -> dict[str, Any]:
-        """The fields that are asked for beside those of :meth:`fields`, or in their place:
+        """The fields that are asked for in addition to those of :meth:`fields`, or in their place:
         ``set`` or ``interval`` with their ``coverage``, ``familiarity``, and ``abstained``, which
         is None where the model answers, and says why where it does not.
         """
@@ -284,9 +284,14 @@ class SeveralLabelsAnswering(Answering):
         return self.answers(scores[None])[0].tolist()
 
     def given(self, values: Sequence[float]) -> list[tuple[str, float | None]]:
+        return self._reaching(self.thresholds, values)
+
+    def _reaching(
+        self, thresholds: Sequence[float], values: Sequence[float]
+    ) -> list[tuple[str, float | None]]:
         reached = [
             (label, value)
-            for label, value, threshold in zip(self.labels, values, self.thresholds, strict=True)
+            for label, value, threshold in zip(self.labels, values, thresholds, strict=True)
             if value >= threshold
         ]
         return sorted(reached, key=lambda one: -one[1])
@@ -307,10 +312,10 @@ class SeveralLabelsAnswering(Answering):
     ) -> dict[str, Any]:
         if is_foreign:
             return {"labels": [], "abstained": UNFAMILIAR}
-        least = dict(zip(self.labels, point.thresholds, strict=True))
-        given = self.given(values)
-        sure = [label for label, value in given if value >= least[label]]
-        return {"labels": sure, "abstained": UNCERTAIN if given and not sure else None}
+        # Where the point bounds a label, it alone decides, as it was certified; else the model does.
+        least = [own or usual for own, usual in zip(point.thresholds, self.thresholds, strict=True)]
+        sure = [label for label, _ in self._reaching(least, values)]
+        return {"labels": sure, "abstained": UNCERTAIN if self.given(values) and not sure else None}
 
     def without_words(self, value: float) -> float:
         return 0.5

@@ -251,7 +251,7 @@ def _about_points(points: dict[str, Any]) -> list[str]:
         if "max_error" in one and (one["max_error"] in (0.01, 0.02, 0.05) or not _is_level(name)):
             called = "" if _is_level(name) else f", called {name}"
             lines.append(
-                f"At most {one['max_error']:g} wrong{called}: answers {one['answered']:.1%}"
+                f"At most {100 * one['max_error']:g}% wrong{called}: answers {one['answered']:.1%}"
             )
         elif "max_error" not in one:
             share = f": answers {one['answered']:.1%}" if "answered" in one else ""

@@ -1,4 +1,4 @@
-// What a model's answer says: one label, several labels or a number, and what was asked for beside. As
+// What a model's answer says: one label, several labels or a number, and what else was asked for. As
 // inference/engines/answering.py; `info` is that of an opened model.
 
 import { choose, members, operatingPoint, setRule } from "./calibration.js";
@@ -47,9 +47,10 @@ function setOf({ problemType, labels }, values, rule) {
 function decided(info, values, point, isForeign) {
   const { problemType, labels } = info;
   if (problemType === "multi_label_classification") {
-    const all = given(info, values);
-    const sure = isForeign ? [] : all.filter((i) => values[i] >= point.thresholds[i]);
-    const abstained = isForeign ? "unfamiliar" : all.length && !sure.length ? "uncertain" : null;
+    // Where the point bounds a label, it alone decides, as it was certified; else the model does.
+    const least = point.thresholds.map((own, i) => own || info.thresholds[i]);
+    const sure = isForeign ? [] : given({ labels, thresholds: least }, values);
+    const abstained = isForeign ? "unfamiliar" : given(info, values).length && !sure.length ? "uncertain" : null;
     return { labels: sure.map((i) => labels[i]), abstained };
   }
   const [best, isSure] = choose(point, values);

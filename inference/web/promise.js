@@ -39,7 +39,7 @@ export function onChoice(listener) {
   });
 }
 
-/** What a request asks for beside the answer. */
+/** What a request asks for in addition to the answer. */
 export function asked() {
   if (!known || !choice.value) return {};
   return { max_error: Number(choice.value), coverage: heldCoverage(), familiarity: Boolean(known.familiarity) };

@@ -151,12 +151,6 @@ def test_a_label_gets_the_precision_that_it_is_asked_for_and_others_answer_as_be
     assert all(is_sure for found, is_sure in chosen if found != 1)
 
 
-def test_a_precision_of_an_unknown_label_is_refused() -> None:
-    scores, right = drawn(200)
-    with pytest.raises(CalibrationError, match="'x' is not one of the model's labels"):
-        fit(SINGLE_LABEL, scores, right, LABELS, Bounds(precisions={"x": 0.9}))
-
-
 def test_with_costs_the_cheapest_label_is_answered_and_the_mean_cost_stays_within_bounds() -> None:
     costs = [[0, 1, 10], [1, 0, 1], [1, 1, 0]]
     scores, right = drawn(4000)

@@ -131,6 +131,16 @@ def test_rows_that_the_model_was_trained_on_are_left_out(
     assert (folder / "native" / "manifest.json").read_bytes() == before
 
 
+def test_the_artefact_of_a_single_file_finds_what_its_model_has_seen(
+    calibrated: Path, rows: Path, tmp_path: Path
+) -> None:
+    artefact = Path(shutil.copytree(calibrated / "native", tmp_path / "tiny.native"))
+    (tmp_path / "tiny").mkdir()  # where training wrote tiny.pt from
+    SeenTexts.of([row["text"] for row in lines_of(rows, "test")[:100]]).write(tmp_path / "tiny")
+    run(artefact, "--rows", rows)
+    assert read_manifest(artefact).calibration["left_out"]["seen_in_training"] == 120
+
+
 def test_in_a_single_file_the_rows_that_were_seen_are_the_training_texts(
     calibrated: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +282,7 @@ def test_a_bad_table_of_costs_is_one_line(
         (["--max_error", "careful=200%"], "must be a share between 0 and 1"),
         (["--precision", "Weather=90%"], "'Weather' is not one of the model's labels"),
         (["--precision", "World=all"], "must be a share between 0 and 1"),
+        (["--precision", "World=60%", "--precision", "World=98%"], "World has a bound already"),
         (["--precision", "int4"], "must be int8, fp32 or LABEL=SHARE"),
         (["--max_cost", "1"], "--costs and --max_cost go together"),
         (["--fold", "elsewhere"], "--fold needs the model it was made from"),
