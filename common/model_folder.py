@@ -84,6 +84,8 @@ _TRAINER_PREFIX = "network."
 MANIFEST_FILE = "manifest.json"
 # Beside it, if the export had enough texts: the table of `common/familiarity.py`.
 FAMILIARITY_FILE = "familiarity.bin"
+# The artefact of a cascade's small model, inside that of the big one.
+SMALL_FOLDER = "small"
 MANIFEST_FORMAT = 1
 # The precisions that each engine's artefact may have.
 PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
@@ -636,6 +638,11 @@ class Manifest:
     # What `common.calibration.fit` found on held-out rows, with their hash and date, and under
     # `familiarity` what `common.familiarity.fit` found. Older artefacts have none.
     calibration: dict[str, Any] = field(default_factory=dict)
+    # Of a cascade, whose small model lies in the folder SMALL_FOLDER beside this manifest:
+    # `threshold`, the least probability with which it answers; `stricter`, the thresholds after it;
+    # `max_disagreement`, the promise; `small`, with the SHA-256 of its manifest; and what was
+    # measured.
+    cascade: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -658,7 +665,8 @@ def read_manifest(folder: Path) -> Manifest:
     values: dict[str, Any] = {}
     for one in fields(Manifest):
         kind = kinds.get(str(one.type), list if str(one.type).startswith("list") else dict)
-        values[one.name] = content.get(one.name, {} if one.name == "calibration" else None)
+        optional = one.name in ("calibration", "cascade")  # later than the format
+        values[one.name] = content.get(one.name, {} if optional else None)
         if not isinstance(values[one.name], kind):
             raise ModelLoadError(path, f"{one.name} must be a {kind.__name__}", EXPORT_AGAIN)
     digest = values["source"].get("weights_sha256")
@@ -675,7 +683,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.iterdir())
-        if path.name != MANIFEST_FILE
+        if path.name not in (MANIFEST_FILE, SMALL_FOLDER)
     }
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from common.errors import ModelLoadError
+from common.files import sha256_of
 from common.hardware import Hardware
-from common.model_folder import is_artefact, read_manifest
+from common.model_folder import MANIFEST_FILE, SMALL_FOLDER, is_artefact, read_manifest
+from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
 from inference.engines.answering import Answering, Prediction, Wanted
 from inference.engines.base import TokenBatch, scores_of
@@ -17,6 +22,60 @@ from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
 
 _ANY_DEVICE = Hardware()
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """The small model in front of a big one, and when it answers.
+
+    Attributes:
+        small: reads every text first. Its labels are those of the big one, in the same order.
+        threshold: the least probability of its most probable label with which it answers.
+        stricter: what follows the threshold if the two are found to disagree too often, the
+            strictest last.
+        max_disagreement: the largest share of texts that the big model would answer otherwise, as
+            promised.
+    """
+
+    small: ModelLoader
+    threshold: float
+    stricter: tuple[float, ...]
+    max_disagreement: float
+
+    @classmethod
+    def read(cls, folder: Path, hardware: Hardware, big: ModelLoader) -> Cascade:
+        """Load the small model that lies in the artefact of the big one.
+
+        Raises:
+            ModelLoadError: it is missing or damaged, or does not belong to the big one.
+        """
+        record, again = read_manifest(folder).cascade, "write it again: python -m inference.cascade"
+        try:
+            expected = record["small"]["manifest_sha256"]
+            threshold, most = float(record["threshold"]), float(record["max_disagreement"])
+            stricter = tuple(map(float, record["stricter"]))
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"its cascade is damaged ({error!r})"
+            raise ModelLoadError(folder / MANIFEST_FILE, what, again) from error
+        path = folder / SMALL_FOLDER
+        if not is_artefact(path) or sha256_of(path / MANIFEST_FILE) != expected:
+            what = "is missing, or is not the small model that this cascade was certified with"
+            raise ModelLoadError(path, what, again)
+        small = ModelLoader(path, "auto", hardware)
+        kinds = {one.answering.problem_type for one in (small, big)}
+        if small.labels != big.labels or small.reads_pairs != big.reads_pairs or len(kinds) > 1:
+            raise ModelLoadError(path, "does not answer the same question as the big model", again)
+        if kinds != {SINGLE_LABEL}:
+            raise ModelLoadError(path, "only models that give one label can be a cascade", again)
+        return cls(small, threshold, stricter, most)
+
+    def is_sure(self, values: Sequence[float], truncated: bool) -> bool:
+        """Whether the small model answers by itself.
+
+        ``values``: what it answers to one text, in the labels' order; ``truncated``: whether it
+        read only the beginning. The big one may read more of it, so such a text is passed on.
+        """
+        return max(values) >= self.threshold and not truncated
 
 
 class ModelLoader:
@@ -30,10 +89,14 @@ class ModelLoader:
         metadata: The contents of the model's ``metrics.json``, empty if there is none.
         tokenizer: Cleans and tokenises texts for this model.
         engine: What runs the model.
+        cascade: The small model that reads every text first, if this is the big one of a cascade:
+            then all above except ``answering`` describe the big one, and ``answering`` knows what
+            both together promise.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name),
             ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
-            SHA-256 of the weights that training wrote) and ``path``.
+            SHA-256 of the weights that training wrote; of a cascade, of both and the threshold)
+            and ``path``.
     """
 
     tokens_per_second: float | None = None
@@ -65,12 +128,18 @@ class ModelLoader:
         self.engine = loaded.engine
         self.tokens_per_second = loaded.tokens_per_second
         folder = loaded.saved.path
+        self.cascade: Cascade | None = None
+        revision = loaded.revision
+        if is_artefact(folder) and read_manifest(folder).cascade:
+            self.cascade = Cascade.read(folder, hardware, self)
+            parts = (revision, self.cascade.small.info["revision"], str(self.cascade.threshold))
+            revision = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
         self.info: dict[str, str] = {
             "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
             "engine": loaded.engine.name,
             "reason": loaded.reason,
             "precision": loaded.precision,
-            "revision": loaded.revision,
+            "revision": revision,
             "path": str(folder),
         }
 
