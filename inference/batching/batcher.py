@@ -64,8 +64,163 @@ class BatchedModel:
     tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND
 
 
+class Workers:
+    """Threads that run the forward passes of one batcher, or of several that share the machine.
+
+    Which batcher's texts come next is decided by start-time fair queueing, as in `FairQueue`, but
+    in seconds of the whole machine instead of tokens: a batcher that is never without texts gets
+    its share of the time, however many texts wait for another one, and what one leaves the others
+    take.
+    """
+
+    def __init__(self, num_slots: int, retry_interval_s: float = RETRY_INTERVAL_S) -> None:
+        """Start the threads, one per pass that may run at the same time.
+
+        Args:
+            num_slots: threads' worth of the machine, shared by all passes.
+            retry_interval_s: seconds between tries of the good text on a broken engine.
+        """
+        self.num_slots = num_slots
+        # Guards everything below, and the batchers' queues. No pass runs and no report is made
+        # while it is held: callers on the event loop wait for it.
+        self.changed = threading.Condition()
+        self.free_slots = num_slots  # these and the slots of all workers add up to num_slots
+        self._retry_interval_s = retry_interval_s
+        self._batchers: list[Batcher] = []
+        self._virtual_time = 0.0
+        self._closed = False
+        self.all = [_Worker(self._make_thread) for _ in range(min(num_slots, PASSES_AT_ONCE))]
+        self.free_passes = len(self.all)
+        for worker in self.all:
+            worker.thread.start()
+
+    @property
+    def are_alive(self) -> bool:
+        return all(worker.thread.is_alive for worker in self.all)
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that wait for a pass, of all batchers."""
+        return sum(len(one.queue) for one in self._batchers)
+
+    def add(self, batcher: Batcher) -> None:
+        with self.changed:
+            self._batchers.append(batcher)
+
+    def remove(self, batcher: Batcher) -> None:
+        """Take no more texts of this batcher, and wait for its current passes."""
+        until = time.monotonic() + JOIN_SECONDS
+        with self.changed:
+            if batcher in self._batchers:
+                self._batchers.remove(batcher)
+            while batcher.passes_in_hand and (left := until - time.monotonic()) > 0:
+                self.changed.wait(left)
+
+    def close(self) -> None:
+        """Stop the threads after the current passes."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        until = time.monotonic() + JOIN_SECONDS
+        for worker in self.all:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+
+    def release(self, worker: _Worker, batcher: Batcher) -> None:
+        with self.changed:
+            if worker.slots:
+                self.free_passes += 1
+                batcher.passes_in_hand -= 1
+            self.free_slots += worker.slots
+            batcher.tokens_in_hand -= worker.num_tokens
+            worker.slots = worker.num_tokens = 0
+            if batcher in self._batchers:
+                self.changed.notify()  # another worker may begin while this one reports
+            else:
+                self.changed.notify_all()  # `remove` waits for this pass
+
+    def _make_thread(self, worker: _Worker) -> SupervisedThread:
+        step = functools.partial(self._serve_once, worker)
+        return SupervisedThread("forward", step, functools.partial(self._fail, worker))
+
+    def _fail(self, worker: _Worker, error: BaseException) -> None:
+        # An error that a pass should not raise: the worker drops its current texts and starts over.
+        logger.error("A worker failed and is restarted", exc_info=error)
+        if worker.batcher is not None:
+            worker.batcher.fail(worker, error)
+
+    def _serve_once(self, worker: _Worker) -> bool:
+        """Wait for texts, run a pass and report it; False once closed."""
+        with self.changed:
+            batcher = self._wait(worker)
+            if batcher is None:
+                return False
+            worker.batcher = batcher
+            expired = batcher.queue.expire(time.monotonic())
+            self._take(worker, batcher)
+        if expired:
+            batcher.on_expired(expired)
+        if worker.is_trying:
+            batcher.try_engine(worker)
+        elif worker.texts:
+            batcher.run_pass(worker)
+        return True
+
+    def _wait(self, worker: _Worker) -> Batcher | None:
+        """Wait until a batcher has texts, or a broken engine is to be tried; None once closed."""
+        while not self._closed:
+            broken = [one for one in self._batchers if one.health.failure is not None]
+            if self.free_slots:
+                # Without a try from time to time a broken engine would stay so: it gets no texts.
+                now = time.monotonic()
+                for one in broken:
+                    since = min(one.health.broken_s, now - one.tried_at)
+                    if since >= self._retry_interval_s and not one.passes_in_hand:
+                        worker.is_trying = True
+                        return one
+                if (found := self._next()) is not None:
+                    return found
+            self.changed.wait(self._retry_interval_s if broken else None)
+        return None
+
+    def _next(self) -> Batcher | None:
+        """Whose texts come next: of those that have any, the one that is served first in the fair
+        order.
+        """
+        ready = [one for one in self._batchers if one.has_work]
+        if not ready:
+            return None
+        # One that was without texts for a while starts now: it gets no credit for that time.
+        return min(ready, key=lambda one: max(one.served_until, self._virtual_time))
+
+    def _take(self, worker: _Worker, batcher: Batcher) -> None:
+        if worker.is_trying:
+            batcher.tried_at = time.monotonic()
+            worker.slots = 1
+        elif len(batcher.queue):
+            # Divide what waits over the passes that may run at once, and the free slots among them.
+            num_parts, slots = spread(
+                self.num_waiting, self.free_slots, self.free_passes, len(self.all)
+            )
+            speed = batcher.tokens_per_second
+            worker.texts = batcher.queue.take(num_parts, time.monotonic(), speed)
+            worker.num_tokens = sum(text.num_tokens for text in worker.texts)
+            # A short pass gains nothing from more slots; those it leaves go to the next worker,
+            # which is woken below.
+            worker.slots = min(slots, batcher.num_slots, useful_slots(worker.num_tokens))
+            batcher.tokens_in_hand += worker.num_tokens
+            self._virtual_time = max(self._virtual_time, batcher.served_until)
+            batcher.served_until = self._virtual_time + worker.num_tokens / speed
+        else:
+            return
+        batcher.passes_in_hand += 1
+        self.free_slots -= worker.slots
+        self.free_passes -= 1
+        if self.free_slots and self.num_waiting:
+            self.changed.notify()
+
+
 class Batcher:
-    """Takes texts from a fair queue into forward passes on all slots of an engine."""
+    """Takes the texts of one model from a fair queue into forward passes."""
 
     def __init__(
         self,
@@ -74,51 +229,52 @@ class Batcher:
         metrics: ServerMetrics,
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
-        retry_interval_s: float = RETRY_INTERVAL_S,
+        workers: Workers | None = None,
     ) -> None:
-        """Start the worker threads, one per pass that may run at the same time.
-
-        Args:
-            queue: where texts wait; from here on only the batcher uses it.
-            on_finished: receives every text that a worker took, once; called from worker threads.
-            on_expired: receives the texts whose deadline passed in the queue; called from worker
-                threads.
-            retry_interval_s: seconds between tries of the good text on a broken engine.
+        """Args:
+        queue: where texts wait; from here on only the batcher and its workers use it.
+        on_finished: receives every text that a worker took, once; called from worker threads.
+        on_expired: receives the texts whose deadline passed in the queue; called from worker
+            threads.
+        workers: shared with other batchers; by default its own, one for each slot of the engine.
         """
         engine = model.engine
         self.health = EngineHealth(engine, model.good_ids)
-        self._retry_interval_s = retry_interval_s
+        self.queue = queue
+        self.on_expired = on_expired
         self._engine = engine
         self._answering = model.answering
-        self._queue = queue
         self._metrics = metrics
         self._on_finished = on_finished
-        self._on_expired = on_expired
-        # Guards everything below, and the queue. No pass runs and no report is made while it is
-        # held: callers on the event loop wait for it.
-        self._changed = threading.Condition()
-        self._closed = False
-        # A slot is one thread's worth of the engine; a pass takes one or more of them. Slots that
-        # are free, and those of all workers, add up to the engine's.
-        self._free_slots = engine.num_slots
-        self._tokens_in_hand = 0
         # Of the last passes, the older the less: their tokens, and their time as if each had taken
         # all slots. The quotient is the speed by which answers are promised.
         self._tokens_done = model.tokens_per_second * _FIRST_SPEED_S
         self._busy_s = _FIRST_SPEED_S
-        num_workers = min(engine.num_slots, PASSES_AT_ONCE)
-        self._workers = [_Worker(self._make_thread) for _ in range(num_workers)]
-        self._free_passes = len(self._workers)
-        for worker in self._workers:
-            worker.thread.start()
+        # For the workers, under their lock: what is being run, the end of its last pass in the fair
+        # order, and when a broken engine was last tried.
+        self.tokens_in_hand = self.passes_in_hand = 0
+        self.served_until = self.tried_at = 0.0
+        self._closed = False
+        self._owns_workers = workers is None
+        self._workers = workers or Workers(engine.num_slots)
+        self._workers.add(self)
+
+    @property
+    def num_slots(self) -> int:
+        return self._engine.num_slots
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another pass may begin: no more at once than the engine has slots."""
+        return len(self.queue) > 0 and self.passes_in_hand < self.num_slots
 
     @property
     def queued_tokens(self) -> int:
-        return self._queue.num_tokens
+        return self.queue.num_tokens
 
     @property
     def unanswered_tokens(self) -> int:
-        return self._queue.num_tokens + self._tokens_in_hand
+        return self.queue.num_tokens + self.tokens_in_hand
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,61 +284,46 @@ class Batcher:
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds that the longest current pass has taken; 0 if there is none."""
-        return max(worker.thread.busy_s for worker in self._workers)
+        mine = (one.thread.busy_s for one in self._workers.all if one.batcher is self)
+        return max(mine, default=0.0)
 
     @property
     def is_alive(self) -> bool:
-        return not self._closed and all(worker.thread.is_alive for worker in self._workers)
+        return not self._closed and self._workers.are_alive
 
     def put(self, texts: Iterable[tuple[Flow, QueuedText]]) -> None:
-        with self._changed:
+        with self._workers.changed:
             for flow, text in texts:
-                self._queue.put(flow, text)
+                self.queue.put(flow, text)
             # One worker, however many texts came: if it leaves texts and slots over, it calls the
             # next one. To wake all of them would cost each a turn with the lock, for nothing.
-            self._changed.notify()
+            self._workers.changed.notify()
 
     def share(self, flow: Flow, text: QueuedText, deadline: float) -> bool:
         """Let another call wait for a text that is queued already; False if it is too late."""
-        with self._changed:
+        with self._workers.changed:
             if text.is_expired:
                 return False
             text.deadline = max(text.deadline, deadline)
             if text.is_waiting:
-                self._queue.prioritize(flow, text)
+                self.queue.prioritize(flow, text)
             return True
 
     def remove(self, text: QueuedText) -> bool:
-        with self._changed:
-            return self._queue.remove(text)
+        with self._workers.changed:
+            return self.queue.remove(text)
 
     def close(self) -> None:
-        """Stop the workers after the current passes; waiting texts are never taken."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        until = time.monotonic() + JOIN_SECONDS
-        for worker in self._workers:
-            worker.thread.join(max(0.0, until - time.monotonic()))
+        """End after the current passes; waiting texts are never taken."""
+        self._closed = True
+        self._workers.remove(self)
+        if self._owns_workers:
+            self._workers.close()
 
-    def _make_thread(self, worker: _Worker) -> SupervisedThread:
-        step = functools.partial(self._serve_once, worker)
-        return SupervisedThread("forward", step, functools.partial(self._fail, worker))
+    # Called by the workers.
 
-    def _serve_once(self, worker: _Worker) -> bool:
-        """Wait for texts, run a pass and report it; False once closed."""
-        with self._changed:
-            if not self._wait(worker):
-                return False
-            expired = self._queue.expire(time.monotonic())
-            self._take(worker)
-        if worker.is_trying:
-            self._try_engine(worker)
-            return True
-        if expired:
-            self._on_expired(expired)
-        if not worker.texts:
-            return True
+    def run_pass(self, worker: _Worker) -> None:
+        """Run a worker's pass and report it."""
         started = time.monotonic()
         outcomes = self._answer(worker)
         seconds = time.monotonic() - started
@@ -192,24 +333,12 @@ class Batcher:
         if not all(isinstance(outcome, Exception) for outcome in outcomes):
             self._measure(worker, seconds)
         # Before the report, so that the next pass begins while this thread tells the callers.
-        self._release(worker)
+        self._workers.release(worker, self)
         self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
         worker.texts = []
         self._metrics.batch_done(num_texts, num_tokens, seconds)
-        return True
 
-    def _wait(self, worker: _Worker) -> bool:
-        """Wait for texts, or for the time to try a broken engine again; False once closed."""
-        while not (self._closed or (len(self._queue) and self._free_slots)):
-            is_broken = self.health.failure is not None
-            # Without a try from time to time a broken engine would stay so: it gets no requests.
-            is_notified = self._changed.wait(self._retry_interval_s if is_broken else None)
-            if is_broken and not is_notified and self._free_slots:
-                worker.is_trying = True
-                break
-        return not self._closed
-
-    def _try_engine(self, worker: _Worker) -> None:
+    def try_engine(self, worker: _Worker) -> None:
         """Try a broken engine with the known text; requests are refused meanwhile, so no pass would
         show that it recovered.
         """
@@ -217,48 +346,16 @@ class Batcher:
         self.health.works(worker.slots)
         worker.thread.busy_since = None
         worker.is_trying = False
-        self._release(worker)
-
-    def _take(self, worker: _Worker) -> None:
-        if worker.is_trying:
-            self._free_slots -= 1
-            self._free_passes -= 1
-            worker.slots = 1
-            return
-        if not len(self._queue):
-            return
-        # Divide what waits over the passes that may run at once, and the free slots among them.
-        num_waiting, num_workers = len(self._queue), len(self._workers)
-        num_parts, slots = spread(num_waiting, self._free_slots, self._free_passes, num_workers)
-        worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
-        worker.num_tokens = sum(text.num_tokens for text in worker.texts)
-        # A short pass gains nothing from more slots; those it leaves go to the next worker, which
-        # is woken below.
-        worker.slots = min(slots, useful_slots(worker.num_tokens))
-        self._tokens_in_hand += worker.num_tokens
-        self._free_slots -= worker.slots
-        self._free_passes -= 1
-        if self._free_slots and len(self._queue):
-            self._changed.notify()
+        self._workers.release(worker, self)
 
     def _measure(self, worker: _Worker, seconds: float) -> None:
-        busy_s = seconds * worker.slots / self._engine.num_slots
-        with self._changed:
+        busy_s = seconds * worker.slots / self._workers.num_slots
+        with self._workers.changed:
             # An exponentially weighted mean by time worked, so that a quiet night does not fade
             # what was measured.
             kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
             self._tokens_done = self._tokens_done * kept + worker.num_tokens
             self._busy_s = self._busy_s * kept + busy_s
-
-    def _release(self, worker: _Worker) -> None:
-        with self._changed:
-            if worker.slots:
-                self._free_passes += 1
-            self._free_slots += worker.slots
-            self._tokens_in_hand -= worker.num_tokens
-            worker.slots = worker.num_tokens = 0
-            if len(self._queue):
-                self._changed.notify()  # another worker may begin while this one reports
 
     def _answer(self, worker: _Worker) -> Sequence[Outcome]:
         """Run a worker's pass; if the engine itself fails, its texts may be sent again."""
@@ -306,13 +403,11 @@ class Batcher:
         what = "the model answers this text with NaN"
         return [ForwardError(what) if row is None else row for row in rows]
 
-    def _fail(self, worker: _Worker, error: BaseException) -> None:
-        # An error that a pass should not raise: the worker drops its current texts and starts over.
-        logger.error("A worker failed and is restarted", exc_info=error)
+    def fail(self, worker: _Worker, error: BaseException) -> None:
         texts, worker.texts = worker.texts, []
         if texts:
             self.health.works(worker.slots)
-        self._release(worker)
+        self._workers.release(worker, self)
         self._metrics.worker_failed()
         if texts:
             what = f"the worker of this text failed ({type(error).__name__}); the log has more"
@@ -321,13 +416,14 @@ class Batcher:
 
 
 class _Worker:
-    """One worker thread, its current texts, and the slots it uses."""
+    """One worker thread, its current texts and their batcher, and the slots it uses."""
 
-    __slots__ = ("is_trying", "num_tokens", "slots", "texts", "thread")
+    __slots__ = ("batcher", "is_trying", "num_tokens", "slots", "texts", "thread")
 
     def __init__(self, thread_of: Callable[[_Worker], SupervisedThread]) -> None:
         self.slots = 0
         self.num_tokens = 0
         self.is_trying = False
+        self.batcher: Batcher | None = None  # of the current pass, or of the last one
         self.texts: Sequence[QueuedText] = []
         self.thread = thread_of(self)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass, Workers
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import PASSES_AT_ONCE
@@ -51,7 +51,12 @@ class Bench:
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
         model = BatchedModel(engine, GOOD, OneLabelAnswering(["a", "b"]))
-        self.batcher = Batcher(model, waiting, self.counts, *reports, retry_interval_s=retry_interval_s)
+        self.workers = Workers(engine.num_slots, retry_interval_s)
+        self.batcher = Batcher(model, waiting, self.counts, *reports, self.workers)
+
+    def close(self) -> None:
+        self.batcher.close()
+        self.workers.close()
 
     def _finished(self, done: FinishedPass) -> None:
         for pair in zip(done.texts, done.outcomes, strict=True):
@@ -81,7 +86,7 @@ def running(engine: StandInEngine, retry_interval_s: float = 60) -> Iterator[Ben
         yield bench
     finally:
         engine.let_go()
-        bench.batcher.close()
+        bench.close()
 
 
 texts_of_any_kind = st.lists(
