@@ -104,6 +104,16 @@ class ServerMetrics:
         self._confidence = histogram(
             "confidence", "Probability of the label: watch it for drift.", _CONFIDENCE
         )
+        by_stage = counter(
+            "cascade_texts", "Texts that a cascade answers, by which of its models.", "model"
+        )
+        self._by_stage = {name: by_stage.labels(name) for name in ("small", "big")}
+        checks = counter(
+            "cascade_checks",
+            "Answers of the small model that were compared with the big one's.",
+            "result",
+        )
+        self._checks = {name: checks.labels(name) for name in ("same", "differs")}
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
         # Shown as 0 from the start: to Prometheus, a series that appears with 1 has not increased.
@@ -183,6 +193,12 @@ class ServerMetrics:
         self._abstained.labels(reason).inc()
         if truncated:
             self._truncated.inc()
+
+    def answered_by(self, model: str) -> None:
+        self._by_stage[model].inc()
+
+    def checked(self, result: str) -> None:
+        self._checks[result].inc()
 
     def serves(self, name: str, revision: str, engine: str) -> None:
         # The labels of the model before would stay as a second series that is 1.

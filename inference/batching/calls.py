@@ -7,12 +7,16 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.text import Text, num_chars
 from inference.batching.batcher import FinishedPass
 from inference.batching.cache import Values
 from inference.batching.scheduler import Flow, QueuedText
 from inference.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from inference.batching.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Answer:
 
     Attributes:
         values: what the model answers, in the order of its labels.
+        stage: which model of a cascade answered, 0 the small one and 1 the big one; else 0.
         num_tokens: token ids of the whole text, including special tokens.
         truncated: whether the model read only the beginning.
         cached: whether the answer comes from the cache.
@@ -39,6 +44,7 @@ class Answer:
     queue_s: float
     forward_s: float
     passages: Sequence[tuple[int, int]] = ()
+    stage: int = 0
 
     def passage(self, index: int) -> tuple[int, int] | None:
         """The part of a long text that decided the value at this place; None if the text was read
@@ -80,15 +86,18 @@ class TextLengths:
 
 
 class Call:
-    """The texts that one caller submitted together."""
+    """The texts that one caller submitted together.
+
+    ``only_stage``: the model of a cascade that is to answer them; None if the cascade decides.
+    """
 
     __slots__ = (
         "callers",
         "deadline",
-        "flow",
+        "flows",
         "loop",
         "num_open",
-        "num_taken",
+        "only_stage",
         "promised",
         "started",
         "timeout_s",
@@ -96,24 +105,26 @@ class Call:
     )
 
     def __init__(
-        self, texts: Sequence[Text], timeout_s: float, max_wait_s: float, lengths: TextLengths
+        self,
+        texts: Sequence[Text],
+        timeout_s: float,
+        max_wait_s: float,
+        loop: asyncio.AbstractEventLoop,
+        only_stage: int | None = None,
     ) -> None:
-        self.loop = asyncio.get_running_loop()
+        self.loop = loop
+        self.only_stage = only_stage
         # Two limits. At the deadline the caller gets an error, and no pass takes the text any more.
         # The promise is earlier: when the call was accepted, its last answer was expected by then.
         self.started = time.monotonic()
         self.timeout_s = timeout_s
         self.deadline = self.started + timeout_s
         self.promised = self.started + max_wait_s
-        self.flow = Flow(len(texts))
-        self.callers = [Caller(self, text, lengths.expected(text)) for text in texts]
-        self.num_taken = 0  # by the tokenizer
+        # The position in the queue of each stage, in which virtual time is another.
+        self.flows = (Flow(len(texts)), Flow(len(texts)))
+        self.callers = [Caller(self, text) for text in texts]
         self.num_open = len(texts)
         self.timer: asyncio.TimerHandle
-
-    @property
-    def reserved_tokens(self) -> int:
-        return sum(caller.reserved_tokens for caller in self.callers)
 
     def deadline_error(self) -> DeadlineExceededError:
         """What texts get that were not answered in time."""
@@ -126,8 +137,8 @@ class Call:
 class Caller:
     """One text of a call and the future that waits for its answer.
 
-    ``reserved_tokens``: what the text counts as until it is tokenized; ``queued``: its entry in the
-    queue, which identical texts share, None before it is tokenized.
+    ``stage``: where the text is; ``queued``: its entry in the queue there, which identical texts
+    share, None before it is tokenized.
     """
 
     __slots__ = (
@@ -136,16 +147,16 @@ class Caller:
         "num_tokens",
         "passages",
         "queued",
-        "reserved_tokens",
+        "stage",
         "text",
         "tokenize_s",
         "truncated",
     )
 
-    def __init__(self, call: Call, text: Text, reserved_tokens: int) -> None:
+    def __init__(self, call: Call, text: Text) -> None:
         self.call = call
         self.text = text
-        self.reserved_tokens = reserved_tokens
+        self.stage: Stage
         self.future: asyncio.Future[Answer] = call.loop.create_future()
         self.queued: QueuedText | None = None
         self.num_tokens = 0
@@ -153,7 +164,7 @@ class Caller:
         self.passages: Sequence[tuple[int, int]] = ()
         self.tokenize_s = 0.0
 
-    def answer(self, values: Values, done: FinishedPass | None = None) -> Answer:
+    def answer(self, values: Values, done: FinishedPass | None = None, stage: int = 0) -> Answer:
         """The answer to this text, from a forward pass or from the cache."""
         until = done.started if done else time.monotonic()
         return Answer(
@@ -166,7 +177,22 @@ class Caller:
             queue_s=max(0.0, until - self.call.started - self.tokenize_s),
             forward_s=done.seconds if done else 0.0,
             passages=self.passages,
+            stage=stage,
         )
+
+
+class Group:
+    """Callers whose texts a tokenizer takes one by one, in turn with those of other groups.
+
+    ``expected_tokens``: what each text counts as until it is tokenized.
+    """
+
+    __slots__ = ("callers", "expected_tokens", "num_taken")
+
+    def __init__(self, callers: Sequence[Caller], expected_tokens: Sequence[int]) -> None:
+        self.callers = callers
+        self.expected_tokens = expected_tokens
+        self.num_taken = 0
 
 
 def deliver(outcomes: Iterable[tuple[Caller, Outcome]]) -> None:

@@ -6,100 +6,76 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from common.text import Text
-from inference.batching.batcher import (
-    ASSUMED_TOKENS_PER_SECOND,
-    BatchedModel,
-    Batcher,
-    FinishedPass,
-)
-from inference.batching.cache import AnswerCache, Values
-from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
+from inference.batching.audit import Audit
+from inference.batching.batcher import Workers
+from inference.batching.cache import Values
+from inference.batching.calls import Answer, Call, Caller, Outcome, deliver
 from inference.batching.engine_health import EngineHealth
-from inference.batching.scheduler import BULK_SHARE, FairQueue, QueuedText, overrun_s
-from inference.batching.tokenizing import EncodedText, TokenizerThread
+from inference.batching.scheduler import BULK_SHARE, overrun_s
+from inference.batching.stage import Found, QueueLimits, Stage
 from inference.engines.model_loader import ModelLoader
-from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
+from inference.errors import (
+    DeadlineExceededError,
+    ForwardError,
+    QueueFullError,
+    WorkerDownError,
+)
 from inference.metrics import ServerMetrics
 
 # Seconds after which a stream that waits for room looks again at the earliest.
 _SHORTEST_RETRY_S = 0.05
-
-
-@dataclass(frozen=True)
-class QueueLimits:
-    """The limits of the queue.
-
-    ``max_batch_tokens``: tokens per forward pass, including padding if the engine pads; 0 = the
-    engine's choice. ``max_wait_seconds``: a text whose answer would take longer, at the measured
-    speed, is refused. ``cache_entries``: answers to remember; 0 = none.
-    """
-
-    max_batch_tokens: int = 0
-    max_wait_seconds: float = 5.0
-    cache_entries: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_batch_tokens < 0:
-            raise ValueError(f"max_batch_tokens {self.max_batch_tokens}: must be at least 0")
-        if self.cache_entries < 0:
-            raise ValueError(f"cache_entries {self.cache_entries}: must be at least 0")
-        if self.max_wait_seconds <= 0:
-            raise ValueError(f"max_wait_seconds {self.max_wait_seconds}: must be greater than 0")
-
-
-def length_window(max_batch_tokens: int) -> int:
-    """Among how many of the oldest texts to look for similar lengths: enough for a pass."""
-    return max(64, max_batch_tokens // 8)
+# Of a cascade: the share of texts that the big model answers, until some have been seen, and how
+# much one text moves it.
+_FIRST_PASSED_ON = 0.2
+_SHARE_WEIGHT = 0.005
+# Answers of the small model are checked while the queue is shorter than this share of the longest
+# wait.
+_QUIET_SHARE = 0.25
 
 
 class Classifier:
-    """Answers texts with one model, on its own threads; used from one event loop."""
+    """Answers texts with one model, or with the two of a cascade, on its own threads; used from one
+    event loop.
+    """
 
     def __init__(self, model: ModelLoader, limits: QueueLimits, metrics: ServerMetrics) -> None:
         """Raises:
         ValueError: a text of the model's full length would not fit into a forward pass.
         """
-        longest = model.tokenizer.most_ids
-        budget = limits.max_batch_tokens or max(model.engine.batch_tokens, longest)
-        if budget < longest:
-            raise ValueError(
-                f"max_batch_tokens {budget}: must be at least the model's max_length, {longest}"
-            )
-        self._lengths = TextLengths(longest)
         self._max_wait_s = limits.max_wait_seconds
-        self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
         self._metrics = metrics
         # Accepted and not fully answered; touched on the event loop only.
         self._calls: set[Call] = set()
         self._all_answered = asyncio.Event()
-        # Guards the next two, and the callers of every queued text. Always taken before the
-        # batcher's own lock, never after it, so the two cannot wait for each other.
-        self._lock = threading.Lock()
-        # By the bytes of their token ids; the payload is the list of callers, more than one if
-        # several sent the same text.
-        self._on_their_way: dict[bytes, QueuedText] = {}
-        self._cache = AnswerCache(limits.cache_entries)
-        queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
-        batched = BatchedModel(
-            model.engine,
-            model.tokenizer.encode(["News"])[0].ids,
-            model.answering,
-            self._first_tokens_per_second,
-        )
-        self._batcher = Batcher(batched, queue, metrics, self._finish, self._expire)
-        self._tokenizing = TokenizerThread(model.tokenizer, metrics, self._lengths, self._enqueue)
+        self._cascade = model.cascade
+        self._audit = Audit(model.cascade) if model.cascade else None
+        # Of a cascade the small model's stage comes first, and passes on what it is not sure of.
+        models = [model.cascade.small, model] if model.cascade else [model]
+        self._workers = Workers(max(one.engine.num_slots for one in models))
+        self._stages: list[Stage] = []
+        try:
+            for one in models:
+                self._stages.append(
+                    Stage(len(self._stages), one, limits, metrics, self._report, self._workers)
+                )
+        except ValueError:
+            self._close_threads()
+            raise
+        # The share of texts, over the last hundreds, that the big model answers.
+        self._passed_on = _FIRST_PASSED_ON if model.cascade else 0.0
+
+    @property
+    def audit(self) -> Audit | None:
+        """Of a cascade: whether it keeps its promise."""
+        return self._audit
 
     @property
     def queued_tokens(self) -> int:
         """Tokens that wait for a pass; texts not tokenized yet count with expected tokens."""
-        return self._batcher.queued_tokens + self._tokenizing.reserved_tokens
+        return sum(stage.queued_tokens for stage in self._stages)
 
     @property
     def queue_seconds(self) -> float:
@@ -107,25 +83,39 @@ class Classifier:
         return self._unanswered_tokens / self.tokens_per_second
 
     @property
-    def _unanswered_tokens(self) -> int:
-        return self._batcher.unanswered_tokens + self._tokenizing.reserved_tokens
+    def _unanswered_tokens(self) -> float:
+        """What waits or is being read, in tokens of texts that have just come: one that waits for
+        the big model of a cascade takes as long as several of these.
+        """
+        first, *others = self._stages
+        tokens: float = first.unanswered_tokens
+        for stage in others:
+            speed = stage.batcher.tokens_per_second
+            tokens += stage.unanswered_tokens * self.tokens_per_second / speed
+        return tokens
 
     @property
     def tokens_per_second(self) -> float:
-        return self._batcher.tokens_per_second
+        """Of texts that have just come: a share of them is read twice in a cascade."""
+        return self._overall(stage.batcher.tokens_per_second for stage in self._stages)
+
+    def _overall(self, speeds: Iterable[float]) -> float:
+        first, *others = speeds
+        return 1 / (1 / first + sum(self._passed_on / one for one in others))
 
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds that the longest current pass or tokenizer call has taken; 0 if none."""
-        return max(self._batcher.heartbeat_age_s, self._tokenizing.thread.busy_s)
+        return max(stage.heartbeat_age_s for stage in self._stages)
 
     @property
     def is_alive(self) -> bool:
-        return self._tokenizing.thread.is_alive and self._batcher.is_alive
+        return all(stage.is_alive for stage in self._stages)
 
     @property
     def health(self) -> EngineHealth:
-        return self._batcher.health
+        """Of the model, in a cascade of the big one: it answers for a small one that is broken."""
+        return self._stages[-1].batcher.health
 
     def refuse_if_down(self) -> None:
         if not self.is_alive:
@@ -137,19 +127,23 @@ class Classifier:
 
     def full_error(self) -> QueueFullError | None:
         """What a single text of usual length would be refused with now, if it would be."""
-        return self._refusal(int(self._lengths.tokens_per_text), 1)
+        return self._refusal(int(self._stages[0].lengths.tokens_per_text), 1)
 
-    def most_texts(self, text: Text) -> int:
+    def most_texts(self, text: Text, stage: int | None = None) -> int:
         """How many texts as long as this one a single call may have while nothing else waits."""
+        lengths = self._stages[stage or 0].lengths
         most_tokens = BULK_SHARE * self._max_wait_s * self._expected_speed
-        return max(1, int(most_tokens / self._lengths.expected(text)))
+        return max(1, int(most_tokens / lengths.expected(text)))
 
-    def submit(self, texts: Sequence[Text], timeout_s: float) -> list[asyncio.Future[Answer]]:
+    def submit(
+        self, texts: Sequence[Text], timeout_s: float, only_stage: int | None = None
+    ) -> list[asyncio.Future[Answer]]:
         """Accept the texts of one call.
 
         Args:
             texts: at least one, as the model reads them: single texts, or pairs.
             timeout_s: seconds after which unanswered texts fail.
+            only_stage: of a cascade, the model that is to answer them, as in `Answer.stage`.
 
         Returns:
             One future per text, in order. Each ends in an `Answer` or in one of
@@ -163,14 +157,17 @@ class Classifier:
         self.refuse_if_down()
         # All or nothing, and at once: a call that is refused now may go to another server, while
         # one that waits in vain has cost its caller the whole timeout.
-        call = Call(texts, timeout_s, self._max_wait_s, self._lengths)
-        if (refusal := self._refusal(call.reserved_tokens, len(texts))) is not None:
+        lengths = self._stages[0].lengths
+        num_tokens = sum(lengths.expected(text) for text in texts)
+        if (refusal := self._refusal(num_tokens, len(texts))) is not None:
             raise refusal
+        loop = asyncio.get_running_loop()
+        call = Call(texts, timeout_s, self._max_wait_s, loop, only_stage)
         self._calls.add(call)
         for caller in call.callers:
             caller.future.add_done_callback(functools.partial(self._on_done, caller))
         call.timer = call.loop.call_later(timeout_s, self._time_out, call)
-        self._tokenizing.put(call)
+        self._stages[only_stage or 0].put(call.callers)
         return [caller.future for caller in call.callers]
 
     async def drain(self) -> None:
@@ -180,11 +177,14 @@ class Classifier:
 
     def close(self) -> None:
         """Stop the threads after the current passes, and fail what is left."""
-        # First, so that no pass begins once this classifier is not alive.
-        self._batcher.close()
-        self._tokenizing.close()
+        self._close_threads()
         error = WorkerDownError("the classifier was closed before this text was answered")
         deliver((caller, error) for call in list(self._calls) for caller in call.callers)
+
+    def _close_threads(self) -> None:
+        for stage in self._stages:
+            stage.close()
+        self._workers.close()
 
     def _refusal(self, num_tokens: int, num_texts: int) -> QueueFullError | None:
         waiting, speed = self._unanswered_tokens, self._expected_speed
@@ -214,26 +214,26 @@ class Classifier:
         """Tokens per second. One slow pass must not keep out calls with many texts until others
         have shown the true speed.
         """
-        speed = self.tokens_per_second
-        return speed if self._unanswered_tokens else max(speed, self._first_tokens_per_second)
+        if self._unanswered_tokens:
+            return self.tokens_per_second
+        first = self._overall(stage.first_tokens_per_second for stage in self._stages)
+        return max(self.tokens_per_second, first)
 
     def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
         if future.cancelled():
             self._metrics.dropped("cancelled")
-            self._withdraw(caller)
+            caller.stage.withdraw(caller)
         elif isinstance(future.exception(), DeadlineExceededError):
             self._metrics.dropped("expired")
-            self._withdraw(caller)
+            caller.stage.withdraw(caller)
         call = caller.call
         call.num_open -= 1
         if not call.num_open:
             call.timer.cancel()
             self._calls.discard(call)
             # The callers refer to the call: a cycle, which only the garbage collector would free,
-            # in pauses of tens of milliseconds under load. A call that the tokenizer still has (all
-            # its callers have gone) keeps them.
-            if call.num_taken == len(call.callers):
-                call.callers = []
+            # in pauses of tens of milliseconds under load.
+            call.callers = []
             if not self._calls:
                 self._all_answered.set()
 
@@ -242,92 +242,66 @@ class Classifier:
             if not caller.future.done():
                 caller.future.set_exception(call.deadline_error())
 
-    def _withdraw(self, caller: Caller) -> None:
-        """Remove a text from the queue unless another caller waits for it too."""
-        with self._lock:
-            text = caller.queued
-            if text is None or caller not in text.payload:
-                # Not tokenized yet, and will not be; or answered in this moment.
-                return
-            text.payload.remove(caller)
-            # If a worker has it already, the pass is not stopped, and its answer goes to the cache.
-            if not text.payload and self._batcher.remove(text):
-                self._forget(text)
+    # From here on: called from the stages' threads.
 
-    def _enqueue(self, encoded: Sequence[EncodedText], seconds: float) -> None:
-        """Queue what needs a forward pass, and answer the rest."""
+    def _report(self, stage: Stage, found: Sequence[Found]) -> None:
+        """Answer the callers, or let the big model of a cascade do so."""
         outcomes: list[tuple[Caller, Outcome]] = []
-        fresh = []
-        with self._lock:
-            for caller, one in encoded:
-                if isinstance(one, Exception):
-                    outcomes.append((caller, one))
-                    continue
-                if caller.future.done():
-                    continue
-                caller.num_tokens, caller.truncated = one.num_tokens, one.truncated
-                caller.tokenize_s, caller.passages = seconds, one.passages
-                # Equal token ids give equal answers, also if the texts differ in what cleaning or
-                # truncation removes. So the ids are the key of the cache and of joining.
-                ids = np.array(one.ids, dtype=np.int32)
-                key = ids.tobytes()
-                known = self._remembered(key)
-                if known is not None:
-                    outcomes.append((caller, caller.answer(known)))
-                elif not self._join(caller, key):
-                    caller.queued = self._on_their_way[key] = QueuedText(
-                        ids, caller.call.deadline, [caller], caller.call.promised
-                    )
-                    fresh.append((caller.call.flow, caller.queued))
-            self._batcher.put(fresh)
+        passed_on: list[Caller] = []
+        for caller, result, done in found:
+            if stage is not self._stages[-1] and self._passes_on(caller, result, passed_on):
+                continue
+            if isinstance(result, Exception):
+                outcomes.append((caller, result))
+                continue
+            answer = caller.answer(result, done, stage.place)
+            outcomes.append((caller, answer))
+            if done is not None:
+                self._metrics.waited(answer.queue_s)
         deliver(outcomes)
+        if passed_on:
+            self._stages[-1].put(passed_on)
 
-    def _remembered(self, key: bytes) -> Values | None:
-        if not self._cache.max_entries:
-            return None
-        known = self._cache.get(key)
-        if known is None:
-            self._metrics.cache_miss()
-        else:
-            self._metrics.cache_hit()
-        return known
-
-    def _join(self, caller: Caller, key: bytes) -> bool:
-        """Let the caller wait for an identical text that is already being classified."""
-        text = self._on_their_way.get(key)
-        if text is None or not self._batcher.share(caller.call.flow, text, caller.call.deadline):
+    def _passes_on(
+        self, caller: Caller, result: Values | Exception, passed_on: list[Caller]
+    ) -> bool:
+        """Whether the big model is to answer, after the small one has; adds to ``passed_on`` what
+        it is to answer, and that may also be a check of what the small one answers.
+        """
+        if caller.call.only_stage is not None or self._cascade is None or self._audit is None:
             return False
-        text.payload.append(caller)
-        caller.queued = text
-        self._metrics.deduplicated()
-        return True
+        if isinstance(result, Exception):
+            # A text that is blank or too late is so for both; what fails in one may work in the
+            # other.
+            passes = isinstance(result, ForwardError | WorkerDownError)
+        else:
+            threshold = self._audit.threshold
+            passes = not self._cascade.is_sure(result, caller.truncated, threshold)
+            self._passed_on += _SHARE_WEIGHT * (passes - self._passed_on)
+            # Checks are for quiet times. As nobody knows yet how this text will be answered, that
+            # does not change what they prove.
+            is_quiet = self.queue_seconds < _QUIET_SHARE * self._max_wait_s
+            if is_quiet and self._audit.draws(passes):
+                passed_on.append(self._check(caller, result, threshold))
+        if passes:
+            caller.queued = None
+            passed_on.append(caller)
+        self._metrics.answered_by("big" if passes else "small")
+        return passes
 
-    def _forget(self, text: QueuedText) -> None:
-        key = text.ids.tobytes()
-        if self._on_their_way.get(key) is text:
-            del self._on_their_way[key]
+    def _check(self, caller: Caller, values: Values, threshold: float) -> Caller:
+        """A caller for whom the big model answers the same text, only to compare."""
+        call = Call([caller.text], self._max_wait_s, self._max_wait_s, caller.call.loop, 1)
+        check = call.callers[0]
+        label = values.index(max(values))
+        check.future.add_done_callback(functools.partial(self._on_checked, label, threshold))
+        return check
 
-    def _finish(self, done: FinishedPass) -> None:
-        outcomes: list[tuple[Caller, Outcome]] = []
-        with self._lock:
-            for text, outcome in zip(done.texts, done.outcomes, strict=True):
-                self._forget(text)
-                if isinstance(outcome, Exception):
-                    outcomes += [(caller, outcome) for caller in text.payload]
-                else:
-                    self._cache.put(text.ids.tobytes(), outcome)
-                    outcomes += [(caller, caller.answer(outcome, done)) for caller in text.payload]
-                text.payload.clear()  # they refer to the text
-        deliver(outcomes)
-        for _, outcome in outcomes:
-            if isinstance(outcome, Answer):
-                self._metrics.waited(outcome.queue_s)
-
-    def _expire(self, texts: Sequence[QueuedText]) -> None:
-        outcomes: list[tuple[Caller, Outcome]] = []
-        with self._lock:
-            for text in texts:
-                self._forget(text)
-                outcomes += [(caller, caller.call.deadline_error()) for caller in text.payload]
-                text.payload.clear()
-        deliver(outcomes)
+    def _on_checked(self, label: int, threshold: float, future: asyncio.Future[Answer]) -> None:
+        # What came too late, or failed, was not compared.
+        if self._audit is None or future.cancelled() or future.exception() is not None:
+            return
+        values = future.result().values
+        differs = values.index(max(values)) != label
+        self._metrics.checked("differs" if differs else "same")
+        self._audit.checked(threshold, differs=differs)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from common.text import Encoded, Text, TextTokenizer, num_chars
-from inference.batching.calls import Call, Caller, TextLengths, deliver
+from inference.batching.calls import Caller, Group, TextLengths, deliver
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.errors import ForwardError, RefusedTextError
 from inference.metrics import ServerMetrics
@@ -26,7 +26,7 @@ EncodedText = tuple[Caller, Encoded | Exception]
 
 
 class TokenizerThread:
-    """Takes one text of each waiting call in turn, encodes them together, and passes them on."""
+    """Takes one text of each waiting group in turn, encodes them together, and passes them on."""
 
     def __init__(
         self,
@@ -44,16 +44,17 @@ class TokenizerThread:
         self._on_encoded = on_encoded
         self._changed = threading.Condition()  # guards everything below
         self._closed = False
-        self._calls: deque[Call] = deque()
+        self._groups: deque[Group] = deque()
         self._round: list[Caller] = []
+        self._round_tokens = 0
         self.reserved_tokens = 0
         self.thread = SupervisedThread("tokenize", self._encode_round, self._fail)
         self.thread.start()
 
-    def put(self, call: Call) -> None:
+    def put(self, group: Group) -> None:
         with self._changed:
-            self._calls.append(call)
-            self.reserved_tokens += call.reserved_tokens
+            self._groups.append(group)
+            self.reserved_tokens += sum(group.expected_tokens)
             self._changed.notify()
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class TokenizerThread:
 
     def _encode_round(self) -> bool:
         with self._changed:
-            while not (self._calls or self._closed):
+            while not (self._groups or self._closed):
                 self._changed.wait()
             if self._closed:
                 return False
@@ -92,13 +93,14 @@ class TokenizerThread:
         size = 0
         # One text of each call in turn, so that a call with one text waits for one round at most,
         # however many texts the calls before it have.
-        while self._calls and len(chosen) < TEXTS_PER_ROUND and size < CHARS_PER_ROUND:
-            call = self._calls.popleft()
-            chosen.append(call.callers[call.num_taken])
+        while self._groups and len(chosen) < TEXTS_PER_ROUND and size < CHARS_PER_ROUND:
+            group = self._groups.popleft()
+            chosen.append(group.callers[group.num_taken])
+            self._round_tokens += group.expected_tokens[group.num_taken]
             size += num_chars(chosen[-1].text)
-            call.num_taken += 1
-            if call.num_taken < len(call.callers):
-                self._calls.append(call)
+            group.num_taken += 1
+            if group.num_taken < len(group.callers):
+                self._groups.append(group)
         return chosen
 
     def _encode(self, texts: Sequence[Text]) -> list[Encoded | Exception]:
@@ -120,7 +122,8 @@ class TokenizerThread:
     def _leave_round(self) -> list[Caller]:
         with self._changed:
             callers, self._round = self._round, []
-            self.reserved_tokens -= sum(caller.reserved_tokens for caller in callers)
+            self.reserved_tokens -= self._round_tokens
+            self._round_tokens = 0
         return callers
 
     def _fail(self, error: BaseException) -> None:

@@ -69,13 +69,16 @@ class Cascade:
             raise ModelLoadError(path, "only models that give one label can be a cascade", again)
         return cls(small, threshold, stricter, most)
 
-    def is_sure(self, values: Sequence[float], truncated: bool) -> bool:
-        """Whether the small model answers by itself.
+    def is_sure(
+        self, values: Sequence[float], truncated: bool, threshold: float | None = None
+    ) -> bool:
+        """Whether the small model answers, and the big one is not asked.
 
         ``values``: what it answers to one text, in the labels' order; ``truncated``: whether it
         read only the beginning. The big one may read more of it, so such a text is passed on.
+        ``threshold``: a stricter one than that of the certificate.
         """
-        return max(values) >= self.threshold and not truncated
+        return max(values) >= (threshold or self.threshold) and not truncated
 
 
 class ModelLoader:
@@ -100,6 +103,7 @@ class ModelLoader:
     """
 
     tokens_per_second: float | None = None
+    cascade: Cascade | None = None
 
     def __init__(
         self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE
@@ -128,7 +132,6 @@ class ModelLoader:
         self.engine = loaded.engine
         self.tokens_per_second = loaded.tokens_per_second
         folder = loaded.saved.path
-        self.cascade: Cascade | None = None
         revision = loaded.revision
         if is_artefact(folder) and read_manifest(folder).cascade:
             self.cascade = Cascade.read(folder, hardware, self)

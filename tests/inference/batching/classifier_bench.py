@@ -34,6 +34,8 @@ class PickyTokenizer(TextTokenizer):
 class StandInModel:
     """A stand-in engine behind a tokenizer of which each word is one token."""
 
+    cascade = None
+
     def __init__(
         self, engine: StandInEngine, max_length: int = MAX_LENGTH, tokens_per_second: float | None = None
     ) -> None:

@@ -352,7 +352,7 @@ def test_every_future_ends_exactly_once_whatever_happens(
                 await bench.classifier.drain()
                 for text, future in accepted:
                     check_end(text, future)
-                while bench.classifier.queued_tokens or bench.classifier._on_their_way:
+                while bench.classifier.queued_tokens or bench.classifier._stages[0]._on_their_way:
                     await asyncio.sleep(0.001)  # what nobody waits for any more is still on its way out
             assert bench.engine.most_slots_busy <= num_slots
 
