@@ -47,6 +47,9 @@ Snapshot = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
 _LEAST = ("distrinews_model_ready", "process_start_time_seconds")
 _MOST = (
     "distrinews_api_key_required",
+    "distrinews_cascade_evidence",
+    "distrinews_cascade_threshold",
+    "distrinews_cascade_tightened",
     "distrinews_model_info",
     "distrinews_queue_seconds",
     "process_max_fds",

@@ -23,6 +23,8 @@ ALARM = 20.0
 # How much is bet on every text, see `Audit.checked`: the best bet against a share q of other
 # answers is about (q - promised) / promised, so these suit 2 to 30 times what is promised.
 _BETS = (1.0, 3.0, 10.0, 30.0)
+# After so many checks some of the money that is left is put in, see `Audit`.
+_INVESTED_EVERY = 400
 # The share of texts passed on is averaged over about so many texts, and has changed if it is so
 # many standard deviations away from what it was.
 _RECENT_TEXTS = 500
@@ -37,9 +39,12 @@ class Audit:
     that the answers differ: E is multiplied by 1 + b (d - p), with d = 1 if they differ, p the
     promised share and b the bet. While at most p of the texts differ, no bet has a gain to expect,
     so E is a supermartingale and by Ville's inequality ever reaches 20 with probability 1/20 at
-    most: it may be looked at after every text. Nobody knows the best bet, so the start is divided
-    over several. How many texts are checked may change at any time, as it does not depend on how
-    the text at hand will be answered.
+    most: it may be looked at after every text. Nobody knows the best bet, so what is put in is
+    divided over several. And while the promise is kept, bets lose more and more: so that a broken
+    promise is still noticed after months, only half of the money is put in at first, and parts of
+    the rest from time to time, 1/6, 1/12, 1/20, which add up to no more than all. How many texts
+    are checked may change at any time, as it does not depend on how the text at hand will be
+    answered.
 
     Source:
         Waudby-Smith, Ramdas, *Estimating means of bounded random variables by betting* (2023).
@@ -57,13 +62,20 @@ class Audit:
         self._begin()
 
     def _begin(self) -> None:
-        self._wealth = [1.0 / len(_BETS)] * len(_BETS)
-        self._checks_left = CHECKS_AT_FIRST
+        self._savings, self._wealth = 1.0, [0.0] * len(_BETS)
+        self._num_checked, self._checks_left = 0, CHECKS_AT_FIRST
+        self._invest()
+
+    def _invest(self) -> None:
+        before = self._num_checked // _INVESTED_EVERY
+        amount = 1 / ((before + 1) * (before + 2))
+        self._savings -= amount
+        self._wealth = [one + amount / len(_BETS) for one in self._wealth]
 
     @property
     def evidence(self) -> float:
         """What 1 has become by betting against the promise; 20 and more is taken as proof."""
-        return sum(self._wealth)
+        return self._savings + sum(self._wealth)
 
     @property
     def share(self) -> float:
@@ -95,7 +107,10 @@ class Audit:
                 one * (1 + bet * (differs - self._promised))
                 for one, bet in zip(self._wealth, bets, strict=True)
             ]
-            if sum(self._wealth) < ALARM or not self._stricter:
+            self._num_checked += 1
+            if self.evidence < ALARM or not self._stricter:
+                if self._num_checked % _INVESTED_EVERY == 0:
+                    self._invest()
                 return
             before, self.threshold = self.threshold, self._stricter.pop(0)
             self.num_tightened += 1

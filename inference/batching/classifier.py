@@ -84,15 +84,16 @@ class Classifier:
 
     @property
     def _unanswered_tokens(self) -> float:
-        """What waits or is being read, in tokens of texts that have just come: one that waits for
-        the big model of a cascade takes as long as several of these.
+        """What waits or is being read, in tokens of texts that have just come."""
+        return sum(self._as_new(stage, stage.unanswered_tokens) for stage in self._stages)
+
+    def _as_new(self, stage: Stage, num_tokens: float) -> float:
+        """As how many tokens of texts that have just come those of a stage count: the big model of
+        a cascade takes as long for one as both together take for several.
         """
-        first, *others = self._stages
-        tokens: float = first.unanswered_tokens
-        for stage in others:
-            speed = stage.batcher.tokens_per_second
-            tokens += stage.unanswered_tokens * self.tokens_per_second / speed
-        return tokens
+        if not stage.place or not num_tokens:
+            return num_tokens
+        return num_tokens * self.tokens_per_second / stage.batcher.tokens_per_second
 
     @property
     def tokens_per_second(self) -> float:
@@ -131,9 +132,9 @@ class Classifier:
 
     def most_texts(self, text: Text, stage: int | None = None) -> int:
         """How many texts as long as this one a single call may have while nothing else waits."""
-        lengths = self._stages[stage or 0].lengths
+        asked = self._stages[stage or 0]
         most_tokens = BULK_SHARE * self._max_wait_s * self._expected_speed
-        return max(1, int(most_tokens / lengths.expected(text)))
+        return max(1, int(most_tokens / self._as_new(asked, asked.lengths.expected(text))))
 
     def submit(
         self, texts: Sequence[Text], timeout_s: float, only_stage: int | None = None
@@ -157,8 +158,8 @@ class Classifier:
         self.refuse_if_down()
         # All or nothing, and at once: a call that is refused now may go to another server, while
         # one that waits in vain has cost its caller the whole timeout.
-        lengths = self._stages[0].lengths
-        num_tokens = sum(lengths.expected(text) for text in texts)
+        stage = self._stages[only_stage or 0]
+        num_tokens = self._as_new(stage, sum(map(stage.lengths.expected, texts)))
         if (refusal := self._refusal(num_tokens, len(texts))) is not None:
             raise refusal
         loop = asyncio.get_running_loop()
@@ -167,7 +168,7 @@ class Classifier:
         for caller in call.callers:
             caller.future.add_done_callback(functools.partial(self._on_done, caller))
         call.timer = call.loop.call_later(timeout_s, self._time_out, call)
-        self._stages[only_stage or 0].put(call.callers)
+        stage.put(call.callers)
         return [caller.future for caller in call.callers]
 
     async def drain(self) -> None:
@@ -186,7 +187,7 @@ class Classifier:
             stage.close()
         self._workers.close()
 
-    def _refusal(self, num_tokens: int, num_texts: int) -> QueueFullError | None:
+    def _refusal(self, num_tokens: float, num_texts: int) -> QueueFullError | None:
         waiting, speed = self._unanswered_tokens, self._expected_speed
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:

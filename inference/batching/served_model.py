@@ -20,7 +20,9 @@ from typing import cast
 
 from common.calibration import CalibrationError
 from common.errors import ModelLoadError, first_line
-from inference.batching.classifier import Classifier, QueueLimits
+from inference.batching.audit import Audit
+from inference.batching.classifier import Classifier
+from inference.batching.stage import QueueLimits
 from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelUnavailableError
@@ -55,7 +57,9 @@ def wanted_of(model: ModelLoader, settings: Settings) -> Wanted:
         ModelLoadError: the model cannot do what the settings ask of it.
     """
     path = settings.model_checkpoint
-    budget, longest = settings.max_batch_tokens, model.tokenizer.most_ids
+    readers = [model, model.cascade.small] if model.cascade else [model]
+    budget = settings.max_batch_tokens
+    longest = max(one.tokenizer.most_ids for one in readers)
     # 0 leaves it to the engine, which takes any model.
     if budget and budget < longest:
         what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
@@ -115,11 +119,30 @@ class ServedModel:
         for name, documentation, read in readings:
             metrics.watch(name, documentation, functools.partial(self._reading, read))
         metrics.watch(
+            "cascade_threshold",
+            "Of a cascade: the least probability with which the small model answers; 0 for others.",
+            lambda: self._of_audit(lambda audit: audit.threshold),
+        )
+        metrics.watch(
+            "cascade_evidence",
+            "What 1 has become by betting against the promise of the cascade; 20 breaks it.",
+            lambda: self._of_audit(lambda audit: audit.evidence),
+        )
+        metrics.watch(
+            "cascade_tightened",
+            "How often the small model was made to answer less since the model was loaded.",
+            lambda: self._of_audit(lambda audit: audit.num_tightened),
+        )
+        metrics.watch(
             "model_ready", "Whether texts can be classified.", lambda: float(self.error is None)
         )
 
     def _reading(self, read: Callable[[Classifier], float]) -> float:
         return read(self._current.classifier) if self._current else 0.0
+
+    def _of_audit(self, read: Callable[[Audit], float]) -> float:
+        audit = self._current.classifier.audit if self._current else None
+        return 0.0 if audit is None else read(audit)
 
     @property
     def error(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,12 +35,14 @@ class Cascade:
             strictest last.
         max_disagreement: the largest share of texts that the big model would answer otherwise, as
             promised.
+        record: what the manifest has of it.
     """
 
     small: ModelLoader
     threshold: float
     stricter: tuple[float, ...]
     max_disagreement: float
+    record: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path, hardware: Hardware, big: ModelLoader) -> Cascade:
@@ -67,7 +69,7 @@ class Cascade:
             raise ModelLoadError(path, "does not answer the same question as the big model", again)
         if kinds != {SINGLE_LABEL}:
             raise ModelLoadError(path, "only models that give one label can be a cascade", again)
-        return cls(small, threshold, stricter, most)
+        return cls(small, threshold, stricter, most, record)
 
     def is_sure(
         self, values: Sequence[float], truncated: bool, threshold: float | None = None

@@ -344,6 +344,12 @@ class ModelResponse(BaseModel):
         description="What it was calibrated on, the calibration error before and after, the "
         "coverages, and the operating points with the share of texts that each answers.",
     )
+    cascade: dict[str, Any] | None = Field(
+        default=None,
+        description="Of a cascade: the small model that answers what it is sure of, from which "
+        "probability on, the largest share of texts that the model itself would answer otherwise, "
+        "and on how many texts that was certified.",
+    )
     engine: dict[str, Any] = Field(
         description="What runs it, in which precision, and why that was picked."
     )
@@ -373,6 +379,7 @@ class ModelResponse(BaseModel):
             max_length=model.max_length,
             calibrated=known is not None,
             calibration=None if known is None else dict(known.record),
+            cascade=None if model.cascade is None else dict(model.cascade.record),
             engine={
                 name: value
                 for name, value in model.info.items()

@@ -49,13 +49,17 @@ async def classify_some(
     name: str,
     *,
     num_required: int,
+    only_stage: int | None = None,
 ) -> list[Answer | None]:
-    """Like `classify`, but all texts after the first `num_required` may be blank: they get None."""
+    """Like `classify`, but all texts after the first ``num_required`` may be blank: they get None.
+
+    ``only_stage``: which model of a cascade is to answer all of them, as in `Answer.stage`.
+    """
     refuse_other_kind(served, texts, name)
     context = RequestContext.of(request.scope)
     context.allowance.require()
     _hold(parts, context, weight_of(texts))
-    futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
+    futures = served.classifier.submit(texts, parts.settings.request_timeout_s, only_stage)
     context.allowance.take(len(texts) - 1)  # the gate took the first
     answers: list[Answer | None] = []
     try:

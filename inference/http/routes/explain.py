@@ -14,7 +14,7 @@ from common.problem_types import REGRESSION
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify_some, render, text_of
+from inference.http.routes.answers import classify, classify_some, render, text_of
 from inference.http.routes.json_route import JsonRoute
 from inference.http.schemas import ExplainRequest, Explanation
 from inference.http.server_parts import parts_of
@@ -42,12 +42,23 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         answering.refuse_unknown(body.label)  # before the work
     spans = [[match.span() for match in _WORD.finditer(part)] for part in texts_in(text)]
     most_passes = max(2, min(parts.settings.explain_max_passes, served.classifier.most_texts(text)))
-    shortened = _without_each(text, spans, served.model.tokenizer.most_ids, most_passes - 1)
-    texts = [text, *(remaining for _, _, remaining in shortened)]
+    texts: list[Text] = [text]
+    reading, stage, first = served.model, None, 0
+    if reading.cascade is not None:
+        # The model of a cascade that answers has to be asked about the shorter texts too.
+        (whole,) = await classify(request, parts, served, texts, "text")
+        stage, first = whole.stage, 1
+        reading = reading if stage else reading.cascade.small
+        most_passes = min(most_passes, served.classifier.most_texts(text, stage))
+    shortened = _without_each(text, spans, reading.tokenizer.most_ids, most_passes - 1)
+    texts += [remaining for _, _, remaining in shortened]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take
     # milliseconds each.
-    answers = await classify_some(request, parts, served, texts, "text", num_required=1)
-    whole = cast("Answer", answers[0])
+    answers = await classify_some(
+        request, parts, served, texts[first:], "text", num_required=1 - first, only_stage=stage
+    )
+    if not first:
+        whole = cast("Answer", answers.pop(0))
     explanation = render(parts, served, whole, wanted=served.wanted)
     # The label that the answer has; where the model abstains, the one that it would have had.
     answered = explanation.get("label")
@@ -55,7 +66,7 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     value = whole.values[index]
     # One list per part of a pair, with a weight per word: those of a group share what it weighs.
     weights: list[list[float]] = [[] for _ in spans]
-    for (part, num_words, _), answer in zip(shortened, answers[1:], strict=True):
+    for (part, num_words, _), answer in zip(shortened, answers, strict=True):
         # If nothing is left to read, nothing speaks for any label.
         without = answering.without_words(value) if answer is None else answer.values[index]
         weights[part] += [(value - without) / num_words] * num_words

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass, Workers
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.engines.answering import OneLabelAnswering
-from inference.engines.base import PASSES_AT_ONCE
+from inference.engines.base import PASSES_AT_ONCE, TokenBatch
 from inference.errors import ForwardError, WorkerDownError
 from inference.metrics import ServerMetrics
 from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
@@ -44,14 +45,14 @@ class Counts(ServerMetrics):
 class Bench:
     """A batcher with all that it reports, one entry a text."""
 
-    def __init__(self, engine: StandInEngine, retry_interval_s: float = 60) -> None:
+    def __init__(self, engine: StandInEngine, retry_interval_s: float = 60, workers: Workers | None = None) -> None:
         self.engine = engine
         self.counts = Counts()
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
         model = BatchedModel(engine, GOOD, OneLabelAnswering(["a", "b"]))
-        self.workers = Workers(engine.num_slots, retry_interval_s)
+        self.workers = workers or Workers(engine.num_slots, retry_interval_s)
         self.batcher = Batcher(model, waiting, self.counts, *reports, self.workers)
 
     def close(self) -> None:
@@ -357,3 +358,65 @@ def test_a_late_text_is_reported_before_the_pass_that_it_missed() -> None:
             (3,),
         ]
     assert [one.texts for one in bench.engine.passes] == [[(3,)]]
+
+
+def test_batchers_that_share_a_machine_get_equal_times_however_many_texts_wait_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Batcher, "_measure", lambda *_: None)  # the speeds stay as they are assumed
+    order: list[str] = []
+
+    class Named(StandInEngine):
+        def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+            order.append(self.name)
+            return super().logits(batch, threads)
+
+    engines = Named(), Named()
+    engines[0].name, engines[1].name = "busy", "other"
+    with running(engines[0]) as busy:
+        other = Bench(engines[1], workers=busy.workers)
+        engines[0].hold()
+        first = busy.put_call([(1,)])
+        engines[0].begun.acquire()
+        # Each text fills a pass. The busy one has many more of them, and they came first.
+        busy.put_call([tuple([1] * BUDGET)] * 40)
+        other.put_call([tuple([2] * BUDGET)] * 10)
+        engines[0].let_go()
+        busy.outcomes(len(first) + 40)
+        other.outcomes(10)
+        last = len(order) - order[::-1].index("other") - 1
+        assert order[: last + 1].count("busy") <= 12
+        other.batcher.close()
+
+
+def test_a_broken_engine_leaves_the_batchers_beside_it_their_answers_and_recovers() -> None:
+    broken, fine = StandInEngine(), StandInEngine()
+    with running(fine, retry_interval_s=0.01) as bench:
+        other = Bench(broken, workers=bench.workers)
+        broken.broken = "out of order"
+        for _ in range(3):
+            other.put_call([(1,)])
+            other.outcomes(1)
+        assert other.batcher.health.failure is not None
+        bench.put_call([(1,), (2,)])
+        assert not any(isinstance(one, Exception) for one in bench.outcomes(2).values())
+        broken.broken = None
+        wait_until(lambda: other.batcher.health.failure is None)
+        other.batcher.close()
+        bench.put_call([(3,)])
+        bench.outcomes(1)
+
+
+def test_one_that_leaves_takes_nothing_more_and_the_others_go_on() -> None:
+    engines = StandInEngine(num_slots=2), StandInEngine(num_slots=2)
+    with running(engines[0]) as bench:
+        other = Bench(engines[1], workers=bench.workers)
+        assert other.batcher.is_alive
+        other.batcher.close()
+        assert not other.batcher.is_alive
+        other.put_call([(1,)])
+        bench.put_call([(1,), (2,)])
+        bench.outcomes(2)
+        assert other.reports.empty()
+        assert not engines[1].passes
+        assert bench.batcher.is_alive
