@@ -37,6 +37,7 @@ from common.rows import Target
 from common.text import Text, counted, texts_in
 from inference.engines.base import scores_of
 from inference.engines.model_loader import Cascade, ModelLoader
+from inference.engines.self_test import measure_speed
 from inference.exporting.calibrating import (
     hash_of,
     lines_about,
@@ -59,10 +60,13 @@ class CascadeError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two models of a cascade, both loaded from the artefacts that will be served."""
+    """The two models of a cascade, both loaded from the artefacts that will be served;
+    ``manifests``: of these, the big one's first.
+    """
 
     big: ModelLoader
     small: ModelLoader
+    manifests: tuple[Manifest, Manifest]
 
     @classmethod
     def load(cls, big: Path, small: Path) -> Pair:
@@ -73,7 +77,8 @@ class Pair:
             ModelLoadError: one of them is missing or damaged.
             UserError: one of them has no artefact.
         """
-        pair = cls(_load(big), _load(small))
+        models = _load(big), _load(small)
+        pair = cls(*models, tuple(read_manifest(Path(one.info["path"])) for one in models))
         if reason := next((why for why, is_so in pair._faults().items() if is_so), None):
             raise CascadeError(f"{big} and {small}: {reason}")
         return pair
@@ -81,8 +86,8 @@ class Pair:
     def _faults(self) -> dict[str, bool]:
         big, small = self.big, self.small
         labels = [some_of(one.labels) for one in (big, small)]
-        speeds = [f"{one.tokens_per_second:,.0f}" for one in (big, small)]
-        sources = [read_manifest(folder).source for folder in self.folders]
+        speeds = [measure_speed(m.engine, m.tokenizer, m.max_length) for m in (big, small)]
+        weights = [manifest.source["weights_sha256"] for manifest in self.manifests]
         return {
             "one of them is a cascade already; give the models that it was made from": bool(
                 big.cascade or small.cascade
@@ -98,12 +103,10 @@ class Pair:
             "a model that reads long texts in windows cannot be in a cascade; train it with "
             "--long cut": any(one.tokenizer.windows is not None for one in (big, small)),
             "both were made from the same weights, so one of them is enough": (
-                sources[0]["weights_sha256"] == sources[1]["weights_sha256"]
+                weights[0] == weights[1]
             ),
-            f"the small model must be faster than the big one, but reads {speeds[1]} tokens per "
-            f"second, and the big one {speeds[0]}": (
-                small.tokens_per_second <= big.tokens_per_second
-            ),
+            f"the small model must be faster than the big one, but reads {speeds[1]:,.0f} tokens per "
+            f"second, and the big one {speeds[0]:,.0f}": speeds[1] <= speeds[0],
         }
 
     @property
@@ -146,14 +149,13 @@ class HeldOut:
 @dataclass(frozen=True, slots=True)
 class _Answers:
     """The calibrated probabilities of both models, (texts, labels), which texts the small one has
-    not read to their end, (texts,), and how long each took.
+    not read to their end, (texts,), and its time for the same texts as a share of the big one's.
     """
 
     big: Floats
     small: Floats
     truncated: NDArray[np.bool_]
-    big_seconds: float
-    small_seconds: float
+    relative_time: float
 
     def certified(self, most: float) -> Agreement:
         """When the small model may answer.
@@ -161,20 +163,19 @@ class _Answers:
         Raises:
             CalibrationError: never, or too rarely to be of use.
         """
-        relative_cost = self.small_seconds / self.big_seconds
-        if relative_cost >= 1:
-            what = f"{self.small_seconds:.1f} s for these texts, the big one {self.big_seconds:.1f}"
-            raise CalibrationError(f"the small model is not the faster one: it took {what} s")
+        if self.relative_time >= 1:
+            what = f"the small model takes {self.relative_time:.1f} times as long as the big one"
+            raise CalibrationError(f"{what} for these texts")
         # A cascade reads all texts with the small model and those that it passes on with the big
         # one. So it is faster than the big one alone if the share that the small model answers is
         # larger than the share of the time that it takes.
         confidence = np.where(self.truncated, 0.0, self.small.max(axis=1))  # as `Cascade.is_sure`
         differs = self.small.argmax(axis=1) != self.big.argmax(axis=1)
-        return calibration.certify_agreement(confidence, differs, most, relative_cost)
+        return calibration.certify_agreement(confidence, differs, most, self.relative_time)
 
     def gain(self, passed_on: float) -> float:
         """How many times as fast as the big model alone."""
-        return self.big_seconds / (self.small_seconds + passed_on * self.big_seconds)
+        return 1 / (self.relative_time + passed_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +234,12 @@ def write_cascade(
         cascade = Cascade(pair.small, agreement.threshold, agreement.stricter, most)
         promised = _promise(pair, labelled, judged, cascade)
         with stages.stage("Write the manifest, load the cascade as a server will"):
-            manifests = _copy_artefacts(pair, folder)
-            record = _record(cascade, agreement, certifying) | _described(*manifests, folder)
+            _copy_artefacts(pair, folder)
+            record = _record(cascade, agreement, certifying) | _described(pair, folder)
             if promised.accuracy:
                 record["accuracy"] = promised.accuracy
             changed = {"cascade": record, "calibration": promised.calibration}
-            write_manifest(folder, replace(manifests[0], **changed))
+            write_manifest(folder, replace(pair.manifests[0], **changed))
             ModelLoader(folder)  # the same checks as at every later start
     passed_on = record["passed_on"]
     lines = [*_about(record, compared.gain(passed_on)), *promised.lines]
@@ -251,24 +252,25 @@ def _show(console: Console, lines: Sequence[str]) -> None:
 
 def _answer(pair: Pair, texts: Sequence[Text], advance: Callable[[int], None]) -> _Answers:
     """Answer texts with both models in turns, so that both see the same load of the machine."""
-    big: list[Floats] = []
-    small: list[Floats] = []
+    found: tuple[list[Floats], list[Floats]] = ([], [])
+    seconds: tuple[list[float], list[float]] = ([], [])
     truncated: list[bool] = []
-    seconds = [0.0, 0.0]
-    for model in (pair.big, pair.small):
+    models = (pair.big, pair.small)
+    for model in models:
         _read(model, texts[:TURN_TEXTS])  # prepares what later passes reuse, so it is not timed
     for start in range(0, len(texts), TURN_TEXTS):
         part = texts[start : start + TURN_TEXTS]
-        for i, (model, found) in enumerate(((pair.big, big), (pair.small, small))):
+        for model, values, times in zip(models, found, seconds, strict=True):
             began = time.perf_counter()
-            values, cut = _read(model, part)
-            seconds[i] += time.perf_counter() - began
-            found.append(values)
+            answers, cut = _read(model, part)
+            times.append(time.perf_counter() - began)
+            values.append(answers)
         truncated += cut  # of the small model, which comes last
         advance(len(part))
-    return _Answers(
-        np.concatenate(big), np.concatenate(small), np.array(truncated), seconds[0], seconds[1]
-    )
+    # Of the turns, the medians: whatever else runs on this machine disturbs only some of them.
+    of_big, of_small = map(np.median, seconds)
+    big, small = map(np.concatenate, found)
+    return _Answers(big, small, np.array(truncated), float(of_small / of_big))
 
 
 def _read(model: ModelLoader, texts: Sequence[Text]) -> tuple[Floats, list[bool]]:
@@ -294,7 +296,7 @@ def _promise(
     The big model's calibration goes on reading its scores. What it promised of its own answers does
     not hold for those of both, so without labelled rows nothing is promised.
     """
-    known = read_manifest(pair.folders[0]).calibration
+    known = pair.manifests[0].calibration
     own = {name: known[name] for name in _OWN if name in known}
     today = {"fitted": datetime.now(UTC).date().isoformat()}
     nothing = {"rows": 0, "confidence": CONFIDENCE, "coverage": [], "operating_points": {}}
@@ -331,16 +333,15 @@ def _promise(
     return _Promised(record, accuracy, [*lines, *lines_about(record)])
 
 
-def _copy_artefacts(pair: Pair, folder: Path) -> tuple[Manifest, Manifest]:
-    """Copy both artefacts, and return their manifests, the big one's first."""
-    manifests = []
-    for artefact, target in zip(pair.folders, (folder, folder / SMALL_FOLDER), strict=True):
-        manifests.append(read_manifest(artefact))
+def _copy_artefacts(pair: Pair, folder: Path) -> None:
+    targets = (folder, folder / SMALL_FOLDER)
+    for manifest, artefact, target in zip(pair.manifests, pair.folders, targets, strict=True):
+        if read_manifest(artefact) != manifest:  # then it is not what gave these answers
+            raise CascadeError(f"{artefact}: was written again meanwhile; run the command again")
         target.mkdir(exist_ok=True)
         # Whatever else lies there, such as what the model has seen, is no part of an artefact.
-        for name in (*manifests[-1].files, MANIFEST_FILE):
+        for name in (*manifest.files, MANIFEST_FILE):
             shutil.copyfile(artefact / name, target / name)
-    return manifests[0], manifests[1]
 
 
 def _record(cascade: Cascade, agreement: Agreement, certifying: HeldOut) -> dict[str, Any]:
@@ -360,10 +361,10 @@ def _record(cascade: Cascade, agreement: Agreement, certifying: HeldOut) -> dict
     }
 
 
-def _described(big: Manifest, small: Manifest, folder: Path) -> dict[str, Any]:
+def _described(pair: Pair, folder: Path) -> dict[str, Any]:
     named = {
         name: {key: manifest.source[key] for key in ("name", "weights_sha256")}
-        for name, manifest in (("big", big), ("small", small))
+        for name, manifest in zip(("big", "small"), pair.manifests, strict=True)
     }
     named["small"]["manifest_sha256"] = sha256_of(folder / SMALL_FOLDER / MANIFEST_FILE)
     return named

@@ -22,6 +22,7 @@ from common.seen_texts import SeenTexts
 from inference import cascade, export
 from inference.engines.base import scores_of
 from inference.engines.model_loader import ModelLoader
+from inference.exporting import cascading
 from inference.exporting.browser import browser_files
 from tests.inference.conftest import LABELS, folder_maker
 
@@ -230,6 +231,29 @@ def test_a_bound_that_cannot_be_promised_leaves_an_older_cascade_as_it_is(
     assert "takes 2,995 texts, which is 2,395 more; nothing was written [cascade-refused]" in line
     assert (written / "manifest.json").read_bytes() == before
     assert not [path for path in written.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_a_model_that_is_exported_again_meanwhile_makes_no_cascade(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*arguments: Any) -> Any:
+        shutil.copy(models / "big" / "native" / "manifest.json", small)
+        return right(*arguments)
+
+    right, small = cascading._answer, Path(shutil.copytree(models / "small" / "native", tmp_path / "small"))
+    monkeypatch.setattr(cascading, "_answer", answer)
+    with pytest.raises(UserError, match="was written again meanwhile"):
+        run(
+            models,
+            "--rows",
+            models / "rows",
+            "--max_disagreement",
+            "2%",
+            "--output_dir",
+            tmp_path / "both",
+            small=small,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 @pytest.mark.parametrize(
