@@ -14,7 +14,6 @@ from rich.console import Console
 from common.calibration import CalibrationError
 from common.errors import OneLineParser, UserError, first_line, run_command, share_or_name
 from common.escaping import printable
-from common.model_folder import artefact_folder
 from common.problem_types import PLAIN_TEXT
 from common.rows import (
     SAMPLE_NEWS,
@@ -25,7 +24,13 @@ from common.rows import (
     read_texts,
 )
 from inference.exporting.calibrating import columns_of
-from inference.exporting.cascading import CascadeError, HeldOut, Pair, write_cascade
+from inference.exporting.cascading import (
+    CascadeError,
+    HeldOut,
+    Pair,
+    default_target,
+    write_cascade,
+)
 from inference.exporting.stages import end_unfinished
 
 
@@ -58,7 +63,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="certify on these texts instead, which need no labels: a file, or a folder of files",
     )
     parser.add_argument(
-        "--output_dir", type=Path, help="where to write the cascade (default: BIG/cascade)"
+        "--output_dir",
+        type=Path,
+        help="where to write the cascade (default: BIG/cascade; of the artefact MODEL/native "
+        "MODEL/cascade)",
     )
     return parser.parse_args(arguments)
 
@@ -79,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     sys.stdout.reconfigure(errors="replace")
     # Else square brackets in a path would be taken for markup.
     console = Console(highlight=False, markup=False)
-    target = options.output_dir or artefact_folder(options.big, "cascade")
+    target = options.output_dir or default_target(options.big)
     try:
         pair = Pair.load(options.big, options.small)
         labelled = _labelled(options, pair)

@@ -126,6 +126,17 @@ def _load(model: Path) -> ModelLoader:
     raise UserError(what, code="artefact-missing")
 
 
+def default_target(big: Path) -> Path:
+    """Where a cascade goes if nobody says: into the big model's folder, but not into an artefact in
+    there, which the next export would replace with all that it holds.
+    """
+    if is_artefact(big) and big.name in PRECISIONS:
+        return big.with_name("cascade")
+    if is_artefact(big) and big.suffix.removeprefix(".") in PRECISIONS:
+        return big.with_suffix(".cascade")
+    return artefact_folder(big, "cascade")
+
+
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """Texts that neither model has seen in training, each once; ``targets``: what is right for

@@ -297,6 +297,24 @@ def test_no_texts_to_certify_on_are_refused(models: Path, capsys: pytest.Capture
     assert "must be a share between 0 and 1" in refused(capsys, models, "--max_disagreement", "often")
 
 
+@pytest.mark.parametrize(
+    ("big", "target"),
+    [
+        ("model", "model/cascade"),
+        ("model/native", "model/cascade"),
+        ("x.native", "x.cascade"),
+        ("news", "news/cascade"),
+    ],
+)
+def test_a_cascade_is_written_where_no_export_of_its_big_model_replaces_it(
+    big: str, target: str, tmp_path: Path
+) -> None:
+    for artefact in ("model/native", "x.native", "news"):
+        (tmp_path / artefact).mkdir(parents=True)
+        (tmp_path / artefact / "manifest.json").touch()
+    assert cascading.default_target(tmp_path / big) == tmp_path / target
+
+
 def test_another_artefact_is_never_replaced(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = models / "big" / "native"
     before = sha256_of(own / "manifest.json")
