@@ -8,12 +8,14 @@ texts like those rows, drawn from where they were drawn; no promise survives a c
 - Temperature scaling: Guo et al., arXiv 1706.04599.
 - Sets by split conformal prediction, in which a label's score is its probability: Sadinle et al.,
   arXiv 1609.00451; several labels by conformal risk control: Angelopoulos et al., arXiv 2208.02814.
-- Thresholds by Learn-then-Test: Angelopoulos et al., arXiv 2110.01052.
+- Thresholds by Learn-then-Test: Angelopoulos et al., arXiv 2110.01052; of a cascade by the same
+  test, of how often two models disagree.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -37,6 +39,12 @@ MAX_ERRORS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2)
 # Thresholds are tried from the strictest on, 1 - 0.0001, to the loosest, 1 - 0.75. They are fixed
 # beforehand: thresholds taken from the rows themselves would be tested on what chose them.
 _THRESHOLDS = 1 - np.geomspace(1e-4, 0.75, 200)
+# Each stricter threshold of a cascade passes on so many times as many texts as the one before; the
+# first one at least so large a share, since less than this is hardly noticed.
+_STRICTER = 1.5
+_LEAST_PASSED_ON = 0.05
+# No probability reaches it.
+NEVER_SURE = 1.01
 _FOLDS = 10
 _MOST_ROWS_NEEDED = 10**7  # more is no advice
 _BINS = 15
@@ -87,12 +95,7 @@ def fit(
     Raises:
         CalibrationError: there are too few rows, or no threshold holds for one of the bounds.
     """
-    if len(scores) < FEWEST_ROWS:
-        what = f"{len(scores)} rows are too few to calibrate on, at least {FEWEST_ROWS} are needed"
-        raise CalibrationError(what)
-    if broken := int((~np.isfinite(scores)).any(axis=1).sum()):
-        what = f"{broken} of {len(scores)} rows are answered with scores that are no finite numbers"
-        raise CalibrationError(f"{what}; such a model cannot be calibrated")
+    _refuse_unusable(scores)
     if kind is REGRESSION and bounds != Bounds():
         what = "max_error, precision and costs are for labels"
         raise CalibrationError(f"{what}; this model answers with a number")
@@ -101,6 +104,39 @@ def fit(
         raise CalibrationError(f"{what}; this one answers {kind.name}")
     fitted = _FITTED[kind.name](scores.astype(np.float64), targets, labels, bounds)
     return {"rows": len(scores), "confidence": CONFIDENCE, **fitted}
+
+
+def fit_answers(
+    probabilities: Floats, targets: Sequence[int], labels: Sequence[str]
+) -> dict[str, Any]:
+    """Fit what can be promised of one-label answers that are calibrated already, such as those of
+    two models that answer as one: as `fit`, without any scale, offset or temperature.
+
+    Args:
+        probabilities: as they are answered, (rows, labels).
+        targets: the class id that is right for each row.
+
+    Raises:
+        CalibrationError: there are too few rows.
+    """
+    _refuse_unusable(probabilities)
+    right = np.asarray(targets)
+    error = round(_one_label_error(probabilities, right), 6)
+    return {
+        "rows": len(right),
+        "confidence": CONFIDENCE,
+        "calibration_error": {"after": error, "bins": _BINS},
+        **_promises(probabilities, right, labels, Bounds()),
+    }
+
+
+def _refuse_unusable(scores: NDArray[Any]) -> None:
+    if len(scores) < FEWEST_ROWS:
+        what = f"{len(scores)} rows are too few to calibrate on, at least {FEWEST_ROWS} are needed"
+        raise CalibrationError(what)
+    if broken := int((~np.isfinite(scores)).any(axis=1).sum()):
+        what = f"{broken} of {len(scores)} rows are answered with scores that are no finite numbers"
+        raise CalibrationError(f"{what}; such a model cannot be calibrated")
 
 
 def _fit_one_label(
@@ -136,11 +172,19 @@ def _fit_one_label(
             }
     raw = SINGLE_LABEL.answers(scores)
     probabilities = SINGLE_LABEL.answers(scores * scale + offset)
-    missing = [name for i, name in enumerate(labels) if not (right == i).any()]
     return {
         **found,
-        **({"labels_without_rows": missing} if missing else {}),
         "calibration_error": _before_after(_one_label_error, raw, judged, right),
+        **_promises(probabilities, right, labels, bounds),
+    }
+
+
+def _promises(
+    probabilities: Floats, right: NDArray[np.int64], labels: Sequence[str], bounds: Bounds
+) -> dict[str, Any]:
+    missing = [name for i, name in enumerate(labels) if not (right == i).any()]
+    return {
+        **({"labels_without_rows": missing} if missing else {}),
         "coverage": _coverages(probabilities, right, labels),
         "operating_points": _points(probabilities, right, labels, bounds),
     }
@@ -488,6 +532,104 @@ def _rows_needed(
     rows = math.ceil(float((answers * num_rows / nums[promising]).min()))
     # If it seems that there are enough already, the search has ended early by bad luck.
     return max(rows, math.ceil(1.5 * num_rows)) if rows <= _MOST_ROWS_NEEDED else None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """When a small model may answer in place of a big one.
+
+    Attributes:
+        threshold: the least confidence with which it answers.
+        stricter: the thresholds after it, ascending; with the last one it never answers.
+        num_passed_on: how many of the texts the big model answers.
+        num_disagreed: how many of the others it would have answered otherwise.
+    """
+
+    threshold: float
+    stricter: tuple[float, ...]
+    num_passed_on: int
+    num_disagreed: int
+
+
+def certify_agreement(
+    confidence: Floats, differs: NDArray[np.bool_], most: float, least_answered: float
+) -> Agreement:
+    """The least confidence from which on a small model may answer in place of a big one, so that at
+    most ``most`` of all texts get another label than the big one gives, with probability
+    `CONFIDENCE` over the draw of the texts.
+
+    Args:
+        confidence: of the small model for each text, (texts,); 0 for a text that it must pass on.
+        differs: whether the big one gives another label, (texts,).
+        most: the largest share of all texts, answered by the small model or not.
+        least_answered: the share of texts, below 1, that the small model has to answer to be of
+            any use.
+
+    Raises:
+        CalibrationError: there are too few texts, or it may answer fewer than ``least_answered``.
+    """
+    count, delta = len(confidence), 1 - CONFIDENCE
+    refuse_too_few(count, most)
+    # A text goes wrong if the small model answers it and the big one would differ. How many of all
+    # texts do so is binomial; `allowed` is the largest number that rules out more than `most`.
+    tails = range(math.ceil(most * count) + 1)
+    allowed = bisect_right(tails, delta, key=lambda k: binomial_tail(k, count, most)) - 1
+    order = np.argsort(-confidence, kind="stable")
+    surest, num_wrong = confidence[order], np.cumsum(differs[order])
+    # From strict to loose, the count only grows, so the first test that fails is followed by no
+    # other that passes. That is also why a threshold may be taken from the texts themselves, unlike
+    # in `_certify`: let t be the loosest threshold that keeps the bound. Anything looser can only
+    # be chosen if the count at t passes its test too, and t does not depend on the texts.
+    # Texts that are equally sure are answered together: only the last of them is a place to stop.
+    is_last = np.diff(surest, append=-1.0) < 0
+    stops = np.flatnonzero(is_last & (num_wrong <= allowed) & (surest > 0))
+    num_answered = int(stops[-1]) + 1 if len(stops) else 0
+    if num_answered < max(1, least_answered * count):
+        raise CalibrationError(_why_too_few_answered(num_wrong, most, num_answered, least_answered))
+    threshold = float(surest[num_answered - 1])
+    num_disagreed = int(num_wrong[num_answered - 1])
+    stricter = _stricter(surest[::-1], threshold)
+    return Agreement(threshold, stricter, count - num_answered, num_disagreed)
+
+
+def refuse_too_few(count: int, most: float) -> None:
+    """Refuse what `certify_agreement` would refuse however often the two models agree.
+
+    Raises:
+        CalibrationError: so few texts prove no such bound.
+    """
+    needed = math.ceil(math.log(1 - CONFIDENCE) / math.log1p(-most))
+    if count < needed:
+        raise CalibrationError(
+            f"{count:,} texts are too few: even if the models always agreed, a bound of "
+            f"{100 * most:g}% takes {needed:,} texts, which is {needed - count:,} more"
+        )
+
+
+def _why_too_few_answered(
+    num_wrong: NDArray[np.int64], most: float, num_answered: int, least_answered: float
+) -> str:
+    count = len(num_wrong)
+    what = (
+        f"the small model may answer only {num_answered / count:.1%} of these {count:,} texts, and "
+        f"below {least_answered:.1%} both together are slower than the big model alone"
+    )
+    # If it answered just enough to be of use, so many would differ.
+    at_least = num_wrong[[max(1, math.ceil(least_answered * count)) - 1]]
+    needed = _rows_needed(np.array([count]), at_least, most, 1 - CONFIDENCE, count)
+    if needed is None:
+        return f"{what}; more texts would not help, only a larger bound or a better small model"
+    return f"{what}; about {max(1, needed - count):,} more texts would be needed"
+
+
+def _stricter(ascending: Floats, threshold: float) -> tuple[float, ...]:
+    """Thresholds above this one, each of which passes on `_STRICTER` times as many texts."""
+    count = len(ascending)
+    passed_on = max(int((ascending < threshold).sum()), math.ceil(_LEAST_PASSED_ON * count))
+    found = []
+    while (passed_on := math.ceil(_STRICTER * passed_on)) < count:
+        found.append(float(ascending[passed_on]))
+    return (*sorted({one for one in found if one > threshold}), NEVER_SURE)
 
 
 def binomial_tail(errors: int, count: int, rate: float) -> float:

@@ -680,10 +680,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of the files only: an artefact in a folder inside has a manifest of its own."""
     return {
         path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.iterdir())
-        if path.name not in (MANIFEST_FILE, SMALL_FOLDER)
+        if path.is_file() and path.name != MANIFEST_FILE
     }
 
 

@@ -82,6 +82,12 @@ class Columns:
     def names(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.text, self.label, self.pair)))
 
+    def without_label(self) -> Columns:
+        """For texts alone: the reader finds the second text behind the label, so where there is
+        one, its column stands for the label, and what it says there is ignored.
+        """
+        return Columns(self.text, self.pair.partition(",")[0], self.pair)
+
     def _parts(self, found: Sequence[str]) -> list[list[str]]:
         """The columns of each of :attr:`names`; a single column may have a comma in its name."""
         # The data decides what a comma in a name means, so a column called "title,body" is found
@@ -1023,6 +1029,24 @@ def read_labelled_rows(
     return LabelledRows(
         str(files[0]), [texts[i] for i in chosen], [targets[i] for i in chosen], training
     )
+
+
+def read_texts(path: Path, reading: Reading) -> Sequence[Text]:
+    """The texts of a file, or of all files in a folder. ``reading`` has columns without a label,
+    and PLAIN_TEXT as the problem type.
+
+    Raises:
+        UserError: nothing is there, or a row cannot be used; with file and line.
+    """
+    files = [path]
+    if not path.is_file():
+        files = sorted(one for one in path.glob("*") if one.suffix in reading.formats)
+    if not files:
+        what = f"the folder has no file that ends in {', '.join(reading.formats)}"
+        what = what if path.is_dir() else "no such file or folder"
+        raise UserError(f"{reading.flag} {path}: {what}", code="data-not-found")
+    rows = itertools.chain.from_iterable(read_file(file, reading) for file in files)
+    return reading.usable(str(path), rows)[0]
 
 
 def _files_to_measure(path: Path) -> tuple[list[Path], list[Path]]:

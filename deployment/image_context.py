@@ -14,6 +14,7 @@ from common.model_folder import (
     Manifest,
     file_inside,
     is_artefact,
+    read_manifest,
     verified_manifest,
 )
 
@@ -105,10 +106,10 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
             code="model-not-found",
         )
     if is_artefact(model):
-        raise DeploymentError(
-            f"{model}: is one exported artefact; give the model folder above it",
-            code="model-folder-needed",
-        )
+        what = "is one exported artefact; give the model folder above it"
+        if read_manifest(model).cascade:
+            what = "is a cascade, which no image holds; mount it, or fetch it with inference.fetch"
+        raise DeploymentError(f"{model}: {what}", code="model-folder-needed")
     try:
         found = {
             name: verified_manifest(model / name, model)

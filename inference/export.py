@@ -18,11 +18,16 @@ from rich.table import Table
 from common.calibration import Bounds, CalibrationError
 from common.errors import OneLineParser, UserError, first_line, positive, run_command, share_or_name
 from common.escaping import printable, some_of
-from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
+from common.model_folder import (
+    PRECISIONS,
+    SavedModel,
+    is_artefact,
+    read_manifest,
+    read_saved_model,
+)
 from common.rows import (
     SAMPLE_NEWS,
     TEXT_AND_LABEL,
-    Columns,
     LabelledRows,
     find_rows,
     read_labelled_rows,
@@ -30,7 +35,8 @@ from common.rows import (
 from common.text import counted
 from inference.engines import native
 from inference.engines.native.architecture import EncoderShape
-from inference.exporting.calibrating import calibrate_again, lines_about
+from inference.exporting.calibrating import calibrate_again, columns_of, lines_about
+from inference.exporting.stages import end_unfinished
 
 if TYPE_CHECKING:
     from inference.exporting.build import Exported
@@ -155,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
             printable(f"Exporting {options.model} for the {engine} engine"), soft_wrap=True
         )
         # Importing PyTorch takes seconds, so it waits until the arguments are known to be good.
-        from inference.exporting.build import Wishes, end_unfinished, export
+        from inference.exporting.build import Wishes, export
 
         signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
         wishes = Wishes(engine, options.arithmetic, options.max_drop, bounds, are_own, options.fold)
@@ -176,16 +182,14 @@ def main(arguments: list[str] | None = None) -> None:
 def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console) -> LabelledRows:
     dataset = saved.metadata.get("dataset")
     path = options.rows or find_rows(dataset, saved.problem_type)
-    text, label = (str(saved.metadata.get(f"{name}_column", name)) for name in ("text", "label"))
-    pair = str(saved.metadata.get("pair_column", "text_pair")) if saved.reads_pairs else ""
     if saved.reads_pairs and path == SAMPLE_NEWS:
         what = (
             f"{options.model}: reads pairs of texts, and the sample news has only single "
             "texts; name rows with --rows"
         )
         raise UserError(what, code="data-not-found")
-    # The rows are read by the columns that training read, which the model's metrics name.
-    columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label, pair)
+    own = columns_of(saved.metadata, reads_pairs=saved.reads_pairs)
+    columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else own
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)
     if options.rows is None and path == SAMPLE_NEWS:
         console.print(
@@ -196,7 +200,12 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
 
 
 def _refuse_for_artefact(options: argparse.Namespace) -> None:
-    """Refuse what would need the weights that an artefact was made from."""
+    """Refuse a cascade, and what would need the weights that an artefact was made from."""
+    if read_manifest(options.model).cascade:
+        what = f"{options.model}: is a cascade, whose promises are about two models together"
+        raise UserError(
+            f"{what}; write it again with python -m inference.cascade", code="cascade-refused"
+        )
     is_fp32 = options.arithmetic == "fp32"
     given = {"--fold": options.fold, "--engine": options.engine, "--precision fp32": is_fp32}
     if flag := next((flag for flag, value in given.items() if value), None):

@@ -6,6 +6,7 @@ import argparse
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from common.model_folder import (
     DESCRIPTION_FILES,
     MANIFEST_FILE,
     PRECISIONS,
+    SMALL_FOLDER,
     Manifest,
     is_artefact,
     read_manifest,
@@ -39,11 +41,11 @@ _FETCH_AGAIN = "export the model again, and upload all of it before its manifest
 _DESCRIPTION = """Fetch an exported model into FOLDER, and check every file against the SHA-256 in
 its manifest.json.
 
-ADDRESS is an artefact that an export wrote (such as MODEL/native), or a folder with artefacts in
-native/, onnx/ or openvino/, all of which are fetched: hf://owner/name[@revision][/folder],
-https://host/folder, s3://bucket/folder, or a path. Weights before the export are left out. FOLDER
-has all of the model or is not there; if it has the same model already, only the manifests are asked
-for."""
+ADDRESS is an artefact that an export wrote (such as MODEL/native), a cascade (MODEL/cascade), or a
+folder with artefacts in native/, onnx/ or openvino/, all of which are fetched:
+hf://owner/name[@revision][/folder], https://host/folder, s3://bucket/folder, or a path. Weights
+before the export are left out. FOLDER has all of the model or is not there; if it has the same
+model already, only the manifests are asked for."""
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -140,14 +142,16 @@ def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[st
             found[engine] = _read_whole(source, path, deadline)
         except FileNotFoundError:
             continue
-        # The address is an artefact itself, so there are no others below it.
+        # The address is an artefact itself, so there are no others below it, but of a cascade the
+        # small model.
         if engine == "":
+            found |= _small_model(source, found[""], deadline)
             break
     if not found:
         what = f"has no {MANIFEST_FILE}, nor a folder native, onnx or openvino with one"
         remedy = "export the model (python -m inference.export MODEL) and upload what that wrote"
         raise UserError(f"{source.address}: {what}; {remedy}", code="fetch-address")
-    if pin and list(found) != [""]:
+    if pin and "" not in found:
         what = "--manifest_sha256 names one manifest; give the address of one artefact: "
         what += f"{source.address}/{next(iter(found))}"
         raise UserError(what, code="fetch-address")
@@ -156,6 +160,30 @@ def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[st
             f"{source.address}/{MANIFEST_FILE}", f"its SHA-256 is {other}, not {pin}", _FETCH_AGAIN
         )
     return found
+
+
+def _small_model(source: Source, manifest: bytes, deadline: float) -> dict[str, bytes]:
+    """Of a cascade, the manifest of the small model inside, which that of the big one names."""
+    if not (expected := _small_sha256(manifest)):
+        return {}
+    path = f"{SMALL_FOLDER}/{MANIFEST_FILE}"
+    try:
+        found = _read_whole(source, path, deadline)
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{source.address}/{path}", "is missing", _FETCH_AGAIN) from error
+    if hashlib.sha256(found).hexdigest() != expected:
+        what = "is not the small model that this cascade was certified with"
+        raise ModelLoadError(f"{source.address}/{path}", what, _FETCH_AGAIN)
+    return {SMALL_FOLDER: found}
+
+
+def _small_sha256(manifest: bytes) -> str:
+    """What the manifest of a cascade says of its small model's; empty if this is no cascade."""
+    try:
+        cascade = json.loads(manifest).get("cascade")
+        return cascade["small"]["manifest_sha256"] if cascade else ""
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return ""  # damaged, which is reported when the manifest or the model is read
 
 
 def _read_whole(source: Source, path: str, deadline: float) -> bytes:
@@ -267,7 +295,7 @@ def _naming(source: Source, aside: Path) -> Iterator[None]:
 
 def _complete(source: Source, folder: Path, engines: list[str]) -> None:
     """Give a folder of artefacts what a model folder has besides weights, from a copy."""
-    if engines == [""]:
+    if "" in engines:
         return
     weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
     if len(weights) > 1:
@@ -284,7 +312,8 @@ def _complete(source: Source, folder: Path, engines: list[str]) -> None:
 def _holds(folder: Path, manifests: dict[str, bytes]) -> bool:
     """Whether a folder has these manifests, no others, and every file as they say."""
     # The cheap questions come first; only at the end are all files read and hashed.
-    there = [engine for engine in ("", *PRECISIONS) if is_artefact(folder / engine)]
+    places = ("", SMALL_FOLDER, *PRECISIONS)
+    there = [engine for engine in places if is_artefact(folder / engine)]
     if there != list(manifests):
         return False
     for engine, data in manifests.items():
@@ -297,15 +326,23 @@ def _holds(folder: Path, manifests: dict[str, bytes]) -> bool:
 
 
 def _is_whole(folder: Path, engine: str) -> bool:
-    manifest = verified_manifest(folder / engine, folder if engine else None)
-    # The copies that `_complete` makes for the model folder itself; "" is an artefact alone.
-    copied = [name for name in DESCRIPTION_FILES if engine and name in manifest.files]
+    is_in_model = engine in PRECISIONS  # or else an artefact alone, or the small model in one
+    manifest = verified_manifest(folder / engine, folder if is_in_model else None)
+    # The copies that `_complete` makes for the model folder itself.
+    copied = [name for name in DESCRIPTION_FILES if is_in_model and name in manifest.files]
     return all((folder / name).is_file() for name in copied)
 
 
 def _has_manifest(folder: Path, sha256: str) -> bool:
-    path = folder / MANIFEST_FILE
-    return path.is_file() and sha256_of(path) == sha256 and _holds(folder, {"": path.read_bytes()})
+    path, small = folder / MANIFEST_FILE, folder / SMALL_FOLDER / MANIFEST_FILE
+    if not path.is_file() or sha256_of(path) != sha256:
+        return False
+    manifests = {"": path.read_bytes()}
+    if expected := _small_sha256(manifests[""]):
+        if not small.is_file() or sha256_of(small) != expected:
+            return False
+        manifests[SMALL_FOLDER] = small.read_bytes()
+    return _holds(folder, manifests)
 
 
 def _is_model(folder: Path) -> bool:

@@ -26,6 +26,7 @@ ENTRY_POINTS = {
     *("training.publish_model", "inference.app", "inference.serve", "inference.predict", "inference.export"),
     "inference.score",
     "inference.fetch",
+    "inference.cascade",
     *("learn.check",),
 }
 

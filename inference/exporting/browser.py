@@ -60,7 +60,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         raise UserError(what, code="artefact-missing")
     loaded = load_model(model, "native")
     saved, engine = loaded.saved, loaded.engine
-    _refuse_long_or_paired(model, saved)
+    _refuse_unreadable(model, folder, saved)
     assert isinstance(engine, NativeEngine)
     settings = json.loads(saved.tokenizer_json)
     tokenizer = tokenizer_settings(
@@ -108,7 +108,10 @@ def browser_files(model: Path) -> dict[str, bytes]:
     return {DESCRIPTION: written.encode(), name: weights}
 
 
-def _refuse_long_or_paired(model: Path, saved: SavedModel) -> None:
+def _refuse_unreadable(model: Path, folder: Path, saved: SavedModel) -> None:
+    if read_manifest(folder).cascade:
+        what = f"{model}: is a cascade, and a browser runs one model; give the small one, or serve "
+        raise UserError(what + "both with a server", code="cascade-refused")
     if saved.windows:
         what = f"{model}: reads long texts in windows (--long windows), and the page in a browser "
         what += "cuts them; serve it with a server, or train it with --long cut"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,14 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -44,7 +32,6 @@ from common.model_folder import (
     artefact_folder,
     describe_files,
     describe_source,
-    is_artefact,
     weights_file,
     write_manifest,
 )
@@ -68,6 +55,7 @@ from inference.exporting.calibrating import (
     lines_about,
 )
 from inference.exporting.comparison import Comparison, compare
+from inference.exporting.stages import Stages, replaced_whole
 
 SHOWN_CHANGES = 10
 _CALIBRATION_TEXTS = 300
@@ -134,7 +122,7 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
     torch.set_num_threads(threads_per_process())
     engine, precision = wishes.engine, wishes.precision
     tokenizer, kind = saved.tokenizer(), saved.problem_type
-    stages = _Stages(console, len(rows.texts))
+    stages = Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
     # Compared at the end: a training that goes on meanwhile may write the weights again.
     before = _files_now(saved)
@@ -303,65 +291,6 @@ def _speed(comparison: Comparison) -> dict[str, Any]:
         "processor": cpu_name(),
         "threads": threads_per_process(),
     }
-
-
-class _Stages:
-    """A bar for the stage in progress, and a line for each that is finished."""
-
-    def __init__(self, console: Console, num_rows: int) -> None:
-        columns = (
-            TextColumn("  {task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.bars = Progress(*columns, console=console, transient=True)
-        self._num_rows = num_rows
-        self._running: TaskID | None = None
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        self._running = self.bars.add_task(name, total=None)
-        yield
-        self.bars.remove_task(self._running)
-        self.bars.console.print(f"  {name}: {time.perf_counter() - began:.1f} s")
-
-    def advance(self, rows: int) -> None:
-        self.bars.update(self._running, advance=rows, total=self._num_rows)
-
-
-_unfinished: set[Path] = set()
-
-
-@contextmanager
-def replaced_whole(target: Path) -> Iterator[Path]:
-    """Give an empty folder that replaces the target if the block succeeds, and is removed if it
-    does not.
-
-    Raises:
-        UserError: The target exists, and no export wrote it.
-    """
-    if target.exists() and not is_artefact(target):
-        what = f"{target}: is in the way and is not an artefact; move it elsewhere"
-        raise UserError(what, code="export-failed")
-    with writing_folder(target) as aside:
-        _unfinished.add(aside)
-        try:
-            yield aside
-        finally:
-            _unfinished.discard(aside)
-
-
-def end_unfinished(*_: object) -> None:
-    """End the process at a signal, without the artefacts that it has begun.
-
-    An exception would do only where no library has called back into Python: it would arrive as an
-    error of theirs.
-    """
-    for folder in _unfinished:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(128 + signal.SIGTERM)
 
 
 def _files_now(saved: SavedModel) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +29,7 @@ from common.model_folder import (
     read_manifest,
     write_manifest,
 )
-from common.rows import LabelledRows, evenly_spread
+from common.rows import Columns, LabelledRows, evenly_spread
 from common.seen_texts import SeenTexts
 from common.text import Text, TextTokenizer, counted, folded, texts_in
 from inference.engines.base import Engine, scores_of
@@ -60,9 +60,8 @@ def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any
         CalibrationError: there are too few rows, or one of the bounds cannot be promised.
     """
     saved, rows = answered.saved, answered.rows
-    kept, seen, left_out = _unseen(saved, rows.texts)
-    # Of a path only the end: the folder above it is nobody's business in a published model.
-    dataset = "/".join(Path(rows.name).parts[-2:])
+    kept, seen, left_out = unseen([saved.path], rows.texts)
+    dataset = public_name(rows.name)
     if left_out.get("seen_in_training") and len(kept) < calibration.FEWEST_ROWS:
         what = f"{counted(left_out['seen_in_training'], 'row')} of {dataset} were seen in training"
         what += f", and the other {len(kept):,} are too few to calibrate on"
@@ -72,7 +71,9 @@ def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any
     record = {
         "fitted": datetime.now(UTC).date().isoformat(),
         "dataset": dataset,
-        "rows_sha256": _hash_of(texts, targets),
+        "rows_sha256": hash_of(
+            [*texts_in(text), target] for text, target in zip(texts, targets, strict=True)
+        ),
         "left_out": left_out,
         **calibration.fit(saved.problem_type, scores, targets, saved.labels, bounds),
     }
@@ -93,7 +94,7 @@ def fitted_factors(answered: Answered) -> tuple[Floats, Floats]:
         CalibrationError: there are too few rows that the model has not seen.
     """
     saved, rows = answered.saved, answered.rows
-    kept, _, _ = _unseen(saved, rows.texts)
+    kept, _, _ = unseen([saved.path], rows.texts)
     targets = [rows.targets[i] for i in kept]
     record = calibration.fit(saved.problem_type, answered.scores[kept], targets, saved.labels)
     fitted = calibration.Calibration(record, saved.labels)
@@ -113,7 +114,9 @@ def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[
     answered = Answered(loaded.saved, loaded.engine, loaded.tokenizer, rows, scores)
     with writing_folder(artefact) as folder:
         for path in artefact.iterdir():
-            if path.name not in (MANIFEST_FILE, FAMILIARITY_FILE):
+            if path.is_dir():  # such as a cascade, which has a copy of its own of all it needs
+                shutil.copytree(path, folder / path.name)
+            elif path.name not in (MANIFEST_FILE, FAMILIARITY_FILE):
                 shutil.copyfile(path, folder / path.name)
         record = calibrate(answered, bounds, folder)
         # Whatever else lies there, such as a card or what the model has seen, is no part of it.
@@ -127,21 +130,17 @@ def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[
     return record
 
 
-def _unseen(
-    saved: SavedModel, texts: Sequence[Text]
+def unseen(
+    models: Sequence[Path], texts: Sequence[Text]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
-    """The places of the texts that the model has not seen, of equal ones the first; of those that it
-    has; and how many are left out, by why. If nobody knows what it has seen, nothing says so.
+    """The places of the texts that none of the models has seen, of equal ones the first; of those
+    that one has; and how many are left out, by why. Only if every model knows what it has seen is
+    there a number for `seen_in_training`.
     """
-    # X.pt and its artefact X.native lie beside the model folder X; other artefacts lie inside it.
-    # An artefact may also have a copy of the file itself.
-    path, folders = saved.path, [saved.path]
-    if is_artefact(path):
-        folders.append(path.parent)
-    if path.is_file() or path.suffix.removeprefix(".") in PRECISIONS:
-        folders.append(path.with_suffix(""))
-    seen = next(filter(None, map(SeenTexts.read, folders)), None)
-    is_seen = seen.which_seen(texts) if seen else np.zeros(len(texts), dtype=bool)
+    known = [seen for model in models if (seen := _seen_by(model))]
+    is_seen = np.zeros(len(texts), dtype=bool)
+    for seen in known:
+        is_seen |= seen.which_seen(texts)
     # A text that is there twice would count as two witnesses.
     first_at: dict[Any, int] = {}
     for i, text in enumerate(texts):
@@ -149,9 +148,22 @@ def _unseen(
     is_first = np.zeros(len(texts), dtype=bool)
     is_first[list(first_at.values())] = True
     left_out = {"repeated": int((~is_first & ~is_seen).sum())}
-    if seen:
-        left_out["seen_in_training"] = int(is_seen.sum())
+    if known:
+        name = "seen_in_training" if len(known) == len(models) else "seen_by_one_model"
+        left_out[name] = int(is_seen.sum())
     return np.flatnonzero(is_first & ~is_seen), np.flatnonzero(is_seen), left_out
+
+
+def _seen_by(path: Path) -> SeenTexts | None:
+    """What a model has seen in training; None if nobody knows."""
+    # X.pt and its artefact X.native lie beside the model folder X; other artefacts lie inside it.
+    # An artefact may also have a copy of the file itself.
+    folders = [path]
+    if is_artefact(path):
+        folders.append(path.parent)
+    if path.is_file() or path.suffix.removeprefix(".") in PRECISIONS:
+        folders.append(path.with_suffix(""))
+    return next(filter(None, map(SeenTexts.read, folders)), None)
 
 
 def _familiarity(
@@ -181,15 +193,25 @@ def _familiarity(
     return familiarity.fit(saved.problem_type, training_ids, held_out, tokenizer.highest_id + 1)
 
 
-def _hash_of(texts: Sequence[Text], targets: Sequence[Any]) -> str:
-    """SHA-256 of the rows in their order, one JSON list a line: the text or texts, and what is
-    right.
+def hash_of(rows: Iterable[Sequence[Any]]) -> str:
+    """SHA-256 of rows in their order, one JSON list per line: the text or texts, and what is right
+    if that is known.
     """
     digest = hashlib.sha256()
-    for text, target in zip(texts, targets, strict=True):
-        line = json.dumps([*texts_in(text), target], ensure_ascii=True)
-        digest.update(line.encode() + b"\n")
+    for row in rows:
+        digest.update(json.dumps(row, ensure_ascii=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def public_name(dataset: str) -> str:
+    """Of a path only the end: the folder above it is nobody's business in a published model."""
+    return "/".join(Path(dataset).parts[-2:])
+
+
+def columns_of(metadata: Mapping[str, Any], *, reads_pairs: bool) -> Columns:
+    """The columns that training read, which the model's metrics name."""
+    text, label = (str(metadata.get(f"{name}_column", name)) for name in ("text", "label"))
+    return Columns(text, label, str(metadata.get("pair_column", "text_pair")) * reads_pairs)
 
 
 def error_row(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -203,15 +225,8 @@ def error_row(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 def lines_about(record: dict[str, Any]) -> list[str]:
     """For people: what can be promised from here on."""
-    left_out = record["left_out"]
-    lines = [f"Calibrated on {counted(record['rows'], 'row')} of {record['dataset']}"]
-    if why := [f"{n:,} {what.replace('_', ' ')}" for what, n in left_out.items() if n]:
-        lines[0] += f" (left out: {', '.join(why)})"
-    if "seen_in_training" not in left_out:
-        lines.append(
-            "The model does not say which texts it has seen in training; if these rows are among "
-            "them, the promises below do not hold."
-        )
+    rows = f"Calibrated on {counted(record['rows'], 'row')}"
+    lines = lines_about_texts(rows, record)
     if missing := record.get("labels_without_rows"):
         lines.append(f"No row has {_named(missing)}: nothing is known about such texts.")
     if accuracy := record.get("accuracy"):
@@ -222,6 +237,20 @@ def lines_about(record: dict[str, Any]) -> list[str]:
         lines.append(
             "Too few texts to tell how familiar a text is: "
             f"{familiarity.FEWEST_TEXTS:,} training texts are needed."
+        )
+    return lines
+
+
+def lines_about_texts(used: str, record: dict[str, Any]) -> list[str]:
+    """Which texts were used for what, and which were left out."""
+    left_out = record["left_out"]
+    lines = [f"{used} of {record['dataset']}"]
+    if why := [f"{n:,} {what.replace('_', ' ')}" for what, n in left_out.items() if n]:
+        lines[0] += f" (left out: {', '.join(why)})"
+    if "seen_in_training" not in left_out:
+        lines.append(
+            "The model does not say which texts it has seen in training; if these are among them, "
+            "the promises below do not hold."
         )
     return lines
 

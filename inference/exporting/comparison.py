@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from common.rows import LabelledRows
 from common.text import Text, in_one_line
 from inference.engines.answering import spread_of
 from inference.engines.base import Engine, scores_of
+from inference.exporting.calibrating import public_name
 
 # Long enough that a turn is more than warming up, short enough that both engines see the same
 # machine load.
@@ -72,10 +72,8 @@ class Comparison(ABC):
 
     def accuracy(self) -> dict[str, Any]:
         """What the manifest notes about these rows."""
-        # Of a path only the end: the folder above it says nothing to others, and a published model
-        # shows this.
         return {
-            "dataset": "/".join(Path(self.rows.name).parts[-2:]),
+            "dataset": public_name(self.rows.name),
             "rows": len(self.rows.texts),
             **self.measured(),
         }

@@ -14,7 +14,9 @@ from common.calibration import (
     CalibrationError,
     binomial_tail,
     calibration_error,
+    certify_agreement,
     fit,
+    fit_answers,
 )
 from common.errors import share_or_name
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
@@ -269,3 +271,78 @@ def test_scores_that_are_no_numbers_are_refused() -> None:
     scores[7, 1] = np.nan
     with pytest.raises(CalibrationError, match="1 of 200 rows are answered with scores that are no finite numbers"):
         fit(SINGLE_LABEL, scores, right, LABELS)
+
+
+def disagreeing(count: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """How sure a small model is, uniformly from 0 to 1, and whether a big one differs: with probability 0.3 x (1 -
+    confidence), so that of all texts 0.15 x (1 - threshold)^2 get another label.
+    """
+    rng = np.random.default_rng(seed)
+    confidence = rng.random(count)
+    return confidence, rng.random(count) < 0.3 * (1 - confidence)
+
+
+def test_two_models_disagree_more_often_than_promised_in_at_most_one_draw_in_twenty() -> None:
+    thresholds = np.array([certify_agreement(*disagreeing(600, seed), 0.02, 0).threshold for seed in range(500)])
+    broken = int((0.15 * (1 - thresholds) ** 2 > 0.02).sum())
+    # If one draw in twenty may break it, more than 37 of 500 do so once in a hundred times.
+    assert 0 < broken <= 37
+    assert 0.65 < np.median(thresholds) < 0.75  # the bound is reached at 0.635, so little is given away
+
+
+def test_the_certified_threshold_is_the_loosest_whose_test_and_all_stricter_ones_pass() -> None:
+    confidence, differs = disagreeing(500, seed=3)
+    confidence = confidence.round(2)  # so that several texts are equally sure
+    for most in (0.01, 0.03, 0.1):
+        found = certify_agreement(confidence, differs, most, 0)
+        tests = [(t, int((differs & (confidence >= t)).sum())) for t in np.unique(confidence)[::-1]]
+        tails = [binomial_tail(count, 500, most) for _, count in tests]
+        loosest, count = tests[next(i for i, tail in enumerate(tails) if tail > 0.05) - 1]
+        assert (found.threshold, found.num_disagreed) == (loosest, count)
+        assert found.num_passed_on == int((confidence < loosest).sum())
+
+
+def test_a_text_that_must_be_passed_on_is_never_answered_by_the_small_model() -> None:
+    confidence = np.array([0.0] * 300 + [0.9] * 300)
+    found = certify_agreement(confidence, np.zeros(600, dtype=bool), 0.02, 0)
+    assert (found.threshold, found.num_passed_on) == (0.9, 300)
+
+
+def test_each_stricter_threshold_passes_on_half_as_many_texts_again_and_the_last_one_all() -> None:
+    confidence, differs = disagreeing(4000, seed=1)
+    found = certify_agreement(confidence, differs, 0.02, 0)
+    passed_on = [int((confidence < t).sum()) for t in (found.threshold, *found.stricter)]
+    *shown, last = itertools.pairwise(passed_on)
+    assert [after / before for before, after in shown] == pytest.approx([1.5] * len(shown), rel=0.01)
+    assert 1 < last[1] / last[0] <= 1.5
+    assert passed_on[-1] == 4000
+    assert found.stricter[-1] > 1
+
+
+def test_too_few_texts_for_a_bound_are_told_how_many_it_takes() -> None:
+    agreeing = np.zeros(597, dtype=bool)
+    with pytest.raises(CalibrationError, match=r"597 texts are too few: .* takes 598 texts, which is 1 more"):
+        certify_agreement(np.full(597, 0.9), agreeing, 0.005, 0)
+    assert certify_agreement(np.full(598, 0.9), np.zeros(598, dtype=bool), 0.005, 0).num_passed_on == 0
+
+
+def test_a_small_model_that_may_answer_too_little_to_be_of_use_is_refused() -> None:
+    confidence, differs = disagreeing(600, seed=0)
+    answered = 1 - certify_agreement(confidence, differs, 0.02, 0).num_passed_on / 600
+    # At 0.3 the true share is 0.15 x 0.3^2 = 1.35%, less than 2%, so more texts would prove it.
+    what = rf"only {answered:.1%} of these 600 texts, and below 30.0% .* about [\d,]+ more texts would be needed"
+    with pytest.raises(CalibrationError, match=what):
+        certify_agreement(confidence, differs, 0.02, 0.3)
+    with pytest.raises(CalibrationError, match="more texts would not help"):
+        certify_agreement(confidence, differs, 0.02, 0.9)
+
+
+def test_answers_that_are_calibrated_already_are_only_promised_something() -> None:
+    scores, right = drawn(2000)
+    whole = fit(SINGLE_LABEL, scores, right, LABELS)
+    probabilities = SINGLE_LABEL.answers(Calibration(whole, LABELS).scores(scores))
+    record = fit_answers(probabilities, right, LABELS)
+    assert (record["coverage"], record["operating_points"]) == (whole["coverage"], whole["operating_points"])
+    assert not {"temperature", "scale", "offset"} & record.keys()
+    with pytest.raises(CalibrationError, match="99 rows are too few"):
+        fit_answers(probabilities[:99], right[:99], LABELS)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from common.model_folder import Manifest, describe_files, describe_source, write_manifest
+from common.files import sha256_of
+from common.model_folder import (
+    MANIFEST_FILE,
+    SMALL_FOLDER,
+    Manifest,
+    describe_files,
+    describe_source,
+    read_manifest,
+    write_manifest,
+)
 
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
 # Where the data lay when the model was trained: nobody else's business.
@@ -29,6 +39,15 @@ def write_small_model(folder: Path) -> Path:
     (folder / "metrics.json").write_text(json.dumps(_metrics()))
     save_file({"weight": np.arange(500, dtype=np.float32)}, folder / "model.safetensors")
     _write_artefact(folder, folder / "onnx")
+    return folder
+
+
+def write_cascade(model: Path, folder: Path) -> Path:
+    """Write a cascade in which both models are the artefact of the model that `write_small_model` has written."""
+    shutil.copytree(model / "onnx", folder)
+    shutil.copytree(model / "onnx", folder / SMALL_FOLDER)
+    small = {"manifest_sha256": sha256_of(folder / SMALL_FOLDER / MANIFEST_FILE)}
+    write_manifest(folder, replace(read_manifest(folder), cascade={"threshold": 0.9, "small": small}))
     return folder
 
 

@@ -13,6 +13,8 @@ from common.errors import UserError
 from deployment.image_context import ROOT, DeploymentError, build_arguments, image_files, torch_image_files
 from deployment.space_files import dockerfile, space_files
 from tests.deployment.card_rules import front_matter
+from tests.deployment.small_model import write_cascade, write_small_model
+from training.publishing.published_files import model_files
 
 
 def test_every_source_file_is_in_the_context(exported_folder: Path) -> None:
@@ -54,6 +56,14 @@ def test_a_damaged_artefact_is_refused(exported_copy: Path) -> None:
     (exported_copy / "onnx" / "model.onnx").write_bytes(b"")
     with pytest.raises(DeploymentError, match=r"model\.onnx: is not the file that was exported"):
         image_files(exported_copy)
+
+
+@pytest.mark.parametrize("take", [image_files, space_files, model_files])
+def test_a_cascade_is_refused_where_only_one_model_can_go(take: Callable[[Path], object], tmp_path: Path) -> None:
+    cascade = write_cascade(write_small_model(tmp_path / "model"), tmp_path / "cascade")
+    with pytest.raises(UserError, match="is a cascade") as refusal:
+        take(cascade)
+    assert refusal.value.code == "model-folder-needed"
 
 
 def test_an_artefact_of_other_weights_is_refused(exported_copy: Path) -> None:

@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.model_folder import verified_manifest
 from inference.model_sources import source_at
 from tests.deployment.hub_contents import Hub, Repository
-from tests.deployment.small_model import write_small_model
+from tests.deployment.small_model import write_cascade, write_small_model
 from tests.deployment.stand_in_hub import READER, running_hub
 from tests.http_servers import JsonHandler, served
 from tests.inference.conftest import StartServer
@@ -125,6 +125,28 @@ def test_a_model_folder_is_fetched_with_its_artefacts_and_without_its_weights(tm
     assert not (target / "model.safetensors").exists()
     assert (target / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert "is already there" in fetch(model, target).stdout
+
+
+def test_a_cascade_is_fetched_with_both_of_its_models_or_not_at_all(tmp_path: Path, target: Path) -> None:
+    cascade = write_cascade(write_small_model(tmp_path / "model"), tmp_path / "cascade")
+    assert fetch(cascade, target).returncode == 0
+    for folder in ("", "small"):
+        names = {path.name for path in (cascade / folder).iterdir()}
+        assert {path.name for path in (target / folder).iterdir()} == names
+        assert verified_manifest(target / folder, None) == verified_manifest(cascade / folder, None)
+    assert "is already there" in fetch(cascade, target).stdout
+    pin = hashlib.sha256((cascade / "manifest.json").read_bytes()).hexdigest()
+    assert "is already there" in fetch("/gone", target, "--manifest_sha256", pin).stdout
+    (target / "small" / "model.onnx").write_bytes(b"damaged")
+    assert fetch(cascade, target, "--manifest_sha256", pin).returncode == 0
+    assert verified_manifest(target / "small", None)
+
+    with (cascade / "small" / "manifest.json").open("a") as manifest:
+        manifest.write(" ")
+    other = target.with_name("other")
+    assert "is not the small model that this cascade was certified with" in refusal(fetch(cascade, other), other)
+    (cascade / "small" / "manifest.json").unlink()
+    assert "small/manifest.json: is missing" in refusal(fetch(cascade, other), other)
 
 
 def test_what_is_there_already_is_not_fetched_again(files: FileServer, target: Path) -> None:

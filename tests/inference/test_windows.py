@@ -19,7 +19,7 @@ from common.errors import ModelLoadError, UserError
 from common.model_folder import read_saved_model
 from common.text import TextTokenizer, clean_text
 from common.windows import ATTENTION_KEY, MOST_WINDOWS, Windows, pool
-from inference import export, score
+from inference import cascade, export, score
 from inference.engines import native
 from inference.engines.model_loader import ModelLoader
 from inference.engines.native.library import library_path
@@ -223,6 +223,11 @@ def test_a_passage_is_found_in_the_text_as_it_was_before_cleaning(windowed: Path
 def test_a_browser_is_refused_a_model_that_reads_windows(windowed: Path) -> None:
     with pytest.raises(UserError, match="reads long texts in windows"):
         browser_files(windowed)
+
+
+def test_a_model_that_reads_windows_cannot_be_in_a_cascade(windowed: Path) -> None:
+    with pytest.raises(UserError, match="reads long texts in windows cannot be in a cascade"):
+        cascade.main([str(windowed), str(windowed)])
 
 
 @pytest.mark.parametrize(

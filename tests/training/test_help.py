@@ -28,6 +28,7 @@ COMMANDS = (
     ("-m", "training.search"),
     ("-m", "training.publish_model"),
     ("-m", "inference.export"),
+    ("-m", "inference.cascade"),
     ("-m", "inference.predict"),
     ("-m", "inference.serve"),
     ("-m", "learn.cards", "run"),

@@ -7,14 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from common.errors import UserError
 from common.problem_types import PLAIN_TEXT
-from common.rows import Columns, Reading, read_file
+from common.rows import Reading, read_texts
 from common.text import Text
 from training.config import TrainConfig
 from training.data.dataset import Rows, TextData, texts_on_disk
@@ -85,21 +84,15 @@ def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> Text
     flag = "unlabelled" if config.unlabelled else "distill_texts"
     asked = f"--{flag} {getattr(config, flag)}"
     path = Path(getattr(config, flag)).expanduser()
-    # Columns of a second text stand behind that of a label. There is none to read, so a column of
-    # the text takes its place, and what it says there is ignored.
-    columns = Columns(
-        config.columns.text, config.columns.pair.partition(",")[0], config.columns.pair
-    )
     reading = Reading(
-        columns,
+        config.columns.without_label(),
         skip=config.bad_rows == "skip",
         flag=f"--{flag}",
         remedy="name yours with --text_column",
         problem_type=PLAIN_TEXT,
         new_texts=partial(texts_on_disk, cache_dir),
     )
-    files = (read_file(file, reading) for file in _files_in(path, reading.formats, asked))
-    texts, _ = reading.usable(str(path), chain.from_iterable(files))
+    texts = read_texts(path, reading)
 
     num_labelled = len(data.train)
     # A text that any row has already is left out: in the validation or test rows it would make
@@ -118,16 +111,6 @@ def add_unlabelled(data: TextData, config: TrainConfig, cache_dir: Path) -> Text
         left_out=data.left_out + reading.count,
         num_unlabelled=len(fresh),
     )
-
-
-def _files_in(path: Path, formats: Sequence[str], asked: str) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if found := sorted(one for one in path.glob("*") if one.suffix in formats):
-        return found
-    what = f"the folder has no file that ends in {', '.join(formats)}"
-    what = what if path.is_dir() else "no such file or folder"
-    raise UserError(f"{asked}: {what}", code="data-not-found")
 
 
 def _fresh_rows(joined: TextData, num_labelled: int) -> tuple[np.ndarray, int]:

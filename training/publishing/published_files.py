@@ -17,6 +17,7 @@ from common.model_folder import (
     PRECISIONS,
     WEIGHTS_FILE,
     is_artefact,
+    read_manifest,
     read_saved_model,
     verified_manifest,
 )
@@ -46,10 +47,10 @@ def model_files(model: Path) -> Files:
             card names a path.
     """
     if is_artefact(model) or model.is_file():
-        raise UserError(
-            f"{model}: is one file or one artefact of a model; give the model folder",
-            code="model-folder-needed",
-        )
+        what = "is one file or one artefact of a model; give the model folder"
+        if is_artefact(model) and read_manifest(model).cascade:
+            what = "is a cascade; publish the folders of its two models"
+        raise UserError(f"{model}: {what}", code="model-folder-needed")
     # Only to refuse what is no complete model; the files go up as they are.
     read_saved_model(model)
     manifests = {
