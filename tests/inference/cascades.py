@@ -29,14 +29,14 @@ _PROBES = ["Oil prices rise again as stocks fall on Wall Street."]
 
 
 def make_cascade(big: Path, small: Path, folder: Path, threshold: float = 0.8, **changes: Any) -> Path:
-    """Join two artefacts; ``changes`` replace keys of the record, or remove those that are None."""
+    """Join two artefacts; ``changes`` replace keys of the record."""
     shutil.copytree(big, folder)
     shutil.copytree(small, folder / SMALL_FOLDER)
     sources = {name: read_manifest(artefact).source for name, artefact in (("big", big), ("small", small))}
     named = {name: {key: one[key] for key in ("name", "weights_sha256")} for name, one in sources.items()}
     record: dict[str, Any] = {
         "threshold": threshold,
-        "stricter": [(threshold + 1) / 2, 1.0],
+        "stricter": [(threshold + 1) / 2, 1.01],
         "max_disagreement": 0.005,
         "confidence": 0.95,
         "dataset": "rows.csv",
@@ -50,7 +50,6 @@ def make_cascade(big: Path, small: Path, folder: Path, threshold: float = 0.8, *
         "small": named["small"] | {"manifest_sha256": sha256_of(small / MANIFEST_FILE)},
         **changes,
     }
-    record = {key: value for key, value in record.items() if value is not None}
     write_manifest(folder, replace(read_manifest(folder), cascade=record))
     return folder
 
