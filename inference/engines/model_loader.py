@@ -68,8 +68,7 @@ class Cascade:
         small = ModelLoader(path, "auto", hardware)
         if why_not := cls.why_not(big, small):
             raise ModelLoadError(path, why_not, _WRITE_AGAIN)
-        # An answer must not lack what another one has, so what is familiar is known only if both
-        # models know it.
+        # If only one of them knew what is familiar, the answers of the other would lack it.
         calibrations = [one.answering.calibration for one in (small, big)]
         if any(one is None or one.familiarity is None for one in calibrations):
             for known in filter(None, calibrations):
@@ -98,7 +97,7 @@ class Cascade:
         ``values``: what it answers to one text, in the labels' order; ``truncated``: whether it
         read only the beginning. The big one may read more of it, so such a text is passed on.
         """
-        # NaN is not at least anything, so the big model gets what the small one fails on.
+        # Comparing with NaN is false, so a text for which the small model fails is passed on too.
         return max(values) >= self.threshold and not truncated
 
     def passed_on(self, values: NDArray[np.float64], truncated: Sequence[bool]) -> list[int]:

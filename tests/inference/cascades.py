@@ -24,7 +24,9 @@ from common.model_folder import (
 from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine
+from tests.processes import REPOSITORY
 
+NEWS = REPOSITORY / "checkpoints" / "news"
 _PROBES = ["Oil prices rise again as stocks fall on Wall Street."]
 
 
@@ -84,4 +86,12 @@ def make_artefact(model: Path, folder: Path) -> Path:
         probe_tolerance=0.1,
     )
     write_manifest(folder, manifest)
+    return folder
+
+
+def recalibrated(artefact: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of an artefact with other keys in its calibration."""
+    shutil.copytree(artefact, folder)
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, calibration=manifest.calibration | changes))
     return folder

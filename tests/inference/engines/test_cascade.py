@@ -17,11 +17,9 @@ from common.model_folder import MANIFEST_FILE, SMALL_FOLDER
 from common.text import PAIR_KEY
 from common.windows import Windows
 from inference.engines.model_loader import Cascade, ModelLoader
-from tests.inference.cascades import make_artefact, make_cascade
+from tests.inference.cascades import NEWS, make_artefact, make_cascade, recalibrated
 from tests.inference.conftest import LABELS, THRESHOLDS, TINY, MakeFolder
-from tests.processes import REPOSITORY
 
-NEWS = REPOSITORY / "checkpoints" / "news"
 LONG = "Shares fall and oil prices rise again on Wall Street. " * 10  # beyond the 24 ids of the tiny model
 ASKED: dict[str, Any] = {"coverage": 0.98, "max_error": "2%", "familiarity": True}
 
@@ -32,18 +30,9 @@ def tiny(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_artefact(model_folder, tmp_path_factory.mktemp("artefacts") / "tiny")
 
 
-def edited(artefact: Path, name: str, **changes: Any) -> Path:
-    path = artefact / name
+def edit_manifest(artefact: Path, **changes: Any) -> None:
+    path = artefact / MANIFEST_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return artefact
-
-
-@pytest.fixture
-def colder(tmp_path: Path) -> Path:
-    """`NEWS` with a calibration that makes it less sure."""
-    calibration = json.loads((NEWS / MANIFEST_FILE).read_text())["calibration"]
-    copy = Path(shutil.copytree(NEWS, tmp_path / "colder"))
-    return edited(copy, MANIFEST_FILE, calibration=calibration | {"temperature": 2.0})
 
 
 # What it answers
@@ -107,17 +96,16 @@ def test_a_text_that_either_model_cannot_read_is_blank(folder_copy: Path, tmp_pa
 
 
 def test_promises_are_those_of_both_and_familiarity_is_that_of_the_model_that_answers(
-    colder: Path, tmp_path: Path, texts: list[str]
+    tmp_path: Path, texts: list[str]
 ) -> None:
     # The promises of the cascade, in the manifest of the big model, are not those of the big model alone.
-    big = Path(shutil.copytree(NEWS, tmp_path / "big"))
-    calibration = json.loads((big / MANIFEST_FILE).read_text())["calibration"]
     points = {"0.02": {"max_error": 0.02, "threshold": 0.6}}
     coverage = [{"coverage": 0.99, "threshold": 0.01, "mean_size": 2.0}]
-    edited(big, MANIFEST_FILE, calibration=calibration | {"operating_points": points, "coverage": coverage})
-    small, plain = ModelLoader(colder), ModelLoader(NEWS)
+    big = recalibrated(NEWS, tmp_path / "big", operating_points=points, coverage=coverage)
+    less_sure = recalibrated(NEWS, tmp_path / "less_sure", temperature=2.0)
+    small, plain = ModelLoader(less_sure), ModelLoader(NEWS)
     confidences = sorted(one["confidence"] for one in small.predict_batch(texts))
-    model = ModelLoader(make_cascade(big, colder, tmp_path / "cascade", confidences[3]))
+    model = ModelLoader(make_cascade(big, less_sure, tmp_path / "cascade", confidences[3]))
 
     by_small = [one["confidence"] >= confidences[3] for one in small.predict_batch(texts)]
     assert {*by_small} == {True, False}
@@ -183,7 +171,7 @@ def test_a_damaged_record_is_refused_in_one_line(
 ) -> None:
     folder = make_cascade(NEWS, tiny, tmp_path / "cascade")
     record = json.loads((folder / MANIFEST_FILE).read_text())["cascade"] | changes
-    edited(folder, MANIFEST_FILE, cascade=record)
+    edit_manifest(folder, cascade=record)
     line = refusal(folder)
     assert line.startswith(f"{folder / MANIFEST_FILE}: its cascade is damaged (")
     assert what in line
@@ -194,7 +182,7 @@ def test_a_damaged_record_is_refused_in_one_line(
     [
         lambda small: shutil.rmtree(small),
         lambda small: (small / MANIFEST_FILE).unlink(),
-        lambda small: edited(small, MANIFEST_FILE, created="2027-01-01T00:00:00+00:00"),
+        lambda small: edit_manifest(small, created="2027-01-01T00:00:00+00:00"),
     ],
 )
 def test_a_small_model_that_is_missing_or_another_one_is_refused(
