@@ -28,7 +28,7 @@ from common.hardware import usable_cpus
 from common.row_parts import ROWS_PER_PART
 from common.rows import read_labelled_rows
 from inference.bulk.job import plan_job
-from inference.bulk.scoring import Passes, Prepared, Scoring
+from inference.bulk.scoring import Passes, Scoring, Tokenized, divide
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.settings import keep_tokenizer_on_one_thread
@@ -114,13 +114,14 @@ def measure_model(path: Path, num_rows: int, options: Namespace, run: dict[str, 
 
 def run_engine(model: ModelLoader, token_ids: list[list[int]]) -> None:
     """The forward passes of all rows, in the windows that scoring has."""
-    passes = Passes(model.engine)
+    passes = Passes([model.engine])
     futures = []
     for start in range(0, len(token_ids), ROWS_PER_PART):
         window = token_ids[start : start + ROWS_PER_PART]
         # Cut into the windows of scoring, so both sort by length within the same rows and have the
         # same passes: what differs is everything around these.
-        futures += passes.submit(Prepared(None, 0, None, [], window, passes.divide(window)))
+        divided = divide(window, model.engine)
+        futures += passes.submit(Tokenized(token_ids=window, passes=divided))
     for future in futures:
         future.result()
     passes.close()

@@ -461,7 +461,8 @@ class ManyTexts:
         self._words: dict[str, list[int]] = {}
         self._num_chars = 0
         self.num_cut = 0  # texts so far
-        # The positions of those of the last call that have nothing to classify.
+        # The positions of those of the last call that were cut, and that have nothing to classify.
+        self.cut: list[int] = []
         self.blank: list[int] = []
         self._frame = _frame_of(tokenizer)
 
@@ -470,15 +471,21 @@ class ManyTexts:
             return self._in_the_usual_way(texts)
         split = [text.split(" ") for text in texts]
         self._remember(set().union(*split))
-        found = [self._framed(words) for words in split]
+        framed = [self._framed(words) for words in split]
+        self._note_cut(is_cut for _, is_cut in framed)
+        found = [ids for ids, _ in framed]
         self.blank = [i for i, ids in enumerate(found) if self._texts.is_blank(ids)]
         return found
 
     def _in_the_usual_way(self, texts: Sequence[Text]) -> list[list[int]]:
         encoded = self._texts.encode_cleaned(texts)
-        self.num_cut += sum(one.truncated for one in encoded)
+        self._note_cut(one.truncated for one in encoded)
         self.blank = [i for i, one in enumerate(encoded) if one.blank]
         return [one.ids for one in encoded]
+
+    def _note_cut(self, is_cut: Iterable[bool]) -> None:
+        self.cut = [i for i, one in enumerate(is_cut) if one]
+        self.num_cut += len(self.cut)
 
     def _remember(self, words: set[str]) -> None:
         # Typing errors and numbers never come to an end, so all is forgotten from time to time. It
@@ -490,8 +497,10 @@ class ManyTexts:
         self._words.update(zip(new, (one.ids for one in encodings), strict=True))
         self._num_chars += sum(map(len, new))
 
-    def _framed(self, words: list[str]) -> list[int]:
-        """A text's ids, cut at the limit, between the special tokens; of windows, all of them."""
+    def _framed(self, words: list[str]) -> tuple[list[int], bool]:
+        """A text's ids, cut at the limit, between the special tokens, of windows all of them; and
+        whether it was cut.
+        """
         assert self._frame is not None
         begin, end = self._frame
         ids: list[int] = []
@@ -499,17 +508,16 @@ class ManyTexts:
             ids += self._words[word]  # a comprehension would go through all ids in Python
         room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows
         if windows is None or len(ids) <= room:
-            self.num_cut += len(ids) > room
-            return [*begin, *ids[:room], *end]
+            return [*begin, *ids[:room], *end], len(ids) > room
         # Each window repeats `overlap` tokens of the one before it. None begins within the last of
         # these tokens, because it would repeat them and have nothing new.
         starts = range(0, len(ids) - windows.overlap, room - windows.overlap)
-        self.num_cut += len(starts) > windows.most
-        return [
+        found = [
             id_
             for start in starts[: windows.most]
             for id_ in (*begin, *ids[start : start + room], *end)
         ]
+        return found, len(starts) > windows.most
 
 
 # What a tokenizer is made of that treats each word apart, by the parts of tokenizer.json.

@@ -195,7 +195,7 @@ def _predict_lines(
     """Print the answers to these lines; return the numbers of those that are blank to the model."""
     texts = [_pair(options.file, line) if model.reads_pairs else line for _, line in lines]
     # Cleaning may leave nothing of a line that is not empty, such as one of markup.
-    is_blank = [one.blank for one in model.tokenizer.encode(texts)]
+    is_blank = [one.blank for one in model.stages[0].tokenizer.encode(texts)]
     texts = [text for text, skip in zip(texts, is_blank, strict=True) if not skip]
     answers = cast("list[dict[str, Any]]", model.predict_batch(texts, **asked))
     _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)

@@ -191,6 +191,7 @@ def _describe(model: ModelLoader) -> dict[str, Any]:
         "labels": model.labels,
         "max_length": model.max_length,
         **_meaning(model.answering),
+        **({"small": _describe(model.cascade.small)} if model.cascade else {}),
     }
 
 

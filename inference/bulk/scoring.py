@@ -23,7 +23,7 @@ from inference import asking
 from inference.bulk.job import Claims, FileParts, Job
 from inference.bulk.rows_out import Added, Answers, RowsOut
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
-from inference.engines.model_loader import ModelLoader
+from inference.engines.model_loader import Cascade, ModelLoader
 
 # Parts whose passes are queued at the same time: while the last passes of one run, those of the
 # next follow.
@@ -33,15 +33,26 @@ WAIT_SECONDS = 0.25
 
 
 @dataclass(slots=True)
+class Tokenized:
+    """The rows of a part that one model reads, ready for its forward passes."""
+
+    stage: int = 0  # of the model in `ModelLoader.stages`
+    positions: list[int] = field(default_factory=list)  # of the rows that have tokens
+    token_ids: list[list[int]] = field(default_factory=list)  # of these
+    truncated: list[bool] = field(default_factory=list)  # which of these were cut
+    passes: list[list[int]] = field(default_factory=list)  # indices into these
+
+
+@dataclass(slots=True)
 class Prepared:
-    """A claimed part, ready for its forward passes."""
+    """A claimed part, what its rows have been answered so far, and which of them are read next."""
 
     file: FileParts
     number: int
     part: Part
-    positions: list[int]  # of the rows that have tokens
-    token_ids: list[list[int]]  # of these
-    passes: list[list[int]] = field(default_factory=list)  # indices into these
+    values: NDArray[np.float64]  # (rows, labels), NaN where a row has no answer
+    familiarity: list[float | None]  # of each row
+    tokenized: Tokenized = field(default_factory=Tokenized)
 
 
 # What a pass has read, and its scores (logits), (texts, labels).
@@ -49,43 +60,33 @@ Scored = tuple[TokenBatch, NDArray[np.float32]]
 
 
 class Passes:
-    """Forward passes on threads that share the engine's slots."""
+    """Forward passes on threads that share the slots of the engines."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        slots = engine.num_slots
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        slots = max(engine.num_slots for engine in engines)
         # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each
         # pass gets several, which answers nothing differently.
-        at_once = min(slots, PASSES_AT_ONCE)
+        at_once = min(PASSES_AT_ONCE, *(engine.num_slots for engine in engines))
         self._threads: SimpleQueue[int] = SimpleQueue()
         for number in range(at_once):
             self._threads.put(slots // at_once + (number < slots % at_once))
+        # One pool for all engines: each has a slot for every processor, so with a pool for each
+        # there would be twice as many threads as processors.
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="pass")
-        # A padding engine also gets texts of equal length, since they are sorted.
-        self._tokens = (
-            engine.batch_tokens if engine.pads else max(engine.batch_tokens, RAGGED_TOKENS)
-        )
 
-    def divide(self, token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Texts of equal length go together; the longest first, so the last passes are short."""
-        order = sorted(range(len(token_ids)), key=lambda i: (-len(token_ids[i]), i))
-        lengths = [len(token_ids[i]) for i in order]
+    def submit(self, tokenized: Tokenized) -> list[Future[Scored]]:
+        engine = self._engines[tokenized.stage]
         return [
-            [order[i] for i in one]
-            for one in forward_passes(lengths, pads=False, tokens=self._tokens)
+            self._pool.submit(self._run, engine, [tokenized.token_ids[i] for i in chosen])
+            for chosen in tokenized.passes
         ]
 
-    def submit(self, prepared: Prepared) -> list[Future[Scored]]:
-        return [
-            self._pool.submit(self._run, [prepared.token_ids[i] for i in chosen])
-            for chosen in prepared.passes
-        ]
-
-    def _run(self, token_ids: list[list[int]]) -> Scored:
+    def _run(self, engine: Engine, token_ids: list[list[int]]) -> Scored:
         threads = self._threads.get()
         try:
             batch = TokenBatch.of(token_ids)
-            return batch, self._engine.logits(batch, threads)
+            return batch, engine.logits(batch, threads)
         except ForeseenError:
             raise
         except Exception as error:  # every runtime has its own errors
@@ -111,7 +112,7 @@ class Progress:
         self._begun = self._last = time.monotonic()
         # The speed of the last minutes counts, of all processes of the job together.
         self._seen: deque[tuple[float, float]] = deque(maxlen=60)
-        self.rows = self.bad_rows = 0
+        self.rows = self.bad_rows = self.passed_on = 0
 
     def finished_file(self, number: int) -> None:
         self._shares[number] = 1.0
@@ -143,10 +144,14 @@ class Progress:
         seconds = time.monotonic() - self._begun
         if sys.stderr.isatty() and not self._quiet:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        bad = f"; {self.bad_rows:,} of them could not be classified, the last column says why"
-        bad = bad if self.bad_rows else ""
-        speed = f"{self.rows / seconds:,.0f} rows per second"
-        return f"{counted(self.rows, 'row')} in {seconds:,.1f} s, {speed}{bad}"
+        line = f"{counted(self.rows, 'row')} in {seconds:,.1f} s, "
+        line += f"{self.rows / seconds:,.0f} rows per second"
+        if self.passed_on:
+            share = f"{self.passed_on / self.rows:.1%}"
+            line += f"; {self.passed_on:,} of them ({share}) by the big model"
+        if self.bad_rows:
+            line += f"; {self.bad_rows:,} of them could not be classified, the last column says why"
+        return line
 
 
 class Scoring:
@@ -168,7 +173,7 @@ class Scoring:
             self._wanted = model.answering.wanted(**asked)
         except CalibrationError as error:
             raise UserError(str(error), code="no-guarantee") from error
-        self._tokenize = model.tokenizer.many()
+        self._stages = [(stage, stage.tokenizer.many()) for stage in model.stages]
         self._keep = job.settings["bad_rows"] == "keep"
         self.files = [FileParts(job, number) for number in range(len(job.files))]
         # What writes the rows of each input, and the joining of its parts, both by its number.
@@ -194,13 +199,13 @@ class Scoring:
         for file in self.files:
             file.begin()
         claims = Claims(self._job.outputs)
-        passes = Passes(self._model.engine)
+        passes = Passes([stage.engine for stage in self._model.stages])
         # One thread each, so that parts are read and written in order, and an output is joined
         # while other parts are still being scored.
         ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
         try:
             self._score(
-                self._claimed_parts(claims, passes, joining),
+                self._claimed_parts(claims, joining),
                 passes,
                 ahead,
                 lambda prepared, found: behind.submit(self._write, claims, prepared, found),
@@ -231,16 +236,32 @@ class Scoring:
             if prepared is None:  # others work on all that is left: bring this process's to an end
                 most_running = most_writing = 0
             else:
-                running.append((prepared, passes.submit(prepared)))
-                most_running, most_writing = PARTS_IN_PASSES - 1, 1
+                running.append((prepared, passes.submit(prepared.tokenized)))
+                most_running, most_writing = (PARTS_IN_PASSES - 1) * len(self._stages), 1
             following = ahead.submit(next, parts, None)
             # Now the passes of two parts are queued and a third is being prepared, so no core
-            # waits for the next text; and not more than that is in memory.
+            # waits for the next text; and not more than that is in memory. A cascade queues each part
+            # twice: while the rows that its small model passes on are tokenized for the big one,
+            # the cores run the passes of the part behind it.
             while len(running) > most_running:
                 ended, futures = running.popleft()
-                writing.append(write(ended, [future.result() for future in futures]))
+                found = [future.result() for future in futures]
+                if (cascade := self._model.cascade) and ended.tokenized.stage == 0:
+                    self._pass_on(cascade, ended, found)
+                    running.append((ended, passes.submit(ended.tokenized)))
+                    continue
+                writing.append(write(ended, found))
                 while len(writing) > most_writing:
                     writing.popleft().result()
+
+    def _pass_on(self, cascade: Cascade, prepared: Prepared, found: Sequence[Scored]) -> None:
+        """Keep the answers that the small model is sure of, and tokenize the rest for the big one."""
+        self._read(prepared, found)
+        read = prepared.tokenized
+        unsure = cascade.passed_on(prepared.values[read.positions], read.truncated)
+        rest = [read.positions[i] for i in unsure]
+        prepared.values[rest] = np.nan  # also of a text that then is blank to the big model
+        self._tokenize(prepared, 1, rest)
 
     def _wait(self, running: Sequence[object], writing: Sequence[object]) -> bool:
         """Whether there is still something to do; waits a moment if others do it."""
@@ -251,7 +272,7 @@ class Scoring:
         return True
 
     def _claimed_parts(
-        self, claims: Claims, passes: Passes, joining: ThreadPoolExecutor
+        self, claims: Claims, joining: ThreadPoolExecutor
     ) -> Iterator[Prepared | None]:
         """Parts that are this process's to score; None when others work on all that is left."""
         while len(self._done) < len(self.files):
@@ -262,7 +283,7 @@ class Scoring:
             for number, file in enumerate(self.files):
                 if self._is_done(number):
                     continue
-                yield from self._claimed_of(number, claims, passes)
+                yield from self._claimed_of(number, claims)
                 file.close()
                 count = file.count()
                 if number in self._assembling or not count or len(file.finished()) < count:
@@ -283,7 +304,7 @@ class Scoring:
         self.progress.finished_file(number)
         return True
 
-    def _claimed_of(self, file_number: int, claims: Claims, passes: Passes) -> Iterator[Prepared]:
+    def _claimed_of(self, file_number: int, claims: Claims) -> Iterator[Prepared]:
         file, number = self.files[file_number], 0
         finished, count = file.finished(), file.count()
         while count is None or number < count:
@@ -297,7 +318,7 @@ class Scoring:
                     return
                 else:
                     self._rows_out(file_number)
-                    yield self._prepared(file, number, part, passes)
+                    yield self._prepared(file, number, part)
             number += 1
 
     def _rows_out(self, number: int) -> RowsOut:
@@ -310,64 +331,84 @@ class Scoring:
             )
         return self._outs[number]
 
-    def _prepared(self, file: FileParts, number: int, part: Part, passes: Passes) -> Prepared:
-        tokenizer = self._model.tokenizer
+    def _prepared(self, file: FileParts, number: int, part: Part) -> Prepared:
+        num_rows = len(part.rows)
+        values = np.full((num_rows, len(self._model.labels)), np.nan)
+        prepared = Prepared(file, number, part, values, [None] * num_rows)
+        self._tokenize(prepared, 0, range(num_rows))
+        if part.problems and not self._keep:
+            raise _unusable(part.problems[min(part.problems)])
+        return prepared
+
+    def _tokenize(self, prepared: Prepared, stage: int, rows: Sequence[int]) -> None:
+        """Make these rows of a part ready for a model; those that are blank to it are a problem."""
+        part, (model, many) = prepared.part, self._stages[stage]
         positions, cleaned, blank = [], [], []
-        for position, text in enumerate(part.texts):
-            if text is None:
-                continue
-            clean = tokenizer.clean_all(text)
+        for position in rows:
+            if (text := part.texts[position]) is None:
+                continue  # a problem already
+            clean = model.tokenizer.clean_all(text)
             if all(texts_in(clean)):
                 positions.append(position)
                 cleaned.append(clean)
             else:
                 blank.append(position)
-        token_ids = self._tokenize.token_ids(cleaned) if cleaned else []
+        token_ids = many.token_ids(cleaned)
+        cut = set(many.cut)
+        truncated = [i in cut for i in range(len(token_ids))]
         # Backwards, so that the indices of those still to go stay right.
-        for i in reversed(self._tokenize.blank if cleaned else []):
+        for i in reversed(many.blank):
             blank.append(positions.pop(i))
-            del token_ids[i]
+            del token_ids[i], truncated[i]
         for position in blank:
-            row = file.place(number).rows + position + 1
-            part.problems[position] = f"{file.file.path} row {row}: the text is blank"
-        if part.problems and not self._keep:
-            raise _unusable(part.problems[min(part.problems)])
-        part.texts.clear()  # they are in the rows
-        return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
+            self._note(prepared, position, "the text is blank")
+        if stage == len(self._stages) - 1:
+            part.texts.clear()  # they are in the rows
+        passes = divide(token_ids, model.engine)
+        prepared.tokenized = Tokenized(stage, positions, token_ids, truncated, passes)
+
+    def _note(self, prepared: Prepared, position: int, problem: str) -> None:
+        """Note why a row has no answer."""
+        row = prepared.file.place(prepared.number).rows + position + 1
+        prepared.part.problems[position] = f"{prepared.file.file.path} row {row}: {problem}"
+
+    def _read(self, prepared: Prepared, found: Sequence[Scored]) -> None:
+        """Turn the scores of a part's passes into the answers of its rows."""
+        if not found:
+            return
+        # All passes of the part at once: called for each pass, numpy would take most of the time
+        # for getting started.
+        batches, scores = zip(*found, strict=True)
+        batch = TokenBatch(
+            np.concatenate([one.ids for one in batches]),
+            np.concatenate([one.lengths for one in batches]),
+        )
+        tokenized = prepared.tokenized
+        answering = self._stages[tokenized.stage][0].answering
+        positions = [tokenized.positions[i] for chosen in tokenized.passes for i in chosen]
+        prepared.values[positions], known = answering.read(
+            batch, np.concatenate(scores), self._wanted
+        )
+        for position, one in zip(positions, known, strict=True):
+            prepared.familiarity[position] = one
 
     def _write(self, claims: Claims, prepared: Prepared, found: Sequence[Scored]) -> None:
-        file, part = prepared.file, prepared.part
-        num_rows = len(part.rows)
-        # (rows, labels). NaN stays where a row has no answer, because its text is blank.
-        values = np.full((num_rows, len(self._model.labels)), np.nan)
-        familiarity: list[float | None] = [None] * num_rows
-        if found:
-            # All passes of the part at once: called for each pass, numpy would take most of the
-            # time for getting started.
-            batches, scores = zip(*found, strict=True)
-            batch = TokenBatch(
-                np.concatenate([one.ids for one in batches]),
-                np.concatenate([one.lengths for one in batches]),
-            )
-            positions = [prepared.positions[i] for chosen in prepared.passes for i in chosen]
-            values[positions], known = self._model.answering.read(
-                batch, np.concatenate(scores), self._wanted
-            )
-            for position, one in zip(positions, known, strict=True):
-                familiarity[position] = one
-        for position in prepared.positions:
-            if not np.isfinite(values[position]).all():
+        self._read(prepared, found)
+        file, part, values = prepared.file, prepared.part, prepared.values
+        for position in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
+            if position not in part.problems:
                 values[position] = np.nan
-                row = file.place(prepared.number).rows + position + 1
-                problem = f"{file.file.path} row {row}: the model answers this text with NaN"
-                part.problems[position] = problem
+                self._note(prepared, position, "the model answers this text with NaN")
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         number = self.files.index(file)
-        data = self._outs[number].part(part, Answers(values, part.problems, familiarity))
+        answers = Answers(values, part.problems, prepared.familiarity)
+        data = self._outs[number].part(part, answers)
         self._job.outputs.write(file.path(prepared.number), data)
         claims.release(file.path(prepared.number, "claim"))
-        self.progress.part_written(file, number, num_rows, len(part.problems))
+        self.progress.part_written(file, number, len(part.rows), len(part.problems))
+        if prepared.tokenized.stage > 0:
+            self.progress.passed_on += len(prepared.tokenized.positions)
 
     def _join(self, claims: Claims, number: int, count: int) -> None:
         file, storage = self.files[number], self._job.outputs
@@ -391,6 +432,18 @@ class Scoring:
         if data is None:
             raise FileNotFoundError(path)
         return data
+
+
+def divide(token_ids: Sequence[Sequence[int]], engine: Engine) -> list[list[int]]:
+    """Divide texts into forward passes: the indices of the texts in each.
+
+    Texts of equal length go together; the longest first, so the last passes are short.
+    """
+    order = sorted(range(len(token_ids)), key=lambda i: (-len(token_ids[i]), i))
+    lengths = [len(token_ids[i]) for i in order]
+    # A padding engine also gets texts of equal length, since they are sorted.
+    tokens = engine.batch_tokens if engine.pads else max(engine.batch_tokens, RAGGED_TOKENS)
+    return [[order[i] for i in one] for one in forward_passes(lengths, pads=False, tokens=tokens)]
 
 
 def _unusable(problem: str) -> UserError:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from common.errors import ModelLoadError
+from common.errors import ModelLoadError, first_line
+from common.escaping import some_of
 from common.files import sha256_of
 from common.hardware import Hardware
 from common.model_folder import MANIFEST_FILE, SMALL_FOLDER, is_artefact, read_manifest
@@ -22,6 +25,7 @@ from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
 
 _ANY_DEVICE = Hardware()
+_WRITE_AGAIN = "write it again: python -m inference.cascade"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Cascade:
         small: reads every text first. Its labels are those of the big one, in the same order.
         threshold: the least probability of its most probable label with which it answers.
         stricter: what follows the threshold if the two are found to disagree too often, the
-            strictest last.
+            strictest last; with one above 1 the small model answers nothing.
         max_disagreement: the largest share of texts that the big model would answer otherwise, as
             promised.
         record: what the manifest has of it.
@@ -51,36 +55,70 @@ class Cascade:
         Raises:
             ModelLoadError: it is missing or damaged, or does not belong to the big one.
         """
-        record, again = read_manifest(folder).cascade, "write it again: python -m inference.cascade"
+        record = read_manifest(folder).cascade
         try:
             expected = record["small"]["manifest_sha256"]
-            threshold, most = float(record["threshold"]), float(record["max_disagreement"])
-            stricter = tuple(map(float, record["stricter"]))
+            numbers = record["threshold"], record["max_disagreement"], *record["stricter"]
+            threshold, most, *stricter = map(_number, numbers)
         except (KeyError, TypeError, ValueError) as error:
-            what = f"its cascade is damaged ({error!r})"
-            raise ModelLoadError(folder / MANIFEST_FILE, what, again) from error
+            what = f"its cascade is damaged ({type(error).__name__}: {first_line(error)})"
+            raise ModelLoadError(folder / MANIFEST_FILE, what, _WRITE_AGAIN) from error
         path = folder / SMALL_FOLDER
         if not is_artefact(path) or sha256_of(path / MANIFEST_FILE) != expected:
             what = "is missing, or is not the small model that this cascade was certified with"
-            raise ModelLoadError(path, what, again)
+            raise ModelLoadError(path, what, _WRITE_AGAIN)
         small = ModelLoader(path, "auto", hardware)
-        kinds = {one.answering.problem_type for one in (small, big)}
-        if small.labels != big.labels or small.reads_pairs != big.reads_pairs or len(kinds) > 1:
-            raise ModelLoadError(path, "does not answer the same question as the big model", again)
-        if kinds != {SINGLE_LABEL}:
-            raise ModelLoadError(path, "only models that give one label can be a cascade", again)
-        return cls(small, threshold, stricter, most, record)
+        if why_not := cls.why_not(big, small):
+            raise ModelLoadError(path, why_not, _WRITE_AGAIN)
+        # If only one of them knew what is familiar, the answers of the other would lack it.
+        calibrations = [one.answering.calibration for one in (small, big)]
+        if any(one is None or one.familiarity is None for one in calibrations):
+            for known in filter(None, calibrations):
+                known.familiarity = None
+        return cls(small, threshold, tuple(stricter), most, record)
+
+    @staticmethod
+    def why_not(big: ModelLoader, small: ModelLoader) -> str:
+        """Why these two cannot be a cascade; empty if they can."""
+        kinds = {one.answering.problem_type for one in (big, small)}
+        order = f"has the labels {some_of(small.labels)}, the big model {some_of(big.labels)}"
+        holds = {
+            "only models that give one label can be a cascade": kinds != {SINGLE_LABEL},
+            f"{order}; they must be the same, in the same order": small.labels != big.labels,
+            "only one of the two models reads pairs": small.reads_pairs != big.reads_pairs,
+            "a model that reads long texts in windows cannot be in a cascade": any(
+                one.tokenizer.windows for one in (big, small)
+            ),
+            "is a cascade itself": small.cascade is not None,
+        }
+        return next((why for why, is_so in holds.items() if is_so), "")
 
     def is_sure(
         self, values: Sequence[float], truncated: bool, threshold: float | None = None
     ) -> bool:
-        """Whether the small model answers, and the big one is not asked.
+        """Whether the small model answers, and the big one need not read the text.
 
         ``values``: what it answers to one text, in the labels' order; ``truncated``: whether it
         read only the beginning. The big one may read more of it, so such a text is passed on.
         ``threshold``: a stricter one than that of the certificate.
         """
+        # Comparing with NaN is false, so a text for which the small model fails is passed on too.
         return max(values) >= (threshold or self.threshold) and not truncated
+
+    def passed_on(self, values: NDArray[np.float64], truncated: Sequence[bool]) -> list[int]:
+        """The positions of the texts that the big model has to read.
+
+        ``values``: what the small model answers, (texts, labels); else as in `is_sure`.
+        """
+        texts = zip(values.tolist(), truncated, strict=True)
+        return [i for i, (one, cut) in enumerate(texts) if not self.is_sure(one, cut)]
+
+
+def _number(value: Any) -> float:
+    # Above 1 is a threshold that no probability reaches: the strictest one.
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.80} is not a number that is at least 0")
+    return float(value)
 
 
 class ModelLoader:
@@ -134,19 +172,25 @@ class ModelLoader:
         self.engine = loaded.engine
         self.tokens_per_second = loaded.tokens_per_second
         folder = loaded.saved.path
-        revision = loaded.revision
+        revision, reason = loaded.revision, loaded.reason
         if is_artefact(folder) and read_manifest(folder).cascade:
             self.cascade = Cascade.read(folder, hardware, self)
+            reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"
             parts = (revision, self.cascade.small.info["revision"], str(self.cascade.threshold))
             revision = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
         self.info: dict[str, str] = {
             "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
             "engine": loaded.engine.name,
-            "reason": loaded.reason,
+            "reason": reason,
             "precision": loaded.precision,
             "revision": revision,
             "path": str(folder),
         }
+
+    @property
+    def stages(self) -> list[ModelLoader]:
+        """The models that read texts, the first one all of them."""
+        return [self] if self.cascade is None else [self.cascade.small, self]
 
     def predict(
         self,
@@ -190,13 +234,12 @@ class ModelLoader:
     def _classify(
         self, texts: Sequence[Text], names: Sequence[str], wanted: Wanted
     ) -> list[Prediction]:
-        encoded = self.tokenizer.encode(texts)
-        for name, one in zip(names, encoded, strict=True):
-            if one.blank:
-                raise _blank(name)
-        token_ids = [one.ids for one in encoded]
-        scores = scores_of(self.engine, token_ids)
-        answers, familiarity = self.answering.read(TokenBatch.of(token_ids), scores, wanted)
+        answers, familiarity, truncated = self.stages[0]._read(texts, names, wanted)
+        if self.cascade and (rest := self.cascade.passed_on(answers, truncated)):
+            some = [texts[i] for i in rest], [names[i] for i in rest]
+            answers[rest], of_these, _ = self._read(*some, wanted)
+            for i, known in zip(rest, of_these, strict=True):
+                familiarity[i] = known
         if not np.isfinite(answers).all():
             raise ForwardError("the model answers this text with NaN")
         predictions = (
@@ -205,11 +248,26 @@ class ModelLoader:
         )
         return cast("list[Prediction]", list(predictions))
 
+    def _read(
+        self, texts: Sequence[Text], names: Sequence[str], wanted: Wanted
+    ) -> tuple[NDArray[np.float64], list[float | None], list[bool]]:
+        """What this model alone answers, (texts, labels), how familiar each text is, and whether
+        it was truncated.
+        """
+        encoded = self.tokenizer.encode(texts)
+        for name, one in zip(names, encoded, strict=True):
+            if one.blank:
+                raise _blank(name)
+        token_ids = [one.ids for one in encoded]
+        scores = scores_of(self.engine, token_ids)
+        answers, familiarity = self.answering.read(TokenBatch.of(token_ids), scores, wanted)
+        return answers, list(familiarity), [one.truncated for one in encoded]
+
     def _refuse_unreadable(self, name: str, text: Text) -> None:
         if self.reads_pairs is isinstance(text, str):
             expected = "pairs (text, text_pair)" if self.reads_pairs else "single texts"
             raise RefusedTextError("wrong_kind_of_text", f"{name}: this model reads {expected}")
-        if not all(map(self.tokenizer.clean, texts_in(text))):
+        if not all(map(self.stages[0].tokenizer.clean, texts_in(text))):
             raise _blank(name)
 
 

@@ -244,6 +244,7 @@ def test_many_texts_have_the_ids_that_each_has_alone(is_bert: bool) -> None:
         alone = tokenizer.encode_cleaned(some)
         num_cut += sum(encoded.truncated for encoded in alone)
         assert many.token_ids(some) == [encoded.ids for encoded in alone]
+        assert many.cut == [i for i, encoded in enumerate(alone) if encoded.truncated]
     assert 0 < many.num_cut == num_cut < len(texts)
 
 

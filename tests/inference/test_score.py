@@ -258,8 +258,8 @@ def write_rows(path: Path, num_rows: int) -> Path:
     return path
 
 
-def start_scoring(source: Path, out: Path, model: Path) -> PythonProcess:
-    command = ["-m", "inference.score", str(source), str(out), "--model", str(model), "--engine", "torch"]
+def start_scoring(source: Path, out: Path, model: Path, engine: str = "torch") -> PythonProcess:
+    command = ["-m", "inference.score", str(source), str(out), "--model", str(model), "--engine", engine]
     log = out.with_suffix(".log")
     return PythonProcess([*command, "--part_rows", "64"], {**os.environ}, REPOSITORY, [log, log])
 

@@ -206,7 +206,8 @@ def test_files_are_tokenised_into_the_same_windows(windowed: Path) -> None:
     many, alone = tokenizer.many(), tokenizer.encode_cleaned(texts)
 
     assert many.token_ids(texts) == [one.ids for one in alone]
-    assert 0 < many.num_cut == sum(one.truncated for one in alone)
+    assert many.cut == [i for i, one in enumerate(alone) if one.truncated]
+    assert 0 < many.num_cut == len(many.cut)
 
 
 def test_a_passage_is_found_in_the_text_as_it_was_before_cleaning(windowed: Path) -> None:

@@ -1,0 +1,97 @@
+"""Cascades of two artefacts, on disk as `python -m inference.cascade` writes them, and small artefacts for them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from common.files import sha256_of
+from common.model_folder import (
+    MANIFEST_FILE,
+    SMALL_FOLDER,
+    WEIGHTS_FILE,
+    Manifest,
+    describe_files,
+    describe_source,
+    read_manifest,
+    read_saved_model,
+    write_manifest,
+)
+from inference.engines.base import answers_of
+from inference.engines.native.quantize import write_native
+from inference.engines.selection import build_engine
+from tests.processes import REPOSITORY
+
+NEWS = REPOSITORY / "checkpoints" / "news"
+_PROBES = ["Oil prices rise again as stocks fall on Wall Street."]
+
+
+def make_cascade(big: Path, small: Path, folder: Path, threshold: float = 0.8, **changes: Any) -> Path:
+    """Join two artefacts; ``changes`` replace keys of the record."""
+    shutil.copytree(big, folder)
+    shutil.copytree(small, folder / SMALL_FOLDER)
+    sources = {name: read_manifest(artefact).source for name, artefact in (("big", big), ("small", small))}
+    named = {name: {key: one[key] for key in ("name", "weights_sha256")} for name, one in sources.items()}
+    record: dict[str, Any] = {
+        "threshold": threshold,
+        "stricter": [(threshold + 1) / 2, 1.01],
+        "max_disagreement": 0.005,
+        "confidence": 0.95,
+        "dataset": "rows.csv",
+        "texts": 7600,
+        "texts_sha256": "0" * 64,
+        "left_out": {},
+        "fitted": "2026-11-28",
+        "passed_on": 0.175,
+        "disagreed": 27,
+        "big": named["big"],
+        "small": named["small"] | {"manifest_sha256": sha256_of(small / MANIFEST_FILE)},
+        **changes,
+    }
+    write_manifest(folder, replace(read_manifest(folder), cascade=record))
+    return folder
+
+
+def make_artefact(model: Path, folder: Path) -> Path:
+    """Write the native artefact of a model folder in milliseconds, without a calibration.
+
+    It takes seconds to export one, which compares it with PyTorch.
+    """
+    folder.mkdir(parents=True)
+    for path in model.iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, folder)
+    saved = read_saved_model(model)
+    write_native(saved.config, load_file(model / WEIGHTS_FILE), folder)
+    token_ids = [one.ids for one in saved.tokenizer().encode(_PROBES)]
+    engine = build_engine("native", folder, saved.config, "int8")
+    answers = answers_of(engine, saved.problem_type, token_ids).tolist()
+    probes = [{"text": text, "probabilities": one} for text, one in zip(_PROBES, answers, strict=True)]
+    manifest = Manifest(
+        engine="native",
+        precision="int8",
+        created="2026-11-28T00:00:00+00:00",
+        source=describe_source(model.name, model / WEIGHTS_FILE),
+        files=describe_files(folder),
+        versions={},
+        options={},
+        accuracy={},
+        size={},
+        speed={},
+        probes=probes,
+        probe_tolerance=0.1,
+    )
+    write_manifest(folder, manifest)
+    return folder
+
+
+def recalibrated(artefact: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of an artefact with other keys in its calibration."""
+    shutil.copytree(artefact, folder)
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, calibration=manifest.calibration | changes))
+    return folder
