@@ -7,16 +7,13 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from common.text import Text, num_chars
 from inference.batching.batcher import FinishedPass
 from inference.batching.cache import Values
 from inference.batching.scheduler import Flow, QueuedText
 from inference.errors import DeadlineExceededError
-
-if TYPE_CHECKING:
-    from inference.batching.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +131,12 @@ class Call:
         )
 
 
+class HoldsTexts(Protocol):
+    """A `Stage`, which imports this module."""
+
+    def withdraw(self, caller: Caller) -> None: ...
+
+
 class Caller:
     """One text of a call and the future that waits for its answer.
 
@@ -156,7 +159,7 @@ class Caller:
     def __init__(self, call: Call, text: Text) -> None:
         self.call = call
         self.text = text
-        self.stage: Stage
+        self.stage: HoldsTexts
         self.future: asyncio.Future[Answer] = call.loop.create_future()
         self.queued: QueuedText | None = None
         self.num_tokens = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ class Cascade:
     threshold: float
     stricter: tuple[float, ...]
     max_disagreement: float
-    record: Mapping[str, Any]
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, hardware: Hardware, big: ModelLoader) -> Cascade:
