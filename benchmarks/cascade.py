@@ -103,7 +103,7 @@ def _parse() -> Namespace:
     )
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     add("--splits", type=positive, default=500, help="into halves (default: 500)")
-    add("--series", type=positive, default=200, help="of texts for the audit (default: 200)")
+    add("--series", type=positive, default=100, help="of texts for the audit (default: 100)")
     add("--bulk_rows", type=positive, default=2000, help="in the file (default: 2000)")
     add("--seconds", type=harness.seconds, default=10, help="of each load (default: %(default)s)")
     return parser.parse_args()

@@ -10,6 +10,7 @@ from benchmarks import harness
 from benchmarks.cascading import audit
 from benchmarks.cascading.promise import ROWS
 from benchmarks.cascading.speed import BIG, CASCADE, MANY, SMALL
+from inference.batching.audit import ALARM, CHECKED, CHECKED_AT_FIRST, CHECKS_AT_FIRST
 
 MODULE = "benchmarks.cascade"
 Part = dict[str, Any]
@@ -46,10 +47,10 @@ rows. *Again* is a certificate from a random half of the same texts, judged by t
 such halves.
 
 *Noticed after* is **simulated** on the models' real answers: texts are drawn from the set at random, one after the
-other, {length:,} in a series. As in a server, the audit lets the big model check {share:.0%} of them, {raised:.0%}
-while the share passed on differs clearly from that of the rows. It alarms once the evidence against the promise
-reaches {alarm:g}, which happens with a chance of 5% at most if the promise holds. *Alarms*: the share of series with
-one.
+other, {length:,} in a series, and the server's own audit watches them: at first it lets the big model check
+{at_first:.0%} of them, after {checks} checks {share:.0%}, and more again when the share passed on changes. It alarms
+once the evidence against the promise reaches {alarm:g}, which happens with a chance of 5% at most if the promise
+holds. *Alarms*: the share of series with one.
 """
 SHIFT_MEANS = """
 **The promise does not hold here.** {titles:.2%} of the titles and {events:.2%} of the events get another label,
@@ -140,9 +141,10 @@ def _shift(part: Part) -> str:
     sets = [{"name": name, **found} for name, found in part["sets"].items()]
     text = SHIFT.format(
         length=audit.TEXTS,
-        share=audit.SHARE,
-        raised=audit.RAISED,
-        alarm=audit.ALARM,
+        at_first=CHECKED_AT_FIRST,
+        checks=CHECKS_AT_FIRST,
+        share=CHECKED,
+        alarm=ALARM,
         bound=part["bound"],
         halves=part["halves"],
     )

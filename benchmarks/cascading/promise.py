@@ -80,10 +80,9 @@ def measure_shift(sets: Mapping[str, tuple[Both, Ids]], num_series: int) -> Figu
     if threshold is None:
         what = f"no threshold keeps {BOUND:.1%} on these {len(rows):,} rows; give more rows"
         raise UserError(f"--dataset: {what}", code="benchmark-input")
-    usual = float((~rows.is_easy(threshold)).mean())
     found = {}
     for name, (both, right) in sets.items():
-        series = audit.simulate(both, threshold, BOUND, usual, num_series)
+        series = audit.simulate(both, threshold, BOUND, num_series)
         found[name] = {
             "texts": len(both),
             "easy": float(both.is_easy(threshold).mean()),

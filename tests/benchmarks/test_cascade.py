@@ -80,35 +80,20 @@ def test_a_certificate_of_other_texts_is_broken_and_one_of_the_same_texts_is_not
     assert (usual["audit"]["alarms"], foreign["audit"]["alarms"]) == (0.0, 1.0)
     text = page.render({"shift": {"facts": {}, **found}})
     assert [row[1] for row in table_rows(text)] == ["4,000"] * 3
-    assert "over 100,000" in text
+    assert "over 50,000" in text
 
 
 def test_the_audit_alarms_at_most_as_often_as_it_promises_if_the_promise_just_holds() -> None:
-    found = audit.simulate(both_with(0.005), 0.5, 0.005, 0.0, 100)
-    assert found["alarms"] <= 0.1
+    found = audit.simulate(both_with(0.005), 0.5, 0.005, 20)
+    assert found["alarms"] <= 0.2  # 1 in 20 expected at most, 5 in one of 400 such tests
     assert found["median"] is None
 
 
 def test_the_more_often_the_models_differ_the_sooner_the_audit_alarms() -> None:
-    slow, fast = (audit.simulate(both_with(rate), 0.5, 0.005, 0.0, 20) for rate in (0.03, 0.2))
+    slow, fast = (audit.simulate(both_with(rate), 0.5, 0.005, 20) for rate in (0.03, 0.2))
     assert fast["alarms"] == 1.0
     assert fast["median"] < fast["p90"]
     assert slow["median"] > 2 * fast["median"]
-
-
-def test_the_audit_samples_more_once_clearly_more_texts_are_passed_on() -> None:
-    is_hard = np.zeros(5000, dtype=bool)
-    is_hard[2000:] = True
-    rates = audit.sampling_rates(is_hard, usual=0.0001)
-    assert (rates[:2000] == audit.SHARE).all()  # a text tells nothing about its own sampling
-    assert (rates[2100:] == audit.RAISED).all()
-
-
-def test_evidence_is_what_bets_on_another_label_have_won() -> None:
-    assert audit.first_alarm(np.zeros(10_000, dtype=bool), 0.005) is None
-    # The largest bet, 16, wins 16.92 for each other label, and is one of seven.
-    assert 16.92**1 / 7 < audit.ALARM < 16.92**2 / 7
-    assert audit.first_alarm(np.array([False, True, True, True]), 0.005) == 2
 
 
 def test_a_truncated_text_is_passed_on_however_sure_the_small_model_is(tmp_path: Path) -> None:
