@@ -69,7 +69,7 @@ class Cascade:
             raise ModelLoadError(path, what, _WRITE_AGAIN)
         small = ModelLoader(path, "auto", hardware)
         if why_not := cls.why_not(big, small):
-            raise ModelLoadError(path, why_not, _WRITE_AGAIN)
+            raise ModelLoadError(path, f"does not fit the big model: {why_not}", _WRITE_AGAIN)
         # If only one of them knew what is familiar, the answers of the other would lack it.
         calibrations = [one.answering.calibration for one in (small, big)]
         if any(one is None or one.familiarity is None for one in calibrations):
@@ -81,15 +81,20 @@ class Cascade:
     def why_not(big: ModelLoader, small: ModelLoader) -> str:
         """Why these two cannot be a cascade; empty if they can."""
         kinds = {one.answering.problem_type for one in (big, small)}
-        order = f"has the labels {some_of(small.labels)}, the big model {some_of(big.labels)}"
+        labels = f"{some_of(big.labels)}, and {some_of(small.labels)}"
         holds = {
-            "only models that give one label can be a cascade": kinds != {SINGLE_LABEL},
-            f"{order}; they must be the same, in the same order": small.labels != big.labels,
-            "only one of the two models reads pairs": small.reads_pairs != big.reads_pairs,
-            "a model that reads long texts in windows cannot be in a cascade": any(
-                one.tokenizer.windows for one in (big, small)
+            "one of them is a cascade already; give the models that it was made from": bool(
+                big.cascade or small.cascade
             ),
-            "is a cascade itself": small.cascade is not None,
+            "only models that give one label can be a cascade": kinds != {SINGLE_LABEL},
+            f"their labels must be the same in the same order, but they have {labels}": (
+                small.labels != big.labels
+            ),
+            "one reads pairs of texts, and the other one single texts": (
+                small.reads_pairs != big.reads_pairs
+            ),
+            "a model that reads long texts in windows cannot be in a cascade; train it with "
+            "--long cut": any(one.tokenizer.windows for one in (big, small)),
         }
         return next((why for why, is_so in holds.items() if is_so), "")
 

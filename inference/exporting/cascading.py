@@ -19,7 +19,7 @@ from rich.console import Console
 from common import calibration
 from common.calibration import CONFIDENCE, Agreement, CalibrationError, Floats
 from common.errors import UserError
-from common.escaping import printable, some_of
+from common.escaping import printable
 from common.files import sha256_of
 from common.model_folder import (
     MANIFEST_FILE,
@@ -32,7 +32,6 @@ from common.model_folder import (
     read_saved_model,
     write_manifest,
 )
-from common.problem_types import SINGLE_LABEL
 from common.rows import Target
 from common.text import Text, counted, texts_in
 from inference.engines.base import scores_of
@@ -79,35 +78,20 @@ class Pair:
         """
         models = _load(big), _load(small)
         pair = cls(*models, tuple(read_manifest(Path(one.info["path"])) for one in models))
-        if reason := next((why for why, is_so in pair._faults().items() if is_so), None):
+        if reason := Cascade.why_not(pair.big, pair.small) or pair._why_useless():
             raise CascadeError(f"{big} and {small}: {reason}")
         return pair
 
-    def _faults(self) -> dict[str, bool]:
-        big, small = self.big, self.small
-        labels = [some_of(one.labels) for one in (big, small)]
-        speeds = [measure_speed(m.engine, m.tokenizer, m.max_length) for m in (big, small)]
-        weights = [manifest.source["weights_sha256"] for manifest in self.manifests]
-        return {
-            "one of them is a cascade already; give the models that it was made from": bool(
-                big.cascade or small.cascade
-            ),
-            "only models that give one label can be a cascade": any(
-                one.answering.problem_type is not SINGLE_LABEL for one in (big, small)
-            ),
-            f"their labels must be the same in the same order, but they have {labels[0]}, and "
-            f"{labels[1]}": big.labels != small.labels,
-            "one reads pairs of texts, and the other one single texts": (
-                big.reads_pairs != small.reads_pairs
-            ),
-            "a model that reads long texts in windows cannot be in a cascade; train it with "
-            "--long cut": any(one.tokenizer.windows is not None for one in (big, small)),
-            "both were made from the same weights, so one of them is enough": (
-                weights[0] == weights[1]
-            ),
-            f"the small model must be faster than the big one, but reads {speeds[1]:,.0f} tokens per "
-            f"second, and the big one {speeds[0]:,.0f}": speeds[1] <= speeds[0],
-        }
+    def _why_useless(self) -> str:
+        weights = {manifest.source["weights_sha256"] for manifest in self.manifests}
+        if len(weights) == 1:
+            return "both were made from the same weights, so one of them is enough"
+        models = (self.big, self.small)
+        of_big, of_small = (measure_speed(m.engine, m.tokenizer, m.max_length) for m in models)
+        if of_small > of_big:
+            return ""
+        what = "the small model must be faster than the big one, but reads"
+        return f"{what} {of_small:,.0f} tokens per second, and the big one {of_big:,.0f}"
 
     @property
     def folders(self) -> tuple[Path, Path]:

@@ -195,8 +195,11 @@ def test_a_small_model_that_is_missing_or_another_one_is_refused(
 
 def test_a_small_model_that_answers_another_question_is_refused(make_folder: MakeFolder, tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("has the labels Sports, World, Business, Sci/Tech, the big", {"labels": [*LABELS[1::-1], *LABELS[2:]]}),
-        ("only one of the two models reads pairs", {PAIR_KEY: 3}),
+        (
+            "their labels must be the same in the same order, but they have World, Sports",
+            {"labels": [*LABELS[1::-1], *LABELS[2:]]},
+        ),
+        ("one reads pairs of texts, and the other one single texts", {PAIR_KEY: 3}),
         (
             "only models that give one label can be a cascade",
             {"problem_type": "multi_label_classification", "label_thresholds": THRESHOLDS},
@@ -218,4 +221,4 @@ def test_a_model_that_reads_long_texts_in_windows_cannot_be_in_a_cascade(tiny: P
 
 def test_a_cascade_is_not_the_small_model_of_another_one(tiny: Path, tmp_path: Path) -> None:
     small = make_cascade(tiny, tiny, tmp_path / "small")
-    assert "is a cascade itself" in refusal(make_cascade(NEWS, small, tmp_path / "cascade"))
+    assert "one of them is a cascade already" in refusal(make_cascade(NEWS, small, tmp_path / "cascade"))
