@@ -79,16 +79,16 @@ class Audit:
 
     @property
     def share(self) -> float:
-        """Of the texts, how many are checked."""
+        """Of the texts, how many are checked while the server is not busy."""
         return CHECKED_AT_FIRST if self._checks_left > 0 else CHECKED
 
-    def draws(self, passed_on: bool) -> bool:
+    def draws(self, passed_on: bool, *, is_busy: bool = False) -> bool:
         """Whether to check the text at hand; one that is passed on has the big model's answer
         anyway, and counts as checked.
         """
         with self._lock:
             self._watch(passed_on)
-            if self._random.random() >= self.share:
+            if self._random.random() >= (CHECKED if is_busy else self.share):
                 return False
         if passed_on:
             self.checked(self.threshold, differs=False)

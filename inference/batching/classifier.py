@@ -31,9 +31,10 @@ _SHORTEST_RETRY_S = 0.05
 # much one text moves it.
 _FIRST_PASSED_ON = 0.2
 _SHARE_WEIGHT = 0.005
-# Answers of the small model are checked while the queue is shorter than this share of the longest
-# wait.
-_QUIET_SHARE = 0.25
+# If the queue is longer than these shares of the longest wait, few of the small model's answers are
+# checked, and none.
+_BUSY_ABOVE = 0.02
+_NO_CHECKS_ABOVE = 0.25
 
 
 class Classifier:
@@ -279,10 +280,10 @@ class Classifier:
             threshold = self._audit.threshold
             passes = not self._cascade.is_sure(result, caller.truncated, threshold)
             self._passed_on += _SHARE_WEIGHT * (passes - self._passed_on)
-            # Checks are for quiet times. As nobody knows yet how this text will be answered, that
-            # does not change what they prove.
-            is_quiet = self.queue_seconds < _QUIET_SHARE * self._max_wait_s
-            if is_quiet and self._audit.draws(passes):
+            # How many texts are checked depends on how busy the server is, but not on how this one
+            # will be answered, so it does not change what the checks prove.
+            load = self.queue_seconds / self._max_wait_s
+            if load < _NO_CHECKS_ABOVE and self._audit.draws(passes, is_busy=load > _BUSY_ABOVE):
                 passed_on.append(self._check(caller, result, threshold))
         if passes:
             caller.queued = None

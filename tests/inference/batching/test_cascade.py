@@ -78,7 +78,7 @@ def labels_of(answers: list[Answer]) -> list[int]:
 def no_checks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The big model gets nothing but what is passed on, except in tests of the audit."""
     if "audit" not in request.node.name:
-        monkeypatch.setattr(Audit, "draws", lambda *_: False)
+        monkeypatch.setattr(Audit, "draws", lambda *_, **__: False)
 
 
 @given(words=st.lists(st.integers(1, 89), min_size=1, max_size=40), num_slots=st.integers(1, 3))

@@ -37,7 +37,7 @@ def client(folder: Path) -> Iterator[httpx.Client]:
         pytest.MonkeyPatch.context() as patch,
         ThreadedServer(create_app(Settings(model_checkpoint=folder, log_level="error"))).running() as client,
     ):
-        patch.setattr(Audit, "draws", lambda *_: False)
+        patch.setattr(Audit, "draws", lambda *_, **__: False)
         yield client
 
 
