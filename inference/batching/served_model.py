@@ -23,7 +23,7 @@ from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
 from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.engines.model_loader import ModelLoader
-from inference.errors import ModelUnavailableError
+from inference.errors import ModelUnavailableError, QueueFullError
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
@@ -156,6 +156,10 @@ class ServedModel:
     @property
     def current(self) -> Served | None:
         return self._current
+
+    def full_error(self) -> QueueFullError | None:
+        """What a request with one text would be refused with now; None without a model, too."""
+        return self._current.classifier.full_error() if self._current else None
 
     @property
     def is_loading(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,6 +16,8 @@ from inference.batching.served_model import LoadModel, ServedModel
 from inference.errors import SettingsError
 from inference.http.admission import ApiKeys, RequestLimits
 from inference.http.lifecycle import Lifecycle
+from inference.http.request_context import RequestContext
+from inference.http.request_log import RequestLog
 from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
@@ -70,6 +73,7 @@ def weight_of(texts: Sequence[Text]) -> int:
 class Parts:
     settings: Settings
     metrics: ServerMetrics
+    log: RequestLog
     lifecycle: Lifecycle
     api_keys: ApiKeys
     limits: RequestLimits
@@ -100,6 +104,7 @@ class Parts:
         return cls(
             settings=settings,
             metrics=metrics,
+            log=RequestLog(),
             lifecycle=Lifecycle(settings),
             api_keys=api_keys,
             limits=RequestLimits(
@@ -112,6 +117,13 @@ class Parts:
             served_model=ServedModel(settings, metrics, load_model, counts_loads=line is None),
             line=line,
         )
+
+    def count_request(self, context: RequestContext, method: str, route: str, status: int) -> None:
+        """Count and log a request that has ended; ``method`` and ``route`` are from bounded sets."""
+        context.route = route
+        seconds = time.perf_counter() - context.started
+        self.metrics.request_done(route, method, status, seconds, context.error_code)
+        self.log.write(context, method, status, seconds)
 
     @property
     def dead(self) -> str | None:
