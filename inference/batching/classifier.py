@@ -135,8 +135,14 @@ class Classifier:
         if self.health.failure is not None:
             raise WorkerDownError(self.health.failure)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a single text of usual length would be refused now."""
+        waiting, num_tokens = self._unanswered_tokens, int(self._lengths.tokens_per_text)
+        return overrun_s(waiting, num_tokens, 1, self._expected_speed, self._max_wait_s) > 0
+
     def full_error(self) -> QueueFullError | None:
-        """What a single text of usual length would be refused with now, if it would be."""
+        """What it would be refused with, if it would be."""
         return self._refusal(int(self._lengths.tokens_per_text), 1)
 
     def most_texts(self, text: Text) -> int:

@@ -157,6 +157,10 @@ class ServedModel:
     def current(self) -> Served | None:
         return self._current
 
+    @property
+    def is_full(self) -> bool:
+        return self._current is not None and self._current.classifier.is_full
+
     def full_error(self) -> QueueFullError | None:
         """What a request with one text would be refused with now; None without a model, too."""
         return self._current.classifier.full_error() if self._current else None
