@@ -167,7 +167,8 @@ class Batcher:
 
     def _make_thread(self, worker: _Worker) -> SupervisedThread:
         step = functools.partial(self._serve_once, worker)
-        return SupervisedThread("forward", step, functools.partial(self._fail, worker))
+        fail = functools.partial(self._fail, worker)
+        return SupervisedThread("forward", step, fail, computes=True)
 
     def _serve_once(self, worker: _Worker) -> bool:
         """Wait for texts, run a pass and report it; False once closed."""
