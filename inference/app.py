@@ -88,6 +88,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         following = asyncio.create_task(follow)
     ending = asyncio.create_task(_end_once_dead(server, parts)) if server is not None else None
     async with keeper.watching(server):
+        parts.in_progress.most = keeper.most_requests
         yield
     parts.lifecycle.is_draining = True
     if ending is not None:

@@ -68,7 +68,6 @@ class ServerMetrics:
         self._request_seconds = histogram(
             "request_seconds", "Seconds of a request.", _SECONDS, "route"
         )
-        self.in_progress = gauge("requests_in_progress", "Requests that are not answered yet.")
         self._refusals = counter(
             "refusals", "Requests refused or failed, by the code of the error shape.", "code"
         )

@@ -37,6 +37,8 @@ _REFUSAL_S = 1.0
 # Files that the process opens for other things: loading a model, the log, DNS; half of them for
 # refused clients.
 _SPARE_FILES = 64
+# One connection out of so many is kept for requests that are refused.
+_SPARE_SHARE = 10
 _CLOSE = (b"connection", b"close")
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
@@ -87,6 +89,11 @@ class ConnectionKeeper:
         finally:
             task.cancel()
             server.config.http_protocol_class = protocol
+
+    @property
+    def most_requests(self) -> int:
+        """On how many connections requests may be in progress, so that some are left for refusals."""
+        return self._max_connections - self._max_connections // _SPARE_SHARE
 
     def _watched(self, protocol: type[Any]) -> type[Any]:
         keeper = self

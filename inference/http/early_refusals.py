@@ -1,4 +1,4 @@
-"""Refuses requests at their headers while the queue is full, before anything is built for them.
+"""Refuses requests at their headers under overload, before anything is built for them.
 
 Under overload most requests are refused, and the processor time of refusals is taken from answers.
 Here a refusal takes a sixth of the time that it takes through uvicorn's task, all layers of the
@@ -51,7 +51,7 @@ class EarlyRefusals:
         ``defaults``: what the server adds to all answers.
         """
         path = self._paths.get(url)
-        if path is None or not self._parts.served_model.is_full or not self._is_plain(headers):
+        if path is None or not self._parts.is_overloaded or not self._is_plain(headers):
             return None
         context = RequestContext.begin({"headers": headers})
         if context.started > self._written_until:
@@ -73,7 +73,7 @@ class EarlyRefusals:
         )
 
     def _is_plain(self, headers: Headers) -> bool:
-        """Whether the gate, too, would find nothing but the full queue."""
+        """Whether the gate, too, would find nothing but the overload."""
         given = dict(headers)
         num_bytes = int(given.get(b"content-length", b"0"))
         lifecycle = self._parts.lifecycle
@@ -86,20 +86,21 @@ class EarlyRefusals:
         )
 
     def _write(self, path: str, defaults: Headers) -> tuple[str, bytes, bytes] | None:
-        error = self._parts.served_model.full_error()
-        if error is None:  # a pass has ended in this moment
+        refusal = self._parts.overload()
+        if refusal is None:  # a pass has ended in this moment
             return None
+        status, code, message, wait_s = refusal
         scope = {"headers": [(b"x-request-id", _ANY_ID)], "path": path}
         RequestContext.begin(scope)
-        _, body = error_body(scope, 503, error.code, str(error))
+        _, body = error_body(scope, status, code, message)
         headers = [
             *defaults,
-            (b"retry-after", retry_after(error.retry_after_s).encode()),
+            (b"retry-after", retry_after(wait_s).encode()),
             (b"content-type", b"application/json"),
             *SECURITY_HEADERS,
             (b"cache-control", b"no-store"),
         ]
         head = b"HTTP/1.1 503 Service Unavailable\r\n"
         head += b"".join(b"%s: %s\r\n" % header for header in headers)
-        self._written[path] = error.code, head, body
+        self._written[path] = code, head, body
         return self._written[path]

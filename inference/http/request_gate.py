@@ -52,7 +52,8 @@ class RequestGate:
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
-        self.served_model = parts.served_model
+        self.in_progress = parts.in_progress
+        self.overload = parts.overload
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
         self.count_request = parts.count_request
@@ -90,8 +91,7 @@ class RequestGate:
         if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers):
             return None
         # Before the body is read: under overload, reading is most of the cost of a refusal.
-        error = self.served_model.full_error()
-        return None if error is None else (503, error.code, str(error), error.retry_after_s)
+        return self.overload()
 
     def _size_refusal(
         self, given: dict[bytes, bytes], headers: list[tuple[bytes, bytes]]
@@ -166,7 +166,7 @@ class _GatedRequest:
 
     async def run(self) -> None:
         gate, context, scope = self.gate, self.context, self.scope
-        gate.metrics.in_progress.inc()
+        gate.in_progress.count += 1
         try:
             # 1. Admit the request by its headers alone, or refuse it before any of its body is
             # read.
@@ -196,7 +196,7 @@ class _GatedRequest:
                 # It refers to this request: a cycle, which only the garbage collector would free.
                 self.watch = None
             gate.body_budget.release(context.held_bytes)
-            gate.metrics.in_progress.dec()
+            gate.in_progress.count -= 1
             gate.count_request(context, self.method, self.route(), self.status)
 
     async def send(self, message: Message) -> None:

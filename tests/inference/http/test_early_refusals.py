@@ -7,7 +7,7 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ from inference.http.http1 import corrected
 from inference.settings import Settings
 from tests.inference.servers import Server, metric, stand_in_server
 from tests.inference.stand_in_engine import StandInEngine
-from tests.inference.stand_in_model import LABELS, StandInModel
+from tests.inference.stand_in_model import LABELS, StandInModel, text_of
 from tests.processes import wait_until
 
 BODY = b'{"text": "oil prices rise"}'
@@ -207,6 +207,26 @@ def full_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
             wait_until(lambda: metric(server.client, "requests_in_progress") == 2)
             wait_until(lambda: server.client.post("/predict", content=BODY).status_code == 503)
             yield server
+        server.process.kill()
+
+
+def test_some_connections_are_kept_for_requests_that_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    # All ten are in use, nine of them by requests in progress; the queue alone would take hundreds more.
+    with (
+        stand_in_server(model_folder, tmp_path, 100.0, MAX_CONNECTIONS="10", MAX_WAIT_SECONDS="60") as server,
+        ExitStack() as stack,
+    ):
+        for number in range(9):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            connection.sendall(_post(b"/predict", json.dumps({"text": text_of(number)}).encode()))
+        wait_until(lambda: metric(server.client, "requests_in_progress") == 10)  # with the one for the metrics
+        for headers in ({}, {"Origin": "https://example.org"}):  # early, and by the gate
+            for _ in range(3):
+                refused = server.client.post("/predict", content=BODY, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
+                assert int(refused.headers["retry-after"]) >= 1
+                assert "9 requests" in refused.text
+        assert server.client.get("/livez").status_code == 200
         server.process.kill()
 
 
