@@ -20,6 +20,7 @@ from inference.batching.served_model import LoadModel
 from inference.engines.model_loader import ModelLoader
 from inference.errors import SettingsError
 from inference.http.connections import ConnectionKeeper
+from inference.http.early_refusals import EarlyRefusals
 from inference.http.error_responses import add_error_handlers
 from inference.http.lifecycle import server_of_process
 from inference.http.request_gate import RequestGate
@@ -76,7 +77,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     )
     settings = parts.settings
     keeper = ConnectionKeeper(
-        settings.max_connections, settings.request_timeout_s, settings.max_connection_age_s
+        settings.max_connections,
+        settings.request_timeout_s,
+        settings.max_connection_age_s,
+        app.state.early_refusals.answer_to,
     )
     if parts.line is not None:
         leave = partial(parts.lifecycle.leave, server)
@@ -84,12 +88,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         following = asyncio.create_task(follow)
     ending = asyncio.create_task(_end_once_dead(server, parts)) if server is not None else None
     async with keeper.watching(server):
+        parts.in_progress.most = keeper.most_requests
         yield
     parts.lifecycle.is_draining = True
     if ending is not None:
         ending.cancel()
     await _abandon(tasks, server, parts)
     await parts.served_model.close()
+    parts.log.write_refused()
     if parts.line is not None:
         following.cancel()
         # The supervisor goes on counting them: without the counts of an ended worker, the sums of
@@ -162,8 +168,10 @@ def create_app(
         route for group in _GROUPS for route in group.router.routes if isinstance(route, Route)
     ]
     json_routes = [route for route in routes if isinstance(route, JsonRoute)]
+    app.state.early_refusals = EarlyRefusals(parts, json_routes)
     # The layer that is added last is the outermost. A request passes: CORS, traces, the gate, the
     # short cut, FastAPI. So the gate, which is around every answer, counts those of both ways.
+    # Before all of them, `EarlyRefusals` answers most of what a full queue has no room for.
     app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
     app.add_middleware(RequestGate, parts=parts, routes=routes)
     if settings.otel_endpoint:

@@ -71,7 +71,6 @@ class ServerMetrics:
         self._request_seconds = histogram(
             "request_seconds", "Seconds of a request.", _SECONDS, "route"
         )
-        self.in_progress = gauge("requests_in_progress", "Requests that are not answered yet.")
         self._refusals = counter(
             "refusals", "Requests refused or failed, by the code of the error shape.", "code"
         )
@@ -128,6 +127,7 @@ class ServerMetrics:
         # One dictionary lookup per request instead of prometheus_client's check of all label
         # values.
         self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._refusal_children: dict[str, Counter] = {}
         self._label_children: dict[str, Counter] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -176,7 +176,10 @@ class ServerMetrics:
         children[0].inc()
         children[1].observe(seconds)
         if error_code is not None:
-            self._refusals.labels(error_code).inc()
+            refusals = self._refusal_children.get(error_code)
+            if refusals is None:
+                refusals = self._refusal_children[error_code] = self._refusals.labels(error_code)
+            refusals.inc()
 
     def predicted(self, given: Sequence[tuple[str, float | None]], truncated: bool) -> None:
         """Count an answer: its labels with their probabilities, none for a text without a label."""

@@ -6,6 +6,7 @@ other, and the audit sees those that it samples.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -29,6 +30,7 @@ def simulate(both: Both, threshold: float, bound: float, num_series: int) -> dic
         ``alarms``: the share of series with one; ``median`` and ``p90``: of the number of texts
         until then, None if that is beyond the end of a series.
     """
+    logging.getLogger("inference.batching.audit").setLevel(logging.ERROR)  # an alarm is a line
     is_hard = (~both.is_easy(threshold)).tolist()
     is_other = both.is_other(threshold).tolist()
     draw, needed = np.random.default_rng(0), []

@@ -140,7 +140,8 @@ class Workers:
 
     def _make_thread(self, worker: _Worker) -> SupervisedThread:
         step = functools.partial(self._serve_once, worker)
-        return SupervisedThread("forward", step, functools.partial(self._fail, worker))
+        fail = functools.partial(self._fail, worker)
+        return SupervisedThread("forward", step, fail, computes=True)
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.

@@ -127,9 +127,19 @@ class Classifier:
         if self.health.failure is not None:
             raise WorkerDownError(self.health.failure)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a single text of usual length would be refused now."""
+        waiting, speed = self._unanswered_tokens, self._expected_speed
+        return overrun_s(waiting, self._usual_tokens, 1, speed, self._max_wait_s) > 0
+
+    @property
+    def _usual_tokens(self) -> int:
+        return int(self._stages[0].lengths.tokens_per_text)
+
     def full_error(self) -> QueueFullError | None:
-        """What a single text of usual length would be refused with now, if it would be."""
-        return self._refusal(int(self._stages[0].lengths.tokens_per_text), 1)
+        """What it would be refused with, if it would be."""
+        return self._refusal(self._usual_tokens, 1)
 
     def most_texts(self, text: Text, stage: int | None = None) -> int:
         """How many texts as long as this one a single call may have while nothing else waits."""

@@ -114,6 +114,8 @@ class FairQueue:
         # fit a pass by their length. Insertion only moves pointers.
         self._waiting: list[tuple[float, int, QueuedText]] = []
         self._by_arrival: dict[QueuedText, None] = {}
+        # No waiting text has an earlier deadline. It may be that of one that has left by now.
+        self._earliest_deadline = math.inf
         self._virtual_time = 0.0
         self._last_order = 0
 
@@ -132,6 +134,7 @@ class FairQueue:
         self._insert(text)
         text.is_waiting = True
         self._by_arrival[text] = None
+        self._earliest_deadline = min(self._earliest_deadline, text.deadline)
         self.num_tokens += text.num_tokens
 
     def prioritize(self, flow: Flow, text: QueuedText) -> None:
@@ -155,10 +158,16 @@ class FairQueue:
 
     def expire(self, now: float) -> list[QueuedText]:
         """Remove all texts whose deadline has passed at the monotonic time ``now``."""
+        # A look at thousands of texts before every pass of ten would cost more than all else here.
+        if now < self._earliest_deadline:
+            return []
         expired = [text for _, _, text in self._waiting if text.deadline <= now]
         for text in expired:
             self.remove(text)
             text.is_expired = True
+        self._earliest_deadline = min(
+            (text.deadline for text in self._by_arrival), default=math.inf
+        )
         return expired
 
     def take(
@@ -192,8 +201,14 @@ class FairQueue:
         # Promises are in the order of arrival. If all that waits is done by the first of them, none
         # can be missed: that is the usual case, and it costs no loop.
         oldest = next(iter(self._by_arrival))
-        if start + self.num_tokens / tokens_per_second <= oldest.promised:
+        end = start + self.num_tokens / tokens_per_second
+        if end <= oldest.promised:
             return False
+        # While more comes than can be answered, the newest text has hardly more time than all that
+        # waits before it takes.
+        newest = next(reversed(self._by_arrival))
+        if end > newest.promised:
+            return True
         num_tokens = 0
         for text in self._by_arrival:
             num_tokens += text.num_tokens

@@ -25,7 +25,7 @@ from inference.batching.classifier import Classifier
 from inference.batching.stage import QueueLimits
 from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.engines.model_loader import ModelLoader
-from inference.errors import ModelUnavailableError
+from inference.errors import ModelUnavailableError, QueueFullError
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
@@ -179,6 +179,14 @@ class ServedModel:
     @property
     def current(self) -> Served | None:
         return self._current
+
+    @property
+    def is_full(self) -> bool:
+        return self._current is not None and self._current.classifier.is_full
+
+    def full_error(self) -> QueueFullError | None:
+        """What a request with one text would be refused with now; None without a model, too."""
+        return self._current.classifier.full_error() if self._current else None
 
     @property
     def is_loading(self) -> bool:

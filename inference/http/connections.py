@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.http.admission import as_ipv4
-from inference.http.http1 import MAX_HEADER_BYTES, corrected
+from inference.http.http1 import MAX_HEADER_BYTES, AnswerEarly, corrected
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -37,6 +37,8 @@ _REFUSAL_S = 1.0
 # Files that the process opens for other things: loading a model, the log, DNS; half of them for
 # refused clients.
 _SPARE_FILES = 64
+# One connection out of so many is kept for requests that are refused.
+_SPARE_SHARE = 10
 _CLOSE = (b"connection", b"close")
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
@@ -46,7 +48,13 @@ _FULL = (
 
 
 class ConnectionKeeper:
-    def __init__(self, max_connections: int, timeout_s: float, max_age_s: float) -> None:
+    def __init__(
+        self,
+        max_connections: int,
+        timeout_s: float,
+        max_age_s: float,
+        answer_early: AnswerEarly,
+    ) -> None:
         """Create the keeper; `watching` starts it.
 
         Args:
@@ -55,10 +63,12 @@ class ConnectionKeeper:
             timeout_s: seconds within which headers must be complete, and within which part of an
                 answer must be read.
             max_age_s: seconds after which a connection ends with its next answer; 0 for never.
+            answer_early: what answers requests at their headers.
         """
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._max_age_s = max_age_s or float("inf")
+        self._answer_early = answer_early
         self._open: set[Any] = set()
         self._refused: set[asyncio.Transport] = set()
         # Until then no connection can have been idle for long enough to be ended.
@@ -80,10 +90,15 @@ class ConnectionKeeper:
             task.cancel()
             server.config.http_protocol_class = protocol
 
+    @property
+    def most_requests(self) -> int:
+        """On how many connections requests may be in progress, so that some are left for refusals."""
+        return self._max_connections - self._max_connections // _SPARE_SHARE
+
     def _watched(self, protocol: type[Any]) -> type[Any]:
         keeper = self
 
-        class WatchedProtocol(corrected(protocol)):
+        class WatchedProtocol(corrected(protocol, keeper._answer_early)):
             def connection_made(self, transport: asyncio.Transport) -> None:
                 if not keeper._has_room():
                     keeper._refuse(transport)
@@ -107,12 +122,14 @@ class ConnectionKeeper:
 
             def data_received(self, data: bytes) -> None:
                 self.arriving_bytes = self.header_bytes + len(data)
+                self.is_due_back = time.monotonic() > self.given_back_at
+                before = self.cycle
                 super().data_received(data)
                 if not _awaits_headers(self):
                     self.header_bytes = 0
-                    if _is_at_work(self):  # often over before the next check
-                        self.idle_since = time.monotonic()
-                        if self.idle_since > self.given_back_at:
+                    if self.cycle is not before or _is_at_work(self):
+                        self.idle_since = time.monotonic()  # often over before the next check
+                        if self.is_due_back:
                             # As if the client had asked for it: uvicorn answers with the same
                             # header, then closes.
                             self.given_back_at = float("inf")

@@ -98,13 +98,24 @@ def error_response(
     """Build the response to a refused request: HTTP status, a code for programs, one line for
     people, when to retry.
     """
-    context = RequestContext.of(scope)
-    context.error_code = code
-    headers = (
-        {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
-    )
+    headers = {} if retry_after_s is None else {"Retry-After": retry_after(retry_after_s)}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    status, body = error_body(scope, status, code, message)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def retry_after(seconds: float) -> str:
+    """The value of Retry-After, which is in whole seconds."""
+    return str(max(1, math.ceil(seconds)))
+
+
+def error_body(
+    scope: MutableMapping[str, Any], status: int, code: str, message: str
+) -> tuple[int, bytes]:
+    """The status and the JSON of a refusal in the form of its path; notes its code."""
+    context = RequestContext.of(scope)
+    context.error_code = code
     detail: Any = error_detail(code, message, context.request_id)
     path = route_path(scope)
     if path.startswith(_PROTOCOL_PREFIX):
@@ -112,7 +123,7 @@ def error_response(
     elif path in _GATEWAY_PATHS:
         status = 400 if status == 422 else status
         detail |= {"type": code, "param": None, "code": status}
-    return Response(to_json({"error": detail}), status, headers, media_type="application/json")
+    return status, to_json({"error": detail})
 
 
 def error_detail(code: str, message: str, request_id: str) -> dict[str, str]:

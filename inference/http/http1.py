@@ -1,5 +1,5 @@
 """Corrects how uvicorn reads and answers HTTP/1: offers of other protocols, huge headers, clients
-of HTTP/1.0.
+of HTTP/1.0, requests that can be refused at their headers.
 
 All JDK clients and `curl --http2` offer to continue in HTTP/2 (`Upgrade: h2c`). A server that does
 not accept an offer has to ignore it (RFC 9110, 7.8). But httptools ends such a request at its
@@ -9,6 +9,7 @@ headers, so uvicorn would answer it without its body and then run the body as th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -16,8 +17,13 @@ import httptools
 # Bytes of a request's headers; the same limit as in uvicorn's other parser, h11.
 MAX_HEADER_BYTES = 64 * 1024
 
+Headers = list[tuple[bytes, bytes]]
+# From the URL and the headers of a POST, and the headers that are part of every answer: the complete
+# answer, or None if the application is to give it.
+AnswerEarly = Callable[[bytes, Headers, Headers], bytes | None]
 
-def corrected(protocol: type[Any]) -> type[Any]:
+
+def corrected(protocol: type[Any], answer_early: AnswerEarly) -> type[Any]:
     """Subclass one of uvicorn's two protocols; h11's only has to learn to accept no offer."""
 
     class Http1Protocol(protocol):
@@ -26,6 +32,7 @@ def corrected(protocol: type[Any]) -> type[Any]:
             # There is no route for WebSockets, so no offer is ever accepted.
             self.ws_protocol_class = None
             self.arriving_bytes = 0  # of the headers, and at most what arrived with them
+            self.is_due_back = False  # the next answer closes the connection
             if hasattr(self, "parser"):
                 self.parser = _OfferIgnoringParser(self)
 
@@ -45,15 +52,47 @@ def corrected(protocol: type[Any]) -> type[Any]:
                 raise ValueError  # answered with 400, and the connection is closed
             if self.parser.should_upgrade():
                 return
+            if self._may_be_answered_early():
+                answer = answer_early(self.url, self.headers, self.server_state.default_headers)
+                if answer is not None:
+                    # To uvicorn, a request whose answer is complete: it skips the body as it comes.
+                    # Its keep-alive timer would be a sixth of the cost of the answer, and
+                    # `ConnectionKeeper` ends idle connections, too.
+                    self.cycle = _AnsweredCycle(self.scope)
+                    self.transport.write(answer)
+                    self.server_state.total_requests += 1
+                    return
             super().on_headers_complete()
             if self.scope["http_version"] == "1.0":
                 self.cycle.transport = _WithoutChunks(self.cycle.transport)
+
+        def _may_be_answered_early(self) -> bool:
+            # Not before the answers to the requests before it; nor to a client that does not read,
+            # which only the application waits for.
+            is_next = self.cycle is None or self.cycle.response_complete
+            return (
+                is_next
+                and not (self.flow.write_paused or self.is_due_back or self.root_path)
+                and self.parser.get_method() == b"POST"
+                and self.parser.get_http_version() == "1.1"
+                and self.parser.should_keep_alive()
+            )
 
         def on_message_complete(self) -> None:
             if not self.parser.should_upgrade():
                 super().on_message_complete()
 
     return Http1Protocol
+
+
+class _AnsweredCycle:
+    """Stands for uvicorn's cycle of a request that was answered early."""
+
+    response_complete = True
+    message_event = asyncio.Event()  # set when a connection is lost; nobody waits for it
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self.scope = scope
 
 
 class _OfferIgnoringParser(httptools.HttpRequestParser):
@@ -111,5 +150,5 @@ class _WithoutChunks:
         return getattr(self._transport, name)
 
 
-def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:
+def _num_bytes(headers: Headers) -> int:
     return sum(len(name) + len(value) for name, value in headers)

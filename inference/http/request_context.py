@@ -72,8 +72,8 @@ class RequestContext:
     @classmethod
     def begin(cls, scope: Scope) -> RequestContext:
         """Create the context of a request and attach it to its scope."""
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        is_usable = _GIVEN_ID.fullmatch(given) is not None
+        given = dict(scope["headers"]).get(b"x-request-id")
+        is_usable = given is not None and _GIVEN_ID.fullmatch(given) is not None
         context = cls(given.decode("ascii") if is_usable else f"{_PREFIX}-{next(_COUNT):x}")
         scope[_KEY] = context
         return context

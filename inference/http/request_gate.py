@@ -19,7 +19,7 @@ from inference.http.admission import Allowance, Refusal
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
 from inference.http.paths import remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
-from inference.http.request_log import log_failure, log_request
+from inference.http.request_log import log_failure
 from inference.http.server_parts import Parts
 
 # What nginx logs if the client disconnected before the answer; never sent.
@@ -32,7 +32,7 @@ _POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'self' https://huggingface.co https://*.huggingface.co"
 )
-_SECURITY_HEADERS = [
+SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", _POLICY.encode()),
@@ -52,9 +52,11 @@ class RequestGate:
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
-        self.served_model = parts.served_model
+        self.in_progress = parts.in_progress
+        self.overload = parts.overload
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
+        self.count_request = parts.count_request
         self._limits = parts.limits
         self._origins = frozenset(settings.allowed_origins)
 
@@ -88,7 +90,8 @@ class RequestGate:
         # room there.
         if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers):
             return None
-        return self.queue_refusal()
+        # Before the body is read: under overload, reading is most of the cost of a refusal.
+        return self.overload()
 
     def _size_refusal(
         self, given: dict[bytes, bytes], headers: list[tuple[bytes, bytes]]
@@ -102,14 +105,6 @@ class RequestGate:
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
             return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
         return None
-
-    def queue_refusal(self) -> tuple[int, str, str, float] | None:
-        """Refuse before the body is read if the queue is full: under overload, reading is most of
-        the cost of a refusal.
-        """
-        served = self.served_model.current
-        error = served.classifier.full_error() if served else None
-        return None if error is None else (503, error.code, str(error), error.retry_after_s)
 
     def _is_allowed(self, origin: bytes) -> bool:
         return "*" in self._origins or origin.decode("latin-1") in self._origins
@@ -171,7 +166,7 @@ class _GatedRequest:
 
     async def run(self) -> None:
         gate, context, scope = self.gate, self.context, self.scope
-        gate.metrics.in_progress.inc()
+        gate.in_progress.count += 1
         try:
             # 1. Admit the request by its headers alone, or refuse it before any of its body is
             # read.
@@ -201,11 +196,8 @@ class _GatedRequest:
                 # It refers to this request: a cycle, which only the garbage collector would free.
                 self.watch = None
             gate.body_budget.release(context.held_bytes)
-            gate.metrics.in_progress.dec()
-            seconds = time.perf_counter() - context.started
-            route = context.route = self.route()
-            gate.metrics.request_done(route, self.method, self.status, seconds, context.error_code)
-            log_request(context, self.method, route, self.status, seconds)
+            gate.in_progress.count -= 1
+            gate.count_request(context, self.method, self.route(), self.status)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -232,7 +224,7 @@ class _GatedRequest:
             added.append((b"cache-control", b"no-store"))
         if self.gate.lifecycle.is_draining or self.gate.lifecycle.is_leaving:
             added.append((b"connection", b"close"))
-        return [*headers, *_SECURITY_HEADERS, *added]
+        return [*headers, *SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:
         """Receive a piece of the body; after the last one, wait for a disconnect."""

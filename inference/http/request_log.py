@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
 import traceback
+from collections import Counter
 from typing import Any
 
 from pydantic_core import to_json
@@ -14,6 +16,9 @@ from inference.http.request_context import RequestContext
 
 _requests = logging.getLogger("inference.requests")
 _errors = logging.getLogger("inference.errors")
+# Under overload most requests end in one of these.
+_OVERLOAD_CODES = frozenset(("queue_full", "server_busy", "rate_limited"))
+_REFUSALS_INTERVAL_S = 1.0
 
 
 class JsonLines(logging.Formatter):
@@ -60,29 +65,47 @@ def configure_logging(level: str, logger: logging.Logger) -> None:
     logger.setLevel(level.upper())
 
 
-def log_request(
-    context: RequestContext, method: str, route: str, status: int, seconds: float
-) -> None:
-    if not _requests.isEnabledFor(logging.INFO):
-        return
-    fields: dict[str, Any] = {
-        "request_id": context.request_id,
-        "method": method,
-        "route": route,
-        "status": status,
-        "ms": round(seconds * 1000, 2),
-    }
-    if context.num_texts:
-        fields["texts"] = context.num_texts
-        fields["tokens"] = context.num_tokens
-    if context.stages is not None:
-        names = ("tokenize_ms", "queue_ms", "forward_ms")
-        fields |= {
-            name: round(one * 1000, 2) for name, one in zip(names, context.stages, strict=True)
+class RequestLog:
+    """One line per request; those that overload refuses share one per second, as a line for each
+    costs more than the refusal. Only used on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._refused: Counter[tuple[str, int, str]] = Counter()  # by route, status and code
+
+    def write(self, context: RequestContext, method: str, status: int, seconds: float) -> None:
+        if not _requests.isEnabledFor(logging.INFO):
+            return
+        if context.error_code in _OVERLOAD_CODES:
+            if not self._refused:
+                asyncio.get_running_loop().call_later(_REFUSALS_INTERVAL_S, self.write_refused)
+            self._refused[context.route, status, context.error_code] += 1
+            return
+        fields: dict[str, Any] = {
+            "request_id": context.request_id,
+            "method": method,
+            "route": context.route,
+            "status": status,
+            "ms": round(seconds * 1000, 2),
         }
-    if context.error_code is not None:
-        fields["code"] = context.error_code
-    _requests.info("request", extra={"fields": fields})
+        if context.num_texts:
+            fields["texts"] = context.num_texts
+            fields["tokens"] = context.num_tokens
+        if context.stages is not None:
+            names = ("tokenize_ms", "queue_ms", "forward_ms")
+            fields |= {
+                name: round(one * 1000, 2) for name, one in zip(names, context.stages, strict=True)
+            }
+        if context.error_code is not None:
+            fields["code"] = context.error_code
+        _requests.info("request", extra={"fields": fields})
+
+    def write_refused(self) -> None:
+        """Write the lines of the refusals that were counted since the last ones."""
+        for (route, status, code), num_requests in self._refused.items():
+            fields = {"route": route, "status": status, "code": code, "requests": num_requests}
+            _requests.info("requests refused", extra={"fields": fields})
+        self._refused.clear()
 
 
 def log_failure(context: RequestContext, error: BaseException) -> None:

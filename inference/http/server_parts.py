@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,8 +15,11 @@ from fastapi import Depends, Request
 from common.text import Text, texts_in
 from inference.batching.served_model import LoadModel, ServedModel
 from inference.errors import SettingsError
-from inference.http.admission import ApiKeys, RequestLimits
+from inference.http.admission import ApiKeys, Refusal, RequestLimits
+from inference.http.error_responses import RETRY_AFTER_SECONDS
 from inference.http.lifecycle import Lifecycle
+from inference.http.request_context import RequestContext
+from inference.http.request_log import RequestLog
 from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
@@ -60,6 +65,22 @@ class BodyBudget:
             await self._released.wait()
 
 
+class RequestsInProgress:
+    """Counts the requests that are not answered yet; only used on the event loop.
+
+    ``most``: with more, requests for answers are refused. It is less than MAX_CONNECTIONS: with
+    none to spare, a refusal would need a new connection, which costs several times as much.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.most = math.inf
+
+    @property
+    def is_full(self) -> bool:
+        return self.count > self.most
+
+
 def weight_of(texts: Sequence[Text]) -> int:
     """The bytes of memory that texts take: up to four per character if one of them is an emoji."""
     sizes = (sys.getsizeof(part) for text in texts for part in texts_in(text))
@@ -70,9 +91,11 @@ def weight_of(texts: Sequence[Text]) -> int:
 class Parts:
     settings: Settings
     metrics: ServerMetrics
+    log: RequestLog
     lifecycle: Lifecycle
     api_keys: ApiKeys
     limits: RequestLimits
+    in_progress: RequestsInProgress
     body_budget: BodyBudget
     stream_budget: BodyBudget  # a part of it
     served_model: ServedModel
@@ -93,6 +116,10 @@ class Parts:
         metrics.watch(
             "api_key_required", "1 if requests need an API key.", lambda: float(api_keys.is_set)
         )
+        in_progress = RequestsInProgress()
+        metrics.watch(
+            "requests_in_progress", "Requests that are not answered yet.", lambda: in_progress.count
+        )
         body_budget = BodyBudget(int(settings.max_pending_mb * 2**20))
         metrics.watch(
             "pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes
@@ -100,11 +127,13 @@ class Parts:
         return cls(
             settings=settings,
             metrics=metrics,
+            log=RequestLog(),
             lifecycle=Lifecycle(settings),
             api_keys=api_keys,
             limits=RequestLimits(
                 api_keys, settings.rate_limit_per_s, line.report_taken if line else None
             ),
+            in_progress=in_progress,
             body_budget=body_budget,
             # Streams read ahead as much as they may, for as long as they last; single requests
             # always have room.
@@ -112,6 +141,27 @@ class Parts:
             served_model=ServedModel(settings, metrics, load_model, counts_loads=line is None),
             line=line,
         )
+
+    def count_request(self, context: RequestContext, method: str, route: str, status: int) -> None:
+        """Count and log a request that has ended; ``method`` and ``route`` are from bounded sets."""
+        context.route = route
+        seconds = time.perf_counter() - context.started
+        self.metrics.request_done(route, method, status, seconds, context.error_code)
+        self.log.write(context, method, status, seconds)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether `overload` would refuse."""
+        return self.served_model.is_full or self.in_progress.is_full
+
+    def overload(self) -> Refusal | None:
+        """Why no further text can be accepted now: status, code, message, seconds to wait."""
+        if error := self.served_model.full_error():
+            return 503, error.code, str(error), error.retry_after_s
+        if self.in_progress.is_full:
+            what = f"{self.in_progress.most:g} requests wait for answers on as many connections"
+            return 503, "server_busy", f"{what}; try again soon", RETRY_AFTER_SECONDS
+        return None
 
     @property
     def dead(self) -> str | None:

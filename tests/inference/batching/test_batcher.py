@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass, Workers
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
+from inference.batching.supervision import COMPUTING_NICENESS
 from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import PASSES_AT_ONCE, TokenBatch
 from inference.errors import ForwardError, WorkerDownError
@@ -304,6 +307,24 @@ def test_the_heartbeat_ages_with_a_pass_and_rests_without_one() -> None:
         assert bench.batcher.heartbeat_age_s == 0
         assert bench.batcher.is_alive
     assert not bench.batcher.is_alive
+
+
+class _PriorityEngine(StandInEngine):
+    niceness = 0
+
+    def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        self.niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        return super().logits(batch, threads)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness per thread")
+def test_passes_leave_the_processor_to_the_event_loop_first() -> None:
+    engine, ours = _PriorityEngine(), os.getpriority(os.PRIO_PROCESS, 0)
+    with running(engine) as bench:
+        bench.put_call([(1, 2)])
+        bench.outcomes(1)
+    assert engine.niceness == min(19, ours + COMPUTING_NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == ours
 
 
 def test_speed_is_assumed_first_and_measured_then() -> None:

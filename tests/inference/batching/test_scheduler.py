@@ -246,6 +246,28 @@ def test_near_lengths_go_together_when_passes_pad() -> None:
     assert list(passes) == [[8, 8, 8, 8], [30, 31], [29]]
 
 
+class _WatchedText(QueuedText):
+    """Counts how often a queue looks at a deadline or at a promised time."""
+
+    __slots__ = ()
+    num_looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        _WatchedText.num_looks += name in ("deadline", "promised")
+        return super().__getattribute__(name)
+
+
+def test_an_overloaded_queue_is_not_looked_through_before_each_pass() -> None:
+    queue = make_queue()
+    for _ in range(1000):
+        queue.put(Flow(1), _WatchedText(np.zeros(8, np.int32), deadline=60.0, promised=5.0))
+    _WatchedText.num_looks = 0
+    for i in range(20):
+        assert queue.expire(now=float(i)) == []
+        assert len(queue.take(now=float(i), tokens_per_second=8_000 / 5)) == BUDGET / 8
+    assert _WatchedText.num_looks < 100
+
+
 def test_a_text_larger_than_any_pass_is_refused() -> None:
     with pytest.raises(ValueError, match="text of 65 tokens > max_batch_tokens 64"):
         put_call(make_queue(), [BUDGET + 1])
