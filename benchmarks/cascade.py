@@ -78,7 +78,7 @@ def _parse() -> Namespace:
         type=Path,
         nargs="+",
         default=[checkpoints / "minilm_agnews" / "native"],
-        help="artefacts, each with its cascade in the folder cascade for bulk and serving; splits "
+        help="artefacts, each with its cascade where python -m inference.cascade writes it; splits "
         "and shift use the first (default: checkpoints/minilm_agnews/native)",
     )
     add("--small", type=Path, default=checkpoints / "news", help="default: checkpoints/news")

@@ -22,12 +22,13 @@ from benchmarks.serving.servers import SERVERS
 from common.errors import UserError
 from common.model_folder import read_manifest
 from inference.engines.model_loader import ModelLoader
+from inference.exporting.cascading import default_target
 
 BIG, SMALL, CASCADE = "big", "small", "cascade"
 MANY = 64
 # Clients of each load, by the texts that they send.
 LOADS = {"all": MANY, "easy": 1, "hard": 1}
-_SEED, _FOLDER = 7, "cascade"
+_SEED = 7
 _OURS = SERVERS["ours"]
 Round = dict[str, Any]
 
@@ -96,7 +97,7 @@ def _begin(results: dict[str, Any], big: Path) -> dict[str, Any]:
 
 
 def _cascade(big: Path) -> Path:
-    folder = big / _FOLDER
+    folder = default_target(big)
     if not folder.is_dir():
         what = f"does not exist; write it with `python -m inference.cascade {big} SMALL`"
         raise UserError(f"{folder}: {what}", code="benchmark-input")
