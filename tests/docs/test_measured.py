@@ -33,6 +33,8 @@ def rounds_of(name: str) -> int:
 
 
 def _rounds_in(results: Any) -> list[int]:
+    if isinstance(results, list):
+        return [count for part in results for count in _rounds_in(part)]
     if not isinstance(results, dict):
         return []
     own = [len(results[key]) for key in ("rounds", "seconds") if isinstance(results.get(key), list)]
