@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from common.problem_types import REGRESSION
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
+from inference.errors import WorkerDownError
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify, classify_some, render, text_of
 from inference.http.routes.json_route import JsonRoute
@@ -54,9 +55,15 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     texts += [remaining for _, _, remaining in shortened]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take
     # milliseconds each.
-    answers = await classify_some(
-        request, parts, served, texts[first:], "text", num_required=1 - first, only_stage=stage
-    )
+    try:
+        answers = await classify_some(
+            request, parts, served, texts[first:], "text", num_required=1 - first, only_stage=stage
+        )
+    except WorkerDownError:
+        if parts.served_model.current is served:
+            raise
+        # Another model took over between the two, so it explains its own answer.
+        return await explain(request, body)
     if not first:
         whole = cast("Answer", answers.pop(0))
     explanation = render(parts, served, whole, wanted=served.wanted)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +15,8 @@ from inference.app import create_app
 from inference.batching.audit import Audit
 from inference.engines import native
 from inference.engines.model_loader import ModelLoader
+from inference.http.routes import explain
+from inference.http.routes.answers import classify
 from inference.settings import Settings
 from tests.docs.pages import REPOSITORY
 from tests.inference.cascades import make_artefact, make_cascade
@@ -102,3 +106,22 @@ def test_max_batch_tokens_must_hold_a_text_of_either_model(folder: Path) -> None
     app = create_app(Settings(model_checkpoint=folder, log_level="error", max_batch_tokens=32))
     with ThreadedServer(app).running() as client:
         assert "MAX_BATCH_TOKENS 32" in client.get("/health").json()["error"]
+
+
+def test_a_reload_between_the_answer_and_its_explanation_loses_no_request(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reloads = []
+
+    async def then_reload(request: Any, parts: Any, *rest: Any) -> Any:
+        answers = await classify(request, parts, *rest)
+        if not reloads:
+            reloads.append(await parts.served_model.load())
+            await asyncio.wait(parts.served_model._draining)  # the model before has ended
+        return answers
+
+    monkeypatch.setattr(explain, "classify", then_reload)
+    response = client.post("/explain", json={"text": HARD})
+    assert response.status_code == 200
+    assert len(response.json()["words"]) == len(HARD.split())
+    assert reloads

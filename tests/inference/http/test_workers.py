@@ -351,7 +351,7 @@ def test_merged_metrics_add_up_counts_and_take_the_least_and_the_most_where_a_su
     for metrics, is_ready, seconds in ((one, 1.0, 2.0), (other, 0.0, 3.0)):
         metrics.watch("model_ready", "Whether.", lambda is_ready=is_ready: is_ready)
         metrics.watch("queue_seconds", "Seconds.", lambda seconds=seconds: seconds)
-        metrics.in_progress.inc()
+        metrics.watch("requests_in_progress", "Requests.", lambda: 1.0)
     text = render_merged([one.snapshot(), other.snapshot()], "")[0].decode()
     for line in (
         'distrinews_requests_total{method="POST",route="/predict",status="200"} 2.0',
