@@ -39,8 +39,8 @@ MAX_ERRORS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2)
 # Thresholds are tried from the strictest on, 1 - 0.0001, to the loosest, 1 - 0.75. They are fixed
 # beforehand: thresholds taken from the rows themselves would be tested on what chose them.
 _THRESHOLDS = 1 - np.geomspace(1e-4, 0.75, 200)
-# Each stricter threshold of a cascade passes on so many times as many texts as the one before; the
-# first one at least so large a share, since less than this is hardly noticed.
+# By what factor each stricter threshold of a cascade passes on more texts than the one before; and
+# the share from which the first one begins, since less than this is hardly noticed.
 _STRICTER = 1.5
 _LEAST_PASSED_ON = 0.05
 # No probability reaches it.
@@ -623,7 +623,7 @@ def _why_too_few_answered(
 
 
 def _stricter(ascending: Floats, threshold: float) -> tuple[float, ...]:
-    """Thresholds above this one, each of which passes on `_STRICTER` times as many texts."""
+    """Thresholds above this one, each passing on more texts by the factor `_STRICTER`."""
     count = len(ascending)
     passed_on = max(int((ascending < threshold).sum()), math.ceil(_LEAST_PASSED_ON * count))
     found = []

@@ -230,14 +230,14 @@ class Batcher:
         metrics: ServerMetrics,
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
-        workers: Workers | None = None,
+        workers: Workers,
     ) -> None:
         """Args:
         queue: where texts wait; from here on only the batcher and its workers use it.
         on_finished: receives every text that a worker took, once; called from worker threads.
         on_expired: receives the texts whose deadline passed in the queue; called from worker
             threads.
-        workers: shared with other batchers; by default its own, one for each slot of the engine.
+        workers: run the passes, and may be shared with other batchers.
         """
         engine = model.engine
         self.health = EngineHealth(engine, model.good_ids)
@@ -256,8 +256,7 @@ class Batcher:
         self.tokens_in_hand = self.passes_in_hand = 0
         self.served_until = self.tried_at = 0.0
         self._closed = False
-        self._owns_workers = workers is None
-        self._workers = workers or Workers(engine.num_slots)
+        self._workers = workers
         self._workers.add(self)
 
     @property
@@ -318,8 +317,6 @@ class Batcher:
         """End after the current passes; waiting texts are never taken."""
         self._closed = True
         self._workers.remove(self)
-        if self._owns_workers:
-            self._workers.close()
 
     # Called by the workers.
 

@@ -54,11 +54,10 @@ class Classifier:
         self._cascade = model.cascade
         self._audit = Audit(model.cascade) if model.cascade else None
         # Of a cascade the small model's stage comes first, and passes on what it is not sure of.
-        models = [model.cascade.small, model] if model.cascade else [model]
-        self._workers = Workers(max(one.engine.num_slots for one in models))
+        self._workers = Workers(max(one.engine.num_slots for one in model.stages))
         self._stages: list[Stage] = []
         try:
-            for one in models:
+            for one in model.stages:
                 self._stages.append(
                     Stage(len(self._stages), one, limits, metrics, self._report, self._workers)
                 )

@@ -57,9 +57,8 @@ def wanted_of(model: ModelLoader, settings: Settings) -> Wanted:
         ModelLoadError: the model cannot do what the settings ask of it.
     """
     path = settings.model_checkpoint
-    readers = [model, model.cascade.small] if model.cascade else [model]
     budget = settings.max_batch_tokens
-    longest = max(one.tokenizer.most_ids for one in readers)
+    longest = max(one.tokenizer.most_ids for one in model.stages)
     # 0 leaves it to the engine, which takes any model.
     if budget and budget < longest:
         what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"

@@ -21,6 +21,7 @@ from common.model_folder import (
     EXPORT_AGAIN,
     FAMILIARITY_FILE,
     MANIFEST_FILE,
+    SMALL_FOLDER,
     Manifest,
     SavedModel,
     artefact_folder,
@@ -142,7 +143,9 @@ def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) ->
         return False
     with contextlib.suppress(ModelLoadError):
         if is_artefact(path):
-            return read_manifest(path).engine == "native"
+            # Of a cascade, both models.
+            places = [one for one in (path, path / SMALL_FOLDER) if is_artefact(one)]
+            return all(read_manifest(one).engine == "native" for one in places)
         return wanted == "native" or _is_known_fastest(_engines_of(path, hardware), hardware)
     return False
 

@@ -370,7 +370,7 @@ class Supervisor:
             model = self._load_model(path, engine)
         except Exception as error:  # the workers say why
             return error
-        return model if model.engine.survives_fork else None
+        return model if all(one.engine.survives_fork for one in model.stages) else None
 
     def _reload(self) -> None:
         """Start workers with the model that is there now; once all have it, they `_take_over`."""

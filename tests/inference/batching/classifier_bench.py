@@ -14,6 +14,7 @@ from common.text import Encoded, TextTokenizer
 from inference.batching.calls import Answer
 from inference.batching.classifier import Classifier, QueueLimits
 from inference.engines.answering import OneLabelAnswering
+from inference.engines.model_loader import ModelLoader
 from inference.metrics import ServerMetrics
 from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, NUM_LABELS, RAISES, StandInEngine
 
@@ -35,6 +36,7 @@ class StandInModel:
     """A stand-in engine behind a tokenizer of which each word is one token."""
 
     cascade = None
+    stages = ModelLoader.stages
 
     def __init__(
         self, engine: StandInEngine, max_length: int = MAX_LENGTH, tokens_per_second: float | None = None

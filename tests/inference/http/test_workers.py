@@ -12,16 +12,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from common.hardware import Hardware
+from common.model_folder import read_manifest, write_manifest
 from inference.engines import selection
 from inference.http.workers import Supervisor, num_workers, share_of
 from inference.metrics import ServerMetrics, merged, render_merged
 from inference.settings import Settings
+from tests.inference.cascades import NEWS, make_cascade
 from tests.inference.servers import Server, metric, num_arrived, stand_in_server
 from tests.inference.stand_in_model import CALIBRATION, stand_in, text_of
 from tests.processes import wait_until
@@ -370,13 +373,19 @@ def test_merged_metrics_add_up_counts_and_take_the_least_and_the_most_where_a_su
 
 
 def test_only_the_native_engine_chosen_without_a_comparison_is_loaded_before_the_fork(
-    model_folder: Path, exported_folder: Path
+    model_folder: Path, exported_folder: Path, tmp_path: Path
 ) -> None:
     hardware = Hardware()
     assert not selection.is_native_without_comparison(model_folder, "auto", hardware)
     assert not selection.is_native_without_comparison(exported_folder, "onnx", hardware)
     assert not selection.is_native_without_comparison(exported_folder, "auto", Hardware(device="cuda"))
     assert selection.is_native_without_comparison(exported_folder, "native", hardware)
+
+    cascade = make_cascade(NEWS, NEWS, tmp_path / "cascade")
+    assert selection.is_native_without_comparison(cascade, "auto", hardware)
+    small = read_manifest(cascade / "small")
+    write_manifest(cascade / "small", replace(small, engine="onnx"))
+    assert not selection.is_native_without_comparison(cascade, "auto", hardware)
 
 
 def test_the_supervisor_says_in_one_line_where_and_how_many(two_workers: Server) -> None:
