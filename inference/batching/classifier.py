@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from common.text import Text
 from inference.batching.audit import Audit
-from inference.batching.batcher import Workers
+from inference.batching.batcher import Share, Workers
 from inference.batching.cache import Values
 from inference.batching.calls import Answer, Call, Caller, Outcome, deliver
 from inference.batching.engine_health import EngineHealth
@@ -23,7 +23,7 @@ from inference.errors import (
     QueueFullError,
     WorkerDownError,
 )
-from inference.metrics import ServerMetrics
+from inference.metrics import ModelMetrics
 
 # Seconds after which a stream that waits for room looks again at the earliest.
 _SHORTEST_RETRY_S = 0.05
@@ -41,9 +41,20 @@ class Classifier:
     event loop.
     """
 
-    def __init__(self, model: ModelLoader, limits: QueueLimits, metrics: ServerMetrics) -> None:
-        """Raises:
-        ValueError: a text of the model's full length would not fit into a forward pass.
+    def __init__(
+        self,
+        model: ModelLoader,
+        limits: QueueLimits,
+        metrics: ModelMetrics,
+        workers: Workers | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Args:
+            workers: those that other models use too; by default its own.
+            weight: of its share of them.
+
+        Raises:
+            ValueError: a text of the model's full length would not fit into a forward pass.
         """
         self._max_wait_s = limits.max_wait_seconds
         self._metrics = metrics
@@ -54,12 +65,16 @@ class Classifier:
         self._audit = Audit(model.cascade) if model.cascade else None
         # Of a cascade the small model's stage comes first, and passes on what it is not sure of.
         models = [model.cascade.small, model] if model.cascade else [model]
-        self._workers = Workers(max(one.engine.num_slots for one in models))
+        self._owns_workers = workers is None
+        self._workers = workers or Workers(0)
+        self._workers.grow(max(one.engine.num_slots for one in models))
+        self._share = Share(weight)
+        machine = self._workers, self._share
         self._stages: list[Stage] = []
         try:
             for one in models:
                 self._stages.append(
-                    Stage(len(self._stages), one, limits, metrics, self._report, self._workers)
+                    Stage(len(self._stages), one, limits, metrics, self._report, machine)
                 )
         except ValueError:
             self._close_threads()
@@ -185,10 +200,15 @@ class Classifier:
     def _close_threads(self) -> None:
         for stage in self._stages:
             stage.close()
-        self._workers.close()
+        if self._owns_workers:
+            self._workers.close()
 
     def _refusal(self, num_tokens: float, num_texts: int) -> QueueFullError | None:
-        waiting, speed = self._unanswered_tokens, self._expected_speed
+        waiting, alone = self._unanswered_tokens, self._expected_speed
+        # The passes of other models count too, but only what fair queueing lets them take: a flood
+        # of texts for one model must not keep out those for another. What comes for others later
+        # is not known yet; it can delay this call, at most by their share of the time.
+        speed = alone * self._workers.share_left(self._share, (waiting + num_tokens) / alone)
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:
             return None
@@ -196,7 +216,7 @@ class Classifier:
         # a larger one would be refused for ever, so it is told to send fewer texts.
         answered_s = (waiting + num_tokens) / speed
         limit_s = answered_s - too_late_s
-        would_fit = num_texts == 1 or num_tokens / speed <= limit_s
+        would_fit = num_texts == 1 or num_tokens / alone <= limit_s
         retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
         return QueueFullError(
             f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit "
