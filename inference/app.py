@@ -65,7 +65,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         task.add_done_callback(tasks.discard)
 
     if parts.line is not None and parts.line.has_model:
-        await parts.served_model.load_or_log()
+        await parts.models.load_or_log()
     else:
         # The port opens immediately: /health reports honestly while the model loads in the
         # background.
@@ -89,7 +89,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if ending is not None:
         ending.cancel()
     await _abandon(tasks, server, parts)
-    await parts.served_model.close()
+    await parts.models.close()
     if parts.line is not None:
         following.cancel()
         # The supervisor goes on counting them: without the counts of an ended worker, the sums of
@@ -127,7 +127,7 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
         if parts.lifecycle.is_draining:
             return
         await asyncio.sleep(0.01)
-    await parts.served_model.load_or_log()
+    await parts.models.load_or_log()
     if parts.line is not None and parts.served_model.current is not None:
         parts.line.say_loaded()
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference.batching.served_model import ServedModel
 from inference.http.admission import Allowance, Refusal
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
 from inference.http.paths import remove_second_prefix, route_path
@@ -27,6 +28,9 @@ CLIENT_GONE = 499
 # Seconds after which a request that is not answered is watched for its client's leaving.
 _WATCHED_AFTER_S = 0.05
 _ADMIN_PREFIX = "/admin/"
+# Where the path says which of several models is asked, and where the body may.
+_NAMED = ("/models/", "/v2/models/")
+_NAMED_IN_BODY = ("/hub", "/classify", "/v1/classify")
 # Pages may be embedded in the Space's page only, and load nothing from elsewhere.
 _POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
@@ -52,7 +56,7 @@ class RequestGate:
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
-        self.served_model = parts.served_model
+        self._models = parts.models
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
         self._limits = parts.limits
@@ -86,9 +90,10 @@ class RequestGate:
             return refusal
         # Neither a reload nor a stream waits in the queue as a whole: a stream's lines wait for
         # room there.
-        if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers):
+        path = route_path(scope)
+        if path.startswith(_ADMIN_PREFIX) or is_stream(headers):
             return None
-        return self.queue_refusal()
+        return self.queue_refusal(path)
 
     def _size_refusal(
         self, given: dict[bytes, bytes], headers: list[tuple[bytes, bytes]]
@@ -103,13 +108,27 @@ class RequestGate:
             return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
         return None
 
-    def queue_refusal(self) -> tuple[int, str, str, float] | None:
+    def queue_refusal(self, path: str) -> tuple[int, str, str, float] | None:
         """Refuse before the body is read if the queue is full: under overload, reading is most of
         the cost of a refusal.
         """
-        served = self.served_model.current
-        error = served.classifier.full_error() if served else None
+        error = None
+        for model in self._models_asked(path):
+            served = model.current
+            if served is None or (error := served.classifier.full_error()) is None:
+                return None
         return None if error is None else (503, error.code, str(error), error.retry_after_s)
+
+    def _models_asked(self, path: str) -> Iterable[ServedModel]:
+        """The model that a request is for, or all that it may be for."""
+        models = self._models
+        if path.startswith(_NAMED):
+            # An unknown name is left to the route.
+            found = models.find(path.partition("/models/")[2].partition("/")[0])
+            return [] if found is None else [found]
+        if path in _NAMED_IN_BODY and models.are_several:
+            return models.all.values()
+        return [models.default]
 
     def _is_allowed(self, origin: bytes) -> bool:
         return "*" in self._origins or origin.decode("latin-1") in self._origins

@@ -392,6 +392,20 @@ class ModelResponse(BaseModel):
         )
 
 
+class ListedModel(BaseModel):
+    """One of the served models."""
+
+    name: str = Field(description="What /models/NAME, and the field `model`, call it.")
+    default: bool = Field(description="Whether it answers requests that name no model.")
+    ready: bool
+    error: str | None = Field(default=None, description="Why it cannot answer now.")
+    labels: list[str] | None = Field(
+        default=None, description="Absent, like what follows, while it is not loaded."
+    )
+    engine: str | None = None
+    revision: str | None = None
+
+
 class ErrorDetail(BaseModel):
     """What went wrong."""
 

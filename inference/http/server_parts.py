@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from common.text import Text, texts_in
 from inference.batching.served_model import LoadModel, ServedModel
+from inference.batching.served_models import ServedModels
 from inference.errors import SettingsError
 from inference.http.admission import ApiKeys, RequestLimits
 from inference.http.lifecycle import Lifecycle
@@ -75,7 +76,7 @@ class Parts:
     limits: RequestLimits
     body_budget: BodyBudget
     stream_budget: BodyBudget  # a part of it
-    served_model: ServedModel
+    models: ServedModels
     line: SupervisorLine | None  # for one of several workers
 
     @classmethod
@@ -109,30 +110,38 @@ class Parts:
             # Streams read ahead as much as they may, for as long as they last; single requests
             # always have room.
             stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
-            served_model=ServedModel(settings, metrics, load_model, counts_loads=line is None),
+            models=ServedModels(settings, metrics, load_model, counts_loads=line is None),
             line=line,
         )
 
     @property
+    def served_model(self) -> ServedModel:
+        """The only model, or the first of several, which answers requests that name none."""
+        return self.models.default
+
+    @property
     def dead(self) -> str | None:
         """Why the process has to be restarted, or None."""
-        return self.served_model.dead
+        return self.models.dead
 
     @property
     def unready(self) -> str | None:
         """Why requests should go elsewhere, or None."""
+        return self._unready(self.models.error)
+
+    def why_not_ready(self, model: ServedModel) -> str | None:
+        """Why requests for this model should go elsewhere, or None."""
+        return self._unready(model.error)
+
+    def _unready(self, error: str | None) -> str | None:
         if self.lifecycle.is_draining:
             return "the server is shutting down"
-        if (
-            self.served_model.error is None
-            and self.line is not None
-            and not self.line.all_are_ready
-        ):
+        if error is None and self.line is not None and not self.line.all_are_ready:
             return (
                 "other workers of this server are still loading the model; try again in a few "
                 "seconds"
             )
-        return self.served_model.error
+        return error
 
 
 def parts_of(request: Request) -> Parts:

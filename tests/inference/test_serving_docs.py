@@ -93,7 +93,8 @@ def test_every_curl_command_of_the_guide_gets_an_answer(
     pairs = make_pair_folder(model_folder, tmp_path / "pairs", "bert")
     with start_server(pairs) as of_pairs, start_server(REPOSITORY / "checkpoints" / "news") as calibrated:
         for command in commands:
-            able = of_pairs if "text_pair" in command else calibrated if "coverage" in command else server
+            news = "coverage" in command or "/models/news/" in command
+            able = of_pairs if "text_pair" in command else calibrated if news else server
             address = able.base_url
             command = command.replace("localhost:7860", str(address).rstrip("/"))
             run = subprocess.run(

@@ -31,6 +31,7 @@ from inference.http.error_responses import (
 from inference.http.request_context import RequestContext
 from inference.http.routes.answers import (
     cancel_unfinished,
+    model_named,
     note,
     refuse_other_kind,
     render,
@@ -74,7 +75,8 @@ class StreamResponse(Response):
         del self.headers["content-length"]
         self._parts: Parts = parts_of(request)
         # Raised before the answer begins, so that the whole request is refused.
-        self._parts.served_model.require().classifier.refuse_if_down()
+        self._model = model_named(self._parts, request.path_params.get("name"))
+        self._model.require().classifier.refuse_if_down()
         self._context = RequestContext.of(request.scope)
         self._context.is_stream = True
         self._index = 0
@@ -167,7 +169,7 @@ class StreamResponse(Response):
         return request
 
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
-        served = self._parts.served_model.require()
+        served = self._model.require()
         accepted = [self._accepted(served, line) for line in lines]
         texts = [
             text_of(line[0], self._parts.settings)

@@ -1,0 +1,269 @@
+"""Several models in one server: each answers under its name, and one that fails leaves the others alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inference.app import create_app
+from inference.batching.served_models import has_several, paths_of
+from inference.engines.answering import OneLabelAnswering
+from inference.engines.model_loader import ModelLoader
+from inference.errors import SettingsError
+from inference.http.workers import num_workers
+from inference.settings import Settings
+from tests.inference.servers import ThreadedServer, metric, serving
+from tests.inference.stand_in_model import StandInModel, text_of
+from tests.processes import wait_until
+
+TEXT = {"text": "Oil prices rise"}
+LINES = {"content-type": "application/x-ndjson"}
+
+
+def load(path: Path, engine: str) -> ModelLoader:
+    """A stand-in whose labels begin with the name of its folder."""
+    model = StandInModel(path)
+    model.labels = [f"{path.name} {label}" for label in model.labels]
+    model.answering = OneLabelAnswering(model.labels)
+    return model
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A folder of two models, beside which there is something else."""
+    folder = tmp_path / "models"
+    for name in ("news", "spam"):
+        (folder / name).mkdir(parents=True)
+        for file in ("config.json", "tokenizer.json"):
+            shutil.copy(model_folder / file, folder / name)
+    (folder / "news.run").mkdir()
+    (folder / "notes.txt").touch()
+    return folder
+
+
+@contextmanager
+def serving_several(
+    checkpoint: Path | str, load_model: Callable[[Path, str], ModelLoader] = load, **settings: Any
+) -> Iterator[httpx.Client]:
+    app = create_app(Settings(model_checkpoint=Path(checkpoint), **settings), load_model)
+    with ThreadedServer(app).running() as client:
+        wait_until(lambda: all("still loading" not in one.get("error", "") for one in client.get("/models").json()))
+        yield client
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[httpx.Client]:
+    with serving_several(f"{folder / 'spam'},{folder / 'news'}") as client:
+        yield client
+
+
+def test_models_are_named_one_by_one_or_by_their_folder(folder: Path, model_folder: Path, tmp_path: Path) -> None:
+    def paths(checkpoint: Path | str) -> list[Path]:
+        return paths_of(Settings(model_checkpoint=Path(checkpoint)))
+
+    assert paths(folder) == [folder / "news", folder / "spam"]
+    assert paths(f"{folder / 'spam'}, {folder / 'news'},") == [folder / "spam", folder / "news"]
+    assert paths(model_folder) == [model_folder]
+    assert paths(tmp_path / "nothing") == [tmp_path / "nothing"]
+    with_comma = Path(shutil.copytree(model_folder, tmp_path / "with,comma"))
+    assert paths(with_comma) == [with_comma]
+    many = ",".join([str(folder / "news")] * 300)
+    assert len(paths(many)) == 300
+    # A damaged model with an exported artefact inside is no folder of models.
+    damaged = Path(shutil.copytree(model_folder, tmp_path / "damaged"))
+    shutil.copytree(model_folder, damaged / "native")
+    (damaged / "config.json").unlink()
+    assert not has_several(Settings(model_checkpoint=damaged))
+
+
+@pytest.mark.parametrize(
+    ("more", "names", "line"),
+    [
+        ({}, ("news", "other/news"), "have the same name; rename a folder"),
+        ({}, ("news", "not plain"), "must be letters, digits"),
+        ({"model_name": "mine"}, ("news", "spam"), "MODEL_NAME: it names a single model"),
+        ({"model_weights": "new=2"}, ("news", "spam"), "'new': no model has this name; they are news, spam"),
+        ({"model_weights": "news=fast"}, ("news", "spam"), "'news=fast': a weight is a number above 0"),
+        ({"model_weights": "news=0"}, ("news", "spam"), "'news=0': a weight is a number above 0"),
+        ({"model_weights": "news=2"}, ("news",), "MODEL_WEIGHTS: there is only one model"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_start_no_server(
+    folder: Path, more: dict[str, str], names: tuple[str, ...], line: str
+) -> None:
+    checkpoint = Path(",".join(str(folder / name) for name in names))
+    with pytest.raises(SettingsError, match=line) as error:
+        create_app(Settings(model_checkpoint=checkpoint, **more))
+    assert "\n" not in str(error.value)
+
+
+def test_several_models_are_served_by_one_process(folder: Path) -> None:
+    assert num_workers(Settings(model_checkpoint=folder)) == 1
+    with pytest.raises(SettingsError, match="WORKERS 2: several models are served by one process"):
+        num_workers(Settings(model_checkpoint=folder, workers=2))
+
+
+def test_each_model_answers_under_its_name_on_every_route(client: httpx.Client) -> None:
+    tensor = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["Oil prices rise"]}]}
+    for name in ("spam", "news"):
+        below = f"/models/{name}"
+        answers = [
+            client.post(f"{below}/predict", json=TEXT).json()["label"],
+            client.post(f"{below}/predict/batch", json={"texts": ["Oil", "Goal!"]}).json()[1]["label"],
+            client.post(f"{below}/explain", json=TEXT).json()["label"],
+            client.post(f"{below}/hub", json={"inputs": "Goal!"}).json()[0][0]["label"],
+            client.post("/hub", json={"inputs": "Goal!", "model": name}).json()[0][0]["label"],
+            client.post("/classify", json={"input": "Goal!", "model": name}).json()["data"][0]["label"],
+            *client.post("/v1/classify", json={"text": "Goal!", "model": name}).json()["labels"],
+            client.post(f"/v2/models/{name}/infer", json=tensor).json()["outputs"][0]["data"][0],
+            *client.get(below).json()["labels"],
+        ]
+        streamed = client.post(f"{below}/predict/batch", content=json.dumps(TEXT) + "\n", headers=LINES)
+        answers.append(json.loads(streamed.text)["label"])
+        assert {answer.split()[0] for answer in answers} == {name}
+        assert client.get(f"/v2/models/{name}/ready").json() == {"name": name, "ready": True}
+
+
+def test_what_names_no_model_is_answered_by_the_first_one(client: httpx.Client) -> None:
+    answers = [
+        client.post("/predict", json=TEXT).json()["label"],
+        client.post("/hub", json={"inputs": "Goal!"}).json()[0][0]["label"],
+        client.post("/classify", json={"input": "Goal!"}).json()["data"][0]["label"],
+        *client.get("/model").json()["labels"],
+        *client.get("/health").json()["labels"],
+    ]
+    assert {answer.split()[0] for answer in answers} == {"spam"}
+    listed = client.get("/models").json()
+    assert [(one["name"], one["default"], one["ready"], one["engine"]) for one in listed] == [
+        ("spam", True, True, "stand-in"),
+        ("news", False, True, "stand-in"),
+    ]
+
+
+def test_an_unknown_name_is_answered_with_the_names_that_there_are(client: httpx.Client) -> None:
+    for path, body in (
+        ("/models/other/predict", TEXT),
+        ("/models/other/predict/batch", {"texts": ["Oil"]}),
+        ("/models/other/explain", TEXT),
+        ("/hub", {"inputs": "Oil", "model": "other"}),
+        ("/classify", {"input": "Oil", "model": "other"}),
+    ):
+        response = client.post(path, json=body)
+        assert response.status_code == 404
+        assert response.json()["error"]["message"] == "no model of this name; spam, news are served"
+    assert client.post("/models/other/predict/batch", content=json.dumps(TEXT), headers=LINES).status_code == 404
+    assert client.get("/models/other").json()["error"]["code"] == "not_found"
+    assert client.get("/v2/models/other/ready").json() == {"error": "no model of this name; spam, news are served"}
+
+
+def test_of_many_names_only_some_are_listed(folder: Path, model_folder: Path) -> None:
+    for number in range(20):
+        shutil.copytree(folder / "news", folder / f"model-{number:02}")
+    with serving_several(folder) as client:
+        message = client.get("/models/other").json()["error"]["message"]
+    assert message.startswith("no model of this name; model-00, model-01")
+    assert len(message) < 200
+
+
+def test_a_model_that_does_not_load_leaves_the_others_and_the_server_ready(folder: Path) -> None:
+    (folder / "spam" / "tokenizer.json").unlink()
+    with serving_several(folder) as client:
+        assert client.get("/readyz").status_code == 200
+        assert client.post("/predict", json=TEXT).status_code == 200
+        news, spam = client.get("/models").json()
+        assert news["ready"]
+        assert not spam["ready"]
+        assert "spam: lacks tokenizer.json" in spam["error"]
+        assert str(folder) not in spam["error"]
+        refused = client.post("/models/spam/predict", json=TEXT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+        assert client.get("/v2/models/spam/ready").status_code == 503
+        assert metric(client, "model_ready", model_name="spam") == 0
+        assert metric(client, "model_ready", model_name="news") == 1
+
+
+def test_without_its_default_model_the_server_is_not_ready_though_others_answer(folder: Path) -> None:
+    (folder / "news" / "tokenizer.json").unlink()
+    with serving_several(folder) as client:
+        assert "news: lacks tokenizer.json" in client.get("/readyz").json()["reason"]
+        assert client.post("/models/spam/predict", json=TEXT).status_code == 200
+
+
+def test_the_server_is_not_ready_before_all_models_have_been_tried(folder: Path) -> None:
+    seen: list[str] = []
+
+    def load_and_look(path: Path, engine: str) -> ModelLoader:
+        seen.append(app.state.parts.unready or "ready")
+        return load(path, engine)
+
+    app = create_app(Settings(model_checkpoint=folder), load_and_look)
+    with ThreadedServer(app).running() as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+    assert ["still loading" in one for one in seen] == [True, True]
+    assert "spam" in seen[1]
+
+
+def test_a_reload_replaces_what_loads_and_says_what_does_not(folder: Path) -> None:
+    with serving_several(folder, api_key="key") as client:
+        headers = {"X-API-Key": "key"}
+        before = [one["revision"] for one in client.get("/models").json()]
+        (folder / "news" / "tokenizer.json").touch()
+        (folder / "spam" / "tokenizer.json").rename(folder / "elsewhere")
+        response = client.post("/admin/reload", headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (422, "model_refused")
+        assert "lacks tokenizer.json" in response.json()["error"]["message"]
+        after = [one["revision"] for one in client.get("/models").json()]
+        assert after[0] != before[0]
+        assert after[1] == before[1]
+        assert client.post("/models/spam/predict", json=TEXT, headers=headers).status_code == 200
+
+
+def test_what_is_counted_about_a_model_has_its_name(client: httpx.Client) -> None:
+    for name, times in (("spam", 1), ("news", 2)):
+        for _ in range(times):
+            client.post(f"/models/{name}/predict", json=TEXT)
+    assert metric(client, "confidence_count", model_name="spam") == 1
+    assert metric(client, "confidence_count", model_name="news") == 2
+    assert metric(client, "confidence_count") == 3  # and nothing without a name
+    assert metric(client, "requests_total", route="/models/{name}/predict", status="200") == 3
+    assert metric(client, "model_info", name="news", model_name="news") == 1
+
+
+def test_a_server_of_one_model_has_it_under_its_name_too_and_counts_without_it(model_folder: Path) -> None:
+    with serving(model_folder) as client:
+        (listed,) = client.get("/models").json()
+        assert (listed["name"], listed["default"], listed["ready"]) == (model_folder.name, True, True)
+        plain, named = (client.post(path, json=TEXT).json() for path in ("/predict", "/models/tiny/predict"))
+        assert plain == named
+        assert client.post("/models/other/predict", json=TEXT).status_code == 404
+        # Clients of other servers send any name.
+        assert client.post("/hub", json={"inputs": "Oil", "model": "other"}).status_code == 200
+        assert "model_name" not in client.get("/metrics").text
+
+
+def test_a_flood_of_texts_for_one_model_keeps_none_for_another_out(folder: Path) -> None:
+    def load_slow(path: Path, engine: str) -> ModelLoader:
+        return StandInModel(path, seconds_per_token=0.005)
+
+    settings = Settings(model_checkpoint=folder, max_wait_seconds=0.5, max_batch_tokens=24)
+    server = ThreadedServer(create_app(settings, load_slow))
+    with server.running() as client, ThreadPoolExecutor(120) as pool:
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        flooded = server.parts.served_model.require().classifier
+        flood = [pool.submit(client.post, "/predict", json={"text": text_of(i)}) for i in range(120)]
+        wait_until(lambda: flooded.full_error() is not None)
+        for body in ({"inputs": "Oil"}, {"inputs": "Oil", "model": "spam"}):
+            # The gate cannot know which model the body names, so it refuses neither.
+            status = client.post("/hub", json=body).status_code
+            assert status == (200 if "model" in body else 503)
+        assert client.post("/predict", json=TEXT).json()["error"]["code"] == "queue_full"
+        assert client.post("/models/spam/predict", json=TEXT).status_code == 200
+        assert {one.result().status_code for one in flood} <= {200, 503}
