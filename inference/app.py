@@ -28,6 +28,7 @@ from inference.http.routes import (
     explain,
     gateways,
     hub,
+    models,
     open_inference,
     operations,
     pages,
@@ -42,7 +43,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, gateways, open_inference, operations, pages)
+_GROUPS = (predict, explain, hub, gateways, open_inference, models, operations, pages)
 
 
 @asynccontextmanager

@@ -50,6 +50,12 @@ class Settings(BaseModel):
         description="Of several models, how they share the processors while all have texts: with "
         "news=2,spam=1 news gets twice the time of spam. A model that is not named has weight 1.",
     )
+    models_folder: Path | None = Field(
+        default=None,
+        description="The folder of models that `PUT /models/NAME` may serve while the server runs. "
+        "With it, models have the names of their folders, also if there is only one at the start. "
+        "Empty: MODEL_CHECKPOINT, if that is a folder of models; otherwise PUT is refused.",
+    )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
         description="What runs the model. auto takes the fastest artefact beside the model, else "
@@ -83,8 +89,8 @@ class Settings(BaseModel):
     model_name: str = Field(
         default="",
         description="Name of the model in `/models/NAME`, in the Open Inference Protocol "
-        "(`/v2/models/NAME`) and in the metrics. Empty: its own, as in its manifest. Several models "
-        "have the names of their folders.",
+        "(`/v2/models/NAME`) and in the metrics. Empty: its own, as in its manifest. Several "
+        "models have the names of their folders.",
     )
     listen_host: str = Field(
         default="127.0.0.1",

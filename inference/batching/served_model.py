@@ -123,7 +123,7 @@ class ServedModel:
         self._counts_loads = counts_loads
         self._current: Served | None = None
         # What everybody may read names no folder of this machine; the log does.
-        self.public_name = self.path.absolute().name
+        self.public_name = among.name if among else self.path.absolute().name
         name = self.public_name
         self._load_error = f"{name}: the model is still loading; try again in a few seconds"
         self._was_refused = False
@@ -221,26 +221,27 @@ class ServedModel:
             raise ModelUnavailableError(self._load_error)
         return self._current
 
-    async def load(self) -> Served:
-        """Load the model that `path` names now, and serve it in place of the current one, which
-        still answers what it has accepted.
+    async def load(self, path: Path | None = None) -> Served:
+        """Load the model that `path` names now, by default the same path as before, and serve it in
+        place of the current one, which still answers what it has accepted.
 
         Raises:
             ModelLoadError: it cannot be loaded; the current one stays.
         """
+        path = path or self.path
         async with self._loading:
             try:
                 _limit_memory_pools()
-                model = await _in_background(lambda: self._load_model(self.path, self._engine))
-                wanted = wanted_of(model, self.path, self._settings)
+                model = await _in_background(lambda: self._load_model(path, self._engine))
+                wanted = wanted_of(model, path, self._settings)
                 _freeze_what_stays()
                 served = self._serving(model, wanted)
             except Exception as error:
                 self._was_refused = True
                 self._count_load("refused")
-                refusal = refusal_of(self.path, error)
+                refusal = refusal_of(path, error)
                 if self._current is None:
-                    self._load_error = str(refusal).replace(str(self.path), self.public_name)
+                    self._load_error = str(refusal).replace(str(path), self.public_name)
                     logger.error(
                         "the server runs, but without %s gets 503. Fix the model and send SIGHUP "
                         "(kill -HUP %d), or start again with another one",
@@ -252,7 +253,7 @@ class ServedModel:
                 raise refusal from error
             # Between two awaits, so a request sees either the old one or the new one. It keeps what
             # it has seen: the old one lives until its last answer, and only then its threads end.
-            before, self._current = self._current, served
+            before, self._current, self.path = self._current, served, path
             self._count_load("served")
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
             is_calibrated = model.answering.calibration is not None
@@ -281,6 +282,13 @@ class ServedModel:
         task = asyncio.create_task(_drain(served.classifier))
         self._draining.add(task)
         task.add_done_callback(self._draining.discard)
+
+    def remove(self) -> None:
+        """Serve nothing under this name any more, once what was accepted is answered."""
+        if self._current is not None:
+            self._retire(self._current)
+        self._current = None
+        self._load_error = f"{self.public_name}: the model was removed"
 
     async def close(self) -> None:
         """Answer what was accepted, and stop."""

@@ -12,12 +12,14 @@ from common.escaping import some_of
 from common.model_folder import DESCRIPTION_FILES, METRICS_FILE, WEIGHTS_FILE
 from inference.batching.batcher import Workers
 from inference.batching.served_model import LoadModel, OneOfSeveral, ServedModel
+from inference.engines.model_loader import ModelLoader
 from inference.errors import SettingsError
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
 # A part of an address and of a metric.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_USE_PLAIN = "use letters, digits, . _ and -"
 
 
 def paths_of(settings: Settings) -> list[Path]:
@@ -44,9 +46,23 @@ def _models_in(path: Path) -> list[Path]:
         return []
 
 
+def folder_of(settings: Settings) -> Path | None:
+    """The folder from which models may be put under a name while the server runs, if any.
+
+    Raises:
+        SettingsError: MODELS_FOLDER is no folder.
+    """
+    folder, checkpoint = settings.models_folder, settings.model_checkpoint
+    if folder is None:
+        return checkpoint if _models_in(checkpoint) else None
+    if not folder.is_dir():
+        raise SettingsError(f"MODELS_FOLDER: {folder} is no folder; make it, or unset it")
+    return folder
+
+
 def has_several(settings: Settings) -> bool:
     """Whether there may be several models, which then have the names of their folders."""
-    return len(paths_of(settings)) > 1 or bool(_models_in(settings.model_checkpoint))
+    return len(paths_of(settings)) > 1 or folder_of(settings) is not None
 
 
 def named_paths(settings: Settings) -> dict[str, Path]:
@@ -57,8 +73,8 @@ def named_paths(settings: Settings) -> dict[str, Path]:
     """
     if settings.model_name:
         raise SettingsError(
-            "MODEL_NAME: it names a single model, and MODEL_CHECKPOINT several; unset it, and name "
-            "their folders"
+            "MODEL_NAME: it names a single model, and there may be several here; unset it, and "
+            "name their folders"
         )
     found: dict[str, Path] = {}
     for path in paths_of(settings):
@@ -95,6 +111,10 @@ class ServedModels:
         self._load_model = load_model
         self._workers = Workers(0)  # none before the first model says how many it needs
         self._loading = asyncio.Lock()
+        self._is_putting = False
+        self._closing: set[asyncio.Task[None]] = set()
+        # Where `put` takes models from; None if it must not.
+        self.folder = folder_of(settings)
         if has_several(settings):
             paths = named_paths(settings)
             self._weights = weights_of(settings, paths)
@@ -117,7 +137,7 @@ class ServedModels:
         if name is None:
             return self.default
         # The name of an only model may be known only once it is loaded. Until then it stands for
-        # any name, and whoever asks is told that it is loading.
+        # any name, and those who ask are told that it is loading.
         if not self.are_several:
             is_it = self.default.current is None or self.default.name == name
             return self.default if is_it else None
@@ -147,8 +167,9 @@ class ServedModels:
         return next(filter(None, (one.dead for one in self.all.values())), None)
 
     @property
-    def is_loading(self) -> bool:
-        return any(one.is_loading for one in self.all.values())
+    def is_changing(self) -> bool:
+        """Whether a model is being loaded, or put under a name."""
+        return self._is_putting or self._loading.locked() or self.default.is_loading
 
     async def load(self) -> None:
         """Load all that MODEL_CHECKPOINT names now, one after another.
@@ -165,6 +186,58 @@ class ServedModels:
         if refusals:
             raise ModelLoadError("; ".join(refusals))
 
+    async def put(self, name: str, path: str) -> ModelLoader:
+        """Serve a model under a new name, or in place of the one that has it, which still answers
+        what it has accepted. Not to be called while one `is_changing`.
+
+        Raises:
+            ModelLoadError: the path is none of MODELS_FOLDER, or the model cannot be loaded; what
+                was served before still is.
+        """
+        if not _NAME.fullmatch(name):
+            raise ModelLoadError(f"{name:.80}", "no model can have this name", _USE_PLAIN)
+        self._is_putting = True
+        try:
+            found = await asyncio.to_thread(self._path_in_folder, path)
+            if (model := self.all.get(name)) is not None:
+                return (await model.load(found)).model
+            model = self._one_of_several(name, found)
+            served = await model.load()
+            # Only now, so that no request finds a model that loads for the first time.
+            self.all[name] = model
+            return served.model
+        finally:
+            self._is_putting = False
+            if name not in self.all:
+                self._metrics.forget_model(name)
+
+    def _path_in_folder(self, path: str) -> Path:
+        """The path that a request names, if all that is in it lies in MODELS_FOLDER.
+
+        Raises:
+            ModelLoadError: it does not.
+        """
+        assert self.folder is not None
+        root = self.folder.resolve()
+        found = root / path
+        # The path may be too long, lead in a circle, or hold a null byte.
+        with suppress(OSError, RuntimeError, ValueError):
+            if found.is_dir() and found.resolve() != root:
+                ends = (one.resolve() for one in (found, *found.rglob("*")))
+                if all(end.is_relative_to(root) for end in ends):
+                    return found
+        what = "is no folder in MODELS_FOLDER, or has symbolic links that lead out of it"
+        raise ModelLoadError(f"{path:.80}", what, "name a model folder that lies there")
+
+    def remove(self, name: str) -> None:
+        """Answer what this model has accepted, and forget it."""
+        model = self.all.pop(name)
+        model.remove()
+        self._metrics.forget_model(name)
+        task = asyncio.create_task(model.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
     async def load_or_log(self) -> None:
         """Like `load`, but refusals are kept in `ServedModel.error` and logged."""
         with suppress(ModelLoadError):
@@ -172,7 +245,7 @@ class ServedModels:
 
     async def close(self) -> None:
         """Answer what was accepted, and stop."""
-        await asyncio.gather(*(one.close() for one in self.all.values()))
+        await asyncio.gather(*(one.close() for one in self.all.values()), *self._closing)
         self._workers.close()
 
 

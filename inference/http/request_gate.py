@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inference.batching.served_model import ServedModel
 from inference.http.admission import Allowance, Refusal
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
-from inference.http.paths import remove_second_prefix, route_path
+from inference.http.paths import is_change, remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
 from inference.http.request_log import log_failure, log_request
 from inference.http.server_parts import Parts
@@ -76,7 +76,7 @@ class RequestGate:
         if not isinstance(allowance, Allowance):
             return allowance
         RequestContext.of(scope).allowance = allowance
-        if scope["method"] != "POST":
+        if not is_change(scope):
             return None
         headers = scope["headers"]
         given = dict(headers)
@@ -88,10 +88,11 @@ class RequestGate:
             return 403, "forbidden", line, None
         if refusal := self._size_refusal(given, headers):
             return refusal
-        # Neither a reload nor a stream waits in the queue as a whole: a stream's lines wait for
+        # Neither a change of models nor a stream waits in the queue as a whole: its lines wait for
         # room there.
         path = route_path(scope)
-        if path.startswith(_ADMIN_PREFIX) or is_stream(headers):
+        is_text = scope["method"] == "POST" and not path.startswith(_ADMIN_PREFIX)
+        if not is_text or is_stream(headers):
             return None
         return self.queue_refusal(path)
 

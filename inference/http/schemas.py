@@ -406,6 +406,20 @@ class ListedModel(BaseModel):
     revision: str | None = None
 
 
+class ModelPath(BaseModel):
+    """Where the model lies that is to be served under a name."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", json_schema_extra={"examples": [{"path": "spam-2"}]}
+    )
+
+    path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="A model folder in MODELS_FOLDER, from there on.",
+    )
+
+
 class ErrorDetail(BaseModel):
     """What went wrong."""
 

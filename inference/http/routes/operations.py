@@ -8,18 +8,9 @@ from fastapi import APIRouter, Request, Response
 
 from common.errors import ModelLoadError
 from common.problem_types import REGRESSION
-from inference.batching.served_model import ServedModel
 from inference.http.error_responses import REFUSALS, RETRY_AFTER_SECONDS, error_response
-from inference.http.routes.answers import require_named
-from inference.http.routes.by_name import UNKNOWN_MODEL
-from inference.http.schemas import (
-    ErrorResponse,
-    HealthResponse,
-    ListedModel,
-    ModelResponse,
-    ProbeResponse,
-)
-from inference.http.server_parts import Parts, PartsDep
+from inference.http.schemas import ErrorResponse, HealthResponse, ModelResponse, ProbeResponse
+from inference.http.server_parts import PartsDep
 from inference.http.worker_messages import Reloaded, ReloadRefused, ReloadRunning
 from inference.metrics import render_merged
 
@@ -105,37 +96,6 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     return ModelResponse.of(parts.served_model.require().model)
 
 
-@router.get("/models", tags=["model"], response_model_exclude_none=True)
-async def list_models(parts: PartsDep) -> list[ListedModel]:
-    """List the models by name, the default one first, and say which can answer."""
-    return [_listed(parts, model) for model in parts.models.all.values()]
-
-
-def _listed(parts: Parts, model: ServedModel) -> ListedModel:
-    loaded = model.current and model.current.model
-    error = parts.why_not_ready(model)
-    return ListedModel(
-        name=model.name,
-        default=model is parts.served_model,
-        ready=error is None,
-        error=error,
-        labels=loaded and loaded.labels,
-        engine=loaded and loaded.info["engine"],
-        revision=loaded and loaded.info["revision"],
-    )
-
-
-@router.get(
-    "/models/{name}",
-    tags=["model"],
-    responses=UNKNOWN_MODEL | {503: REFUSALS[503]},
-    response_model_exclude_none=True,
-)
-async def get_model_by_name(name: str, parts: PartsDep) -> ModelResponse:
-    """Describe the model of this name, as `/model` does the default one."""
-    return ModelResponse.of(require_named(parts, name).model)
-
-
 @router.get(
     "/metrics",
     tags=["operations"],
@@ -185,7 +145,7 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
         return error_response(request.scope, 403, "forbidden", line)
     if parts.line is not None:
         outcome = await parts.line.reload()
-    elif parts.models.is_loading:
+    elif parts.models.is_changing:
         outcome = ReloadRunning()
     else:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -267,3 +268,171 @@ def test_a_flood_of_texts_for_one_model_keeps_none_for_another_out(folder: Path)
         assert client.post("/predict", json=TEXT).json()["error"]["code"] == "queue_full"
         assert client.post("/models/spam/predict", json=TEXT).status_code == 200
         assert {one.result().status_code for one in flood} <= {200, 503}
+
+
+KEY = {"X-API-Key": "key"}
+
+
+def _copy(folder: Path, name: str) -> None:
+    shutil.copytree(folder / "spam", folder / name)
+
+
+def test_a_model_is_put_under_a_new_name_replaced_and_removed_while_the_server_runs(folder: Path) -> None:
+    _copy(folder, "topics-1")
+    with serving_several(f"{folder / 'news'}", models_folder=folder, api_key="key") as client:
+        client.headers.update(KEY)
+        assert [one["name"] for one in client.get("/models").json()] == ["news"]
+        for path in ("topics-1", str(folder / "spam")):
+            described = client.put("/models/topics", json={"path": path})
+            assert (described.status_code, described.json()["name"]) == (200, Path(path).name)
+            label = client.post("/models/topics/predict", json=TEXT).json()["label"]
+            assert label.startswith(Path(path).name)
+        assert client.put("/models/news", json={"path": "spam"}).status_code == 200  # the default one
+        assert client.post("/predict", json=TEXT).json()["label"].startswith("spam")
+        assert metric(client, "model_reloads_total", model_name="topics", result="served") == 2
+        assert client.delete("/models/topics").status_code == 204
+        assert client.post("/models/topics/predict", json=TEXT).status_code == 404
+        assert [one["name"] for one in client.get("/models").json()] == ["news"]
+        assert 'model_name="topics"' not in client.get("/metrics").text
+
+
+def test_what_is_put_there_has_to_lie_in_the_folder_of_models(folder: Path, model_folder: Path) -> None:
+    (folder / "out").symlink_to(model_folder)
+    (folder / "in").symlink_to("spam")
+    (folder / "round").symlink_to("round")
+    _copy(folder, "leaking")
+    (folder / "leaking" / "config.json").unlink()
+    (folder / "leaking" / "config.json").symlink_to(model_folder / "config.json")
+    with serving_several(folder / "news", models_folder=folder, api_key="key") as client:
+        client.headers.update(KEY)
+        outside = (".", "..", "../models", str(model_folder), "out", "round", "leaking", "nothing", "notes.txt", "a\0b")
+        for path in (*outside, "a" * 4000):
+            response = client.put("/models/topics", json={"path": path})
+            assert (response.status_code, response.json()["error"]["code"]) == (422, "model_refused")
+            assert "is no folder in MODELS_FOLDER, or has symbolic links" in response.json()["error"]["message"]
+        assert client.put("/models/topics", json={"path": "in"}).status_code == 200
+        for name in ("not%20plain", ".hidden", "%C3%A9"):
+            response = client.put(f"/models/{name}", json={"path": "spam"})
+            assert (response.status_code, response.json()["error"]["code"]) == (422, "model_refused")
+        for body in ({}, {"path": 5}, {"path": ""}, {"path": "spam", "more": 1}):
+            response = client.put("/models/topics", json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+
+
+def test_a_model_that_does_not_load_takes_no_place(folder: Path) -> None:
+    _copy(folder, "damaged")
+    (folder / "damaged" / "tokenizer.json").unlink()
+    with serving_several(f"{folder / 'news'},{folder / 'spam'}", models_folder=folder, api_key="key") as client:
+        client.headers.update(KEY)
+        for name in ("spam", "topics"):
+            response = client.put(f"/models/{name}", json={"path": "damaged"})
+            assert (response.status_code, response.json()["error"]["code"]) == (422, "model_refused")
+            assert "lacks tokenizer.json" in response.json()["error"]["message"]
+        assert client.post("/models/spam/predict", json=TEXT).json()["label"].startswith("spam")
+        assert client.post("/models/topics/predict", json=TEXT).status_code == 404
+        assert client.get("/readyz").status_code == 200
+        assert client.post("/admin/reload").status_code == 200  # of what was served before
+
+
+def test_models_are_changed_only_with_a_key_and_from_a_folder(folder: Path) -> None:
+    one_by_one = f"{folder / 'news'},{folder / 'spam'}"
+    for checkpoint, settings, headers, status, line in (
+        (folder, {}, {}, 403, "needs a key"),
+        (folder, {"api_key": "key"}, {}, 401, "send the API key"),
+        (folder, {"api_key": "key"}, {"X-API-Key": "wrong"}, 401, "send the API key"),
+        (one_by_one, {"api_key": "key"}, KEY, 403, "start it with MODELS_FOLDER"),
+    ):
+        with serving_several(checkpoint, **settings) as client:
+            for response in (
+                client.put("/models/spam", json={"path": "news"}, headers=headers),
+                client.delete("/models/spam", headers=headers),
+            ):
+                assert response.status_code == status
+                assert line in response.json()["error"]["message"]
+            assert len(client.get("/models").json()) == 2
+
+
+def test_the_default_model_and_one_that_is_not_there_are_not_removed(folder: Path) -> None:
+    with serving_several(folder, api_key="key") as client:
+        response = client.delete("/models/news", headers=KEY)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
+        assert client.delete("/models/other", headers=KEY).status_code == 404
+        assert client.post("/predict", json=TEXT, headers=KEY).status_code == 200
+
+
+def test_a_folder_of_models_that_is_not_there_starts_no_server(folder: Path) -> None:
+    with pytest.raises(SettingsError, match=r"MODELS_FOLDER: .* is no folder; make it, or unset it"):
+        create_app(Settings(model_checkpoint=folder / "news", models_folder=folder / "nothing"))
+
+
+def test_while_a_model_is_loaded_no_other_change_begins(folder: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def load_later(path: Path, engine: str) -> ModelLoader:
+        if path.name == "spam":
+            begun.set()
+            assert go.wait(30)
+        return load(path, engine)
+
+    with (
+        serving_several(folder / "news", load_later, models_folder=folder, api_key="key") as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.headers.update(KEY)
+        put = pool.submit(client.put, "/models/spam", json={"path": "spam"})
+        assert begun.wait(30)
+        for response in (
+            client.put("/models/spam", json={"path": "news"}),
+            client.delete("/models/spam"),
+            client.post("/admin/reload"),
+        ):
+            assert (response.status_code, response.json()["error"]["code"]) == (409, "reload_running")
+        assert client.post("/models/spam/predict", json=TEXT).status_code == 404
+        go.set()
+        assert put.result().status_code == 200
+
+
+def test_a_hundred_changes_under_load_lose_no_request(folder: Path) -> None:
+    names = ("spam", "topics-1")
+    _copy(folder, names[1])
+    statuses: list[int] = []
+    ended = threading.Event()
+
+    def ask_on(number: int, address: httpx.URL) -> None:
+        with httpx.Client(base_url=address, headers=KEY, timeout=60) as client:
+            for i in range(100_000):
+                body = {"text": text_of(1000 * number + i)}
+                statuses.append(client.post(f"/models/{('spam', 'news')[i % 2]}/predict", json=body).status_code)
+                if ended.is_set():
+                    return
+
+    with serving_several(folder, api_key="key") as client, ThreadPoolExecutor(8) as pool:
+        client.headers.update(KEY)
+        asking = [pool.submit(ask_on, number, client.base_url) for number in range(8)]
+        try:
+            for number in range(100):
+                wait_until(lambda at=20 * number: len(statuses) > at)
+                assert client.put("/models/spam", json={"path": names[number % 2]}).status_code == 200
+        finally:
+            ended.set()
+        for one in asking:
+            one.result()
+    assert len(statuses) > 1900
+    assert set(statuses) == {200}
+
+
+def test_the_lines_of_a_stream_that_outlives_its_model_are_told_so(folder: Path) -> None:
+    with serving_several(folder, api_key="key") as client, httpx.Client(base_url=client.base_url, headers=KEY) as other:
+
+        def lines() -> Iterator[bytes]:
+            yield b'{"text": "Goal!"}\n'
+            wait_until(lambda: metric(other, "predictions_total", model_name="spam") == 1)
+            assert other.delete("/models/spam").status_code == 204
+            yield b'{"text": "Goal!"}\n{"text": " "}\n'
+
+        headers = {**LINES, **KEY}
+        answers = client.post("/models/spam/predict/batch", content=lines(), headers=headers).text.splitlines()
+    first, second, third = map(json.loads, answers)
+    assert first["label"].startswith("spam")
+    assert second["error"]["code"] == third["error"]["code"] == "model_unavailable"
+    assert "spam: the model was removed" in second["error"]["message"]
