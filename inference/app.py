@@ -29,6 +29,7 @@ from inference.http.routes import (
     explain,
     gateways,
     hub,
+    models,
     open_inference,
     operations,
     pages,
@@ -43,7 +44,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, gateways, open_inference, operations, pages)
+_GROUPS = (predict, explain, hub, gateways, open_inference, models, operations, pages)
 
 
 @asynccontextmanager
@@ -66,7 +67,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         task.add_done_callback(tasks.discard)
 
     if parts.line is not None and parts.line.has_model:
-        await parts.served_model.load_or_log()
+        await parts.models.load_or_log()
     else:
         # The port opens immediately: /health reports honestly while the model loads in the
         # background.
@@ -94,7 +95,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if ending is not None:
         ending.cancel()
     await _abandon(tasks, server, parts)
-    await parts.served_model.close()
+    await parts.models.close()
     parts.log.write_refused()
     if parts.line is not None:
         following.cancel()
@@ -133,7 +134,7 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
         if parts.lifecycle.is_draining:
             return
         await asyncio.sleep(0.01)
-    await parts.served_model.load_or_log()
+    await parts.models.load_or_log()
     if parts.line is not None and parts.served_model.current is not None:
         parts.line.say_loaded()
 

@@ -57,23 +57,12 @@ _MOST = (
 )
 
 
-class ServerMetrics:
-    """The metrics of one server, in a registry of their own."""
+class ModelMetrics:
+    """What is counted about one model, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self.registry)
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        self._requests = counter(
-            "requests", "Requests by route, method and status.", "route", "method", "status"
-        )
-        self._request_seconds = histogram(
-            "request_seconds", "Seconds of a request.", _SECONDS, "route"
-        )
-        self._refusals = counter(
-            "refusals", "Requests refused or failed, by the code of the error shape.", "code"
-        )
         stage = histogram(
             "stage_seconds", "Seconds of a text or batch in each stage.", _SECONDS, "stage"
         )
@@ -124,10 +113,6 @@ class ServerMetrics:
         self._model = gauge(
             "model_info", "1 for the model that is served.", "name", "revision", "engine"
         )
-        # One dictionary lookup per request instead of prometheus_client's check of all label
-        # values.
-        self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self._refusal_children: dict[str, Counter] = {}
         self._label_children: dict[str, Counter] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -146,40 +131,6 @@ class ServerMetrics:
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is read when the metrics are requested."""
         self._gauge(name, text).set_function(value)
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics and their content type, in the format that an Accept header asks for."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self.registry), content_type
-
-    def snapshot(self) -> Snapshot:
-        families = []
-        for family in self.registry.collect():
-            # Plain values, which can be sent from one process to another.
-            samples = [(sample.name, sample.labels, sample.value) for sample in family.samples]
-            families.append((family.name, family.documentation, family.type, samples))
-        return families
-
-    # Called by the gate and the routes.
-
-    def request_done(
-        self, route: str, method: str, status: int, seconds: float, error_code: str | None
-    ) -> None:
-        """Count a request; `route` and `method` must come from a bounded set."""
-        children = self._request_children.get((route, method, status))
-        if children is None:
-            children = (
-                self._requests.labels(route, method, status),
-                self._request_seconds.labels(route),
-            )
-            self._request_children[route, method, status] = children
-        children[0].inc()
-        children[1].observe(seconds)
-        if error_code is not None:
-            refusals = self._refusal_children.get(error_code)
-            if refusals is None:
-                refusals = self._refusal_children[error_code] = self._refusals.labels(error_code)
-            refusals.inc()
 
     def predicted(self, given: Sequence[tuple[str, float | None]], truncated: bool) -> None:
         """Count an answer: its labels with their probabilities, none for a text without a label."""
@@ -237,6 +188,87 @@ class ServerMetrics:
 
     def worker_failed(self) -> None:
         self._worker_failures.inc()
+
+
+class ServerMetrics(ModelMetrics):
+    """The metrics of one server, those of its model among them. If there are several models, each
+    has its own, which are shown with the label ``model_name``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        counter, histogram = self._counter, self._histogram
+        self._requests = counter(
+            "requests", "Requests by route, method and status.", "route", "method", "status"
+        )
+        self._request_seconds = histogram(
+            "request_seconds", "Seconds of a request.", _SECONDS, "route"
+        )
+        self._refusals = counter(
+            "refusals", "Requests refused or failed, by the code of the error shape.", "code"
+        )
+        # One dictionary lookup per request instead of prometheus_client's check of all label
+        # values.
+        self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._refusal_children: dict[str, Counter] = {}
+        self._of_models: dict[str, ModelMetrics] = {}
+
+    def of_model(self, name: str) -> ModelMetrics:
+        """The metrics of one of several models."""
+        return self._of_models.setdefault(name, ModelMetrics())
+
+    def forget_model(self, name: str) -> None:
+        self._of_models.pop(name, None)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics and their content type, in the format that an Accept header asks for."""
+        if self._of_models:
+            return render_merged([self.snapshot()], accept)
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+    def snapshot(self) -> Snapshot:
+        families = _snapshot(self.registry, {})
+        if not self._of_models:
+            return families
+        of_models = [
+            family
+            for name, one in list(self._of_models.items())
+            for family in _snapshot(one.registry, {"model_name": name})
+        ]
+        # What there is of each model, the server as a whole has not.
+        theirs = {family[0] for family in of_models}
+        return [one for one in families if one[0] not in theirs] + of_models
+
+    def request_done(
+        self, route: str, method: str, status: int, seconds: float, error_code: str | None
+    ) -> None:
+        """Count a request; `route` and `method` must come from a bounded set."""
+        children = self._request_children.get((route, method, status))
+        if children is None:
+            children = (
+                self._requests.labels(route, method, status),
+                self._request_seconds.labels(route),
+            )
+            self._request_children[route, method, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
+        if error_code is not None:
+            refusals = self._refusal_children.get(error_code)
+            if refusals is None:
+                refusals = self._refusal_children[error_code] = self._refusals.labels(error_code)
+            refusals.inc()
+
+
+def _snapshot(registry: CollectorRegistry, more: dict[str, str]) -> Snapshot:
+    families = []
+    for family in registry.collect():
+        # Plain values, which can be sent from one process to another.
+        samples = [(one.name, one.labels | more, one.value) for one in family.samples]
+        families.append((family.name, family.documentation, family.type, samples))
+    return families
 
 
 def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snapshot:

@@ -24,6 +24,7 @@ import uvicorn
 
 from common.errors import OneLineParser, UserError, run_command
 from inference.batching.served_model import LoadModel
+from inference.batching.served_models import paths_of
 from inference.engines.model_loader import ModelLoader
 from inference.http.request_log import configure_logging
 from inference.http.workers import Supervisor, SupervisorLine, num_workers, share_of
@@ -71,8 +72,8 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
         "--model",
         metavar="PATH",
         default=str(settings.model_checkpoint),
-        help="model folder, .pt file or exported artefact (variable MODEL_CHECKPOINT; now "
-        "%(default)s)",
+        help="model folder, .pt file or exported artefact, or several with commas between them "
+        "(variable MODEL_CHECKPOINT; now %(default)s)",
     )
     parser.add_argument(
         "--host",
@@ -118,14 +119,12 @@ def _load_from_now_on(settings: Settings) -> LoadModel:
 
     def load() -> None:
         try:
-            first.set_result(
-                ModelLoader(settings.model_checkpoint, settings.engine, settings.hardware)
-            )
+            first.set_result(ModelLoader(paths_of(settings)[0], settings.engine, settings.hardware))
         except BaseException as error:  # raised where the result is asked for
             first.set_exception(error)
 
-    # The application's first load gets this model, or the reason why there is none; a reload loads
-    # it from the disk.
+    # The application's first load gets this model, or the reason why there is none; a reload, and
+    # the others of several models, are loaded from the disk.
     threading.Thread(target=load, daemon=True).start()
     waiting = [first]
 

@@ -41,7 +41,20 @@ class Settings(BaseModel):
     model_checkpoint: Path = Field(
         default=Path("checkpoints/news"),
         description="The model to serve: a model folder, a .pt file that training wrote, or an "
-        "exported artefact. The default comes with the repository and classifies news.",
+        "exported artefact. The default comes with the repository and classifies news. Several "
+        "paths with commas between them, or a folder of model folders, serve "
+        "[several models](#several-models).",
+    )
+    model_weights: str = Field(
+        default="",
+        description="Of several models, how they share the processors while all have texts: with "
+        "news=2,spam=1 news gets twice the time of spam. A model that is not named has weight 1.",
+    )
+    models_folder: Path | None = Field(
+        default=None,
+        description="The folder of models that `PUT /models/NAME` may serve while the server runs. "
+        "With it, models have the names of their folders, also if there is only one at the start. "
+        "Empty: MODEL_CHECKPOINT, if that is a folder of models; otherwise PUT is refused.",
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
@@ -75,8 +88,9 @@ class Settings(BaseModel):
     )
     model_name: str = Field(
         default="",
-        description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in "
-        "the metrics. Empty: its own, as in its manifest.",
+        description="Name of the model in `/models/NAME`, in the Open Inference Protocol "
+        "(`/v2/models/NAME`) and in the metrics. Empty: its own, as in its manifest. Several "
+        "models have the names of their folders.",
     )
     listen_host: str = Field(
         default="127.0.0.1",

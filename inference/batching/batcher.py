@@ -19,7 +19,7 @@ from inference.engines.answering import Answering
 from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
 from inference.engines.windowed import WindowedEngine
 from inference.errors import ForwardError, WorkerDownError
-from inference.metrics import ServerMetrics
+from inference.metrics import ModelMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -64,35 +64,61 @@ class BatchedModel:
     tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND
 
 
+@dataclass(slots=True, eq=False)
+class Share:
+    """One model's share of the machine; the batchers of a cascade take turns within it.
+
+    Attributes:
+        weight: a model of weight 2 gets twice the time of one of weight 1 while both have texts.
+        served_until: the end of its last pass in the fair order of all models.
+        virtual_time: the start of the last pass in the fair order of its own batchers.
+    """
+
+    weight: float = 1.0
+    served_until: float = 0.0
+    virtual_time: float = 0.0
+
+
 class Workers:
     """Threads that run the forward passes of one batcher, or of several that share the machine.
 
-    Which batcher's texts come next is decided by start-time fair queueing, as in `FairQueue`, but
-    in seconds of the whole machine instead of tokens: a batcher that is never without texts gets
-    its share of the time, however many texts wait for another one, and what one leaves the others
-    take.
+    Which model's texts come next is decided by start-time fair queueing, as in `FairQueue`, but in
+    seconds of the whole machine instead of tokens: a model that is never without texts gets its
+    share of the time, however many texts wait for another one, and what one leaves the others take.
+    The batchers of one model share its time in the same way.
     """
 
     def __init__(self, num_slots: int, retry_interval_s: float = RETRY_INTERVAL_S) -> None:
         """Start the threads, one per pass that may run at the same time.
 
         Args:
-            num_slots: threads' worth of the machine, shared by all passes.
+            num_slots: threads' worth of the machine, shared by all passes; 0 until `grow`.
             retry_interval_s: seconds between tries of the good text on a broken engine.
         """
-        self.num_slots = num_slots
         # Guards everything below, and the batchers' queues. No pass runs and no report is made
         # while it is held: callers on the event loop wait for it.
         self.changed = threading.Condition()
-        self.free_slots = num_slots  # these and the slots of all workers add up to num_slots
+        self.num_slots = 0
+        self.free_slots = 0  # these and the slots of all workers add up to num_slots
         self._retry_interval_s = retry_interval_s
         self._batchers: list[Batcher] = []
         self._virtual_time = 0.0
         self._closed = False
-        self.all = [_Worker(self._make_thread) for _ in range(min(num_slots, PASSES_AT_ONCE))]
-        self.free_passes = len(self.all)
-        for worker in self.all:
-            worker.thread.start()
+        self.all: list[_Worker] = []
+        self.free_passes = 0
+        self.grow(num_slots)
+
+    def grow(self, num_slots: int) -> None:
+        """Have at least this many slots, and the threads for them."""
+        with self.changed:
+            self.free_slots += max(0, num_slots - self.num_slots)
+            self.num_slots = max(num_slots, self.num_slots)
+            num_threads = min(self.num_slots, PASSES_AT_ONCE)
+            started = [_Worker(self._make_thread) for _ in range(len(self.all), num_threads)]
+            self.all += started
+            self.free_passes += len(started)
+            for worker in started:
+                worker.thread.start()
 
     @property
     def are_alive(self) -> bool:
@@ -102,6 +128,23 @@ class Workers:
     def num_waiting(self) -> int:
         """Texts that wait for a pass, of all batchers."""
         return sum(len(one.queue) for one in self._batchers)
+
+    def share_left(self, share: Share, seconds: float) -> float:
+        """How much of the machine a model gets while it does work of so many seconds, by what waits
+        for others now: 1 if nothing does.
+
+        While it does them, fair queueing gives each other model at most its share of the time, and
+        at most what it has work for.
+        """
+        others: dict[Share, float] = {}
+        for one in list(self._batchers):
+            if one.model_share is not share and (tokens := one.unanswered_tokens):
+                busy_s = tokens / one.tokens_per_second
+                others[one.model_share] = others.get(one.model_share, 0.0) + busy_s
+        taken_s = sum(
+            min(busy_s, seconds * other.weight / share.weight) for other, busy_s in others.items()
+        )
+        return seconds / (seconds + taken_s) if taken_s else 1.0
 
     def add(self, batcher: Batcher) -> None:
         with self.changed:
@@ -190,8 +233,14 @@ class Workers:
         ready = [one for one in self._batchers if one.has_work]
         if not ready:
             return None
-        # One that was without texts for a while starts now: it gets no credit for that time.
-        return min(ready, key=lambda one: max(one.served_until, self._virtual_time))
+        return min(ready, key=self._turn)
+
+    def _turn(self, batcher: Batcher) -> tuple[float, float]:
+        # First between models, then between the batchers of one. What was without texts for a while
+        # starts now: it gets no credit for that time.
+        share = batcher.model_share
+        between_models = max(share.served_until, self._virtual_time)
+        return between_models, max(batcher.served_until, share.virtual_time)
 
     def _take(self, worker: _Worker, batcher: Batcher) -> None:
         if worker.is_trying:
@@ -202,15 +251,16 @@ class Workers:
             num_parts, slots = spread(
                 self.num_waiting, self.free_slots, self.free_passes, len(self.all)
             )
-            speed = batcher.tokens_per_second
+            speed, share = batcher.tokens_per_second, batcher.model_share
             worker.texts = batcher.queue.take(num_parts, time.monotonic(), speed)
             worker.num_tokens = sum(text.num_tokens for text in worker.texts)
             # A short pass gains nothing from more slots; those it leaves go to the next worker,
             # which is woken below.
             worker.slots = min(slots, batcher.num_slots, useful_slots(worker.num_tokens))
             batcher.tokens_in_hand += worker.num_tokens
-            self._virtual_time = max(self._virtual_time, batcher.served_until)
-            batcher.served_until = self._virtual_time + worker.num_tokens / speed
+            self._virtual_time, share.virtual_time = self._turn(batcher)
+            share.served_until = self._virtual_time + worker.num_tokens / speed / share.weight
+            batcher.served_until = share.virtual_time + worker.num_tokens / speed
         else:
             return
         batcher.passes_in_hand += 1
@@ -227,10 +277,11 @@ class Batcher:
         self,
         model: BatchedModel,
         queue: FairQueue,
-        metrics: ServerMetrics,
+        metrics: ModelMetrics,
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
         workers: Workers,
+        share: Share | None = None,
     ) -> None:
         """Args:
         queue: where texts wait; from here on only the batcher and its workers use it.
@@ -238,11 +289,13 @@ class Batcher:
         on_expired: receives the texts whose deadline passed in the queue; called from worker
             threads.
         workers: run the passes, and may be shared with other batchers.
+        share: the one of its model, by default its own.
         """
         engine = model.engine
         self.health = EngineHealth(engine, model.good_ids)
         self.queue = queue
         self.on_expired = on_expired
+        self.model_share = share or Share()
         self._engine = engine
         self._answering = model.answering
         self._metrics = metrics
@@ -347,7 +400,8 @@ class Batcher:
         self._workers.release(worker, self)
 
     def _measure(self, worker: _Worker, seconds: float) -> None:
-        busy_s = seconds * worker.slots / self._workers.num_slots
+        # An engine that runs one pass at a time, on threads of its own, has the machine for it.
+        busy_s = seconds * worker.slots / self.num_slots
         with self._workers.changed:
             # An exponentially weighted mean by time worked, so that a quiet night does not fade
             # what was measured.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from common.text import Text
 from inference.batching.audit import Audit
-from inference.batching.batcher import Workers
+from inference.batching.batcher import Share, Workers
 from inference.batching.cache import Values
 from inference.batching.calls import Answer, Call, Caller, Outcome, deliver
 from inference.batching.engine_health import EngineHealth
@@ -23,7 +23,7 @@ from inference.errors import (
     QueueFullError,
     WorkerDownError,
 )
-from inference.metrics import ServerMetrics
+from inference.metrics import ModelMetrics
 
 # Seconds after which a stream that waits for room looks again at the earliest.
 _SHORTEST_RETRY_S = 0.05
@@ -42,9 +42,20 @@ class Classifier:
     event loop.
     """
 
-    def __init__(self, model: ModelLoader, limits: QueueLimits, metrics: ServerMetrics) -> None:
-        """Raises:
-        ValueError: a text of the model's full length would not fit into a forward pass.
+    def __init__(
+        self,
+        model: ModelLoader,
+        limits: QueueLimits,
+        metrics: ModelMetrics,
+        workers: Workers | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Args:
+            workers: those that other models use too; by default its own.
+            weight: of its share of them.
+
+        Raises:
+            ValueError: a text of the model's full length would not fit into a forward pass.
         """
         self._max_wait_s = limits.max_wait_seconds
         self._metrics = metrics
@@ -54,12 +65,16 @@ class Classifier:
         self._cascade = model.cascade
         self._audit = Audit(model.cascade) if model.cascade else None
         # Of a cascade the small model's stage comes first, and passes on what it is not sure of.
-        self._workers = Workers(max(one.engine.num_slots for one in model.stages))
+        self._owns_workers = workers is None
+        self._workers = workers or Workers(0)
+        self._workers.grow(max(one.engine.num_slots for one in model.stages))
+        self._share = Share(weight)
+        machine = self._workers, self._share
         self._stages: list[Stage] = []
         try:
             for one in model.stages:
                 self._stages.append(
-                    Stage(len(self._stages), one, limits, metrics, self._report, self._workers)
+                    Stage(len(self._stages), one, limits, metrics, self._report, machine)
                 )
         except ValueError:
             self._close_threads()
@@ -129,8 +144,9 @@ class Classifier:
     @property
     def is_full(self) -> bool:
         """Whether a single text of usual length would be refused now."""
-        waiting, speed = self._unanswered_tokens, self._expected_speed
-        return overrun_s(waiting, self._usual_tokens, 1, speed, self._max_wait_s) > 0
+        waiting, num_tokens = self._unanswered_tokens, self._usual_tokens
+        speed = self._speed_left(waiting + num_tokens)
+        return overrun_s(waiting, num_tokens, 1, speed, self._max_wait_s) > 0
 
     @property
     def _usual_tokens(self) -> int:
@@ -195,10 +211,22 @@ class Classifier:
     def _close_threads(self) -> None:
         for stage in self._stages:
             stage.close()
-        self._workers.close()
+        if self._owns_workers:
+            self._workers.close()
+
+    def _speed_left(self, num_tokens: float) -> float:
+        """Tokens per second at which this many are expected to be answered.
+
+        The passes of other models count too, but only what fair queueing lets them take: a flood of
+        texts for one model must not keep out those for another. What comes for others later is not
+        known yet; it can delay these tokens, at most by their share of the time.
+        """
+        speed = self._expected_speed
+        return speed * self._workers.share_left(self._share, num_tokens / speed)
 
     def _refusal(self, num_tokens: float, num_texts: int) -> QueueFullError | None:
-        waiting, speed = self._unanswered_tokens, self._expected_speed
+        waiting = self._unanswered_tokens
+        speed = self._speed_left(waiting + num_tokens)
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:
             return None
@@ -206,7 +234,7 @@ class Classifier:
         # a larger one would be refused for ever, so it is told to send fewer texts.
         answered_s = (waiting + num_tokens) / speed
         limit_s = answered_s - too_late_s
-        would_fit = num_texts == 1 or num_tokens / speed <= limit_s
+        would_fit = num_texts == 1 or num_tokens / self._expected_speed <= limit_s
         retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
         return QueueFullError(
             f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit "

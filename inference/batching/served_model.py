@@ -1,5 +1,5 @@
-"""The one model of a server process: not loaded yet, served, or refused with a reason; replaced
-while requests run.
+"""A model of a server process: not loaded yet, served, or refused with a reason; replaced while
+requests run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import cast
 from common.calibration import CalibrationError
 from common.errors import ModelLoadError, first_line
 from inference.batching.audit import Audit
+from inference.batching.batcher import Workers
 from inference.batching.classifier import Classifier
 from inference.batching.stage import QueueLimits
 from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelUnavailableError, QueueFullError
-from inference.metrics import ServerMetrics
+from inference.metrics import ModelMetrics
 from inference.settings import Settings
 
 LoadModel = Callable[[Path, str], ModelLoader]
@@ -46,17 +47,17 @@ class Served:
     model: ModelLoader
     classifier: Classifier
     name: str
+    metrics: ModelMetrics
     # What COVERAGE and MAX_ERROR add to answers where a request asks for nothing else.
     wanted: Wanted = NOTHING_MORE
 
 
-def wanted_of(model: ModelLoader, settings: Settings) -> Wanted:
+def wanted_of(model: ModelLoader, path: Path, settings: Settings) -> Wanted:
     """What COVERAGE and MAX_ERROR add to the answers of this model.
 
     Raises:
         ModelLoadError: the model cannot do what the settings ask of it.
     """
-    path = settings.model_checkpoint
     budget = settings.max_batch_tokens
     longest = max(one.tokenizer.most_ids for one in model.stages)
     # 0 leaves it to the engine, which takes any model.
@@ -70,23 +71,43 @@ def wanted_of(model: ModelLoader, settings: Settings) -> Wanted:
         raise ModelLoadError(path, str(error), remedy) from error
 
 
+@dataclass(frozen=True, slots=True)
+class OneOfSeveral:
+    """What a model has to know that is not the only one of its server.
+
+    ``name``: the one that requests give; ``workers``: run the passes of all models; ``weight``: of
+    its share of them; ``loading``: held while one of the models is loaded, as two at once would
+    each measure a speed that is too low.
+    """
+
+    name: str
+    path: Path
+    workers: Workers
+    weight: float
+    loading: asyncio.Lock
+
+
 class ServedModel:
-    """Holds what is served, or the reason why nothing is."""
+    """Holds what is served under one name, or the reason why nothing is."""
 
     def __init__(
         self,
         settings: Settings,
-        metrics: ServerMetrics,
+        metrics: ModelMetrics,
         load_model: LoadModel,
         *,
         counts_loads: bool = True,
+        among: OneOfSeveral | None = None,
     ) -> None:
-        """``counts_loads``: not for one of several workers, whose supervisor counts what all of
-        them load together.
+        """Args:
+        counts_loads: not for one of several worker processes, whose supervisor counts what all of
+            them load together.
+        among: None if it is the only model, which MODEL_CHECKPOINT names.
         """
-        self.path = settings.model_checkpoint
+        self.path = among.path if among else settings.model_checkpoint
+        self._among = among
         self._load_model = load_model
-        self._name = settings.model_name
+        self._name = among.name if among else settings.model_name
         self._settings = settings
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
@@ -101,10 +122,11 @@ class ServedModel:
         self._counts_loads = counts_loads
         self._current: Served | None = None
         # What everybody may read names no folder of this machine; the log does.
-        self.public_name = self.path.absolute().name
+        self.public_name = among.name if among else self.path.absolute().name
         name = self.public_name
         self._load_error = f"{name}: the model is still loading; try again in a few seconds"
-        self._loading = asyncio.Lock()
+        self._was_refused = False
+        self._loading = among.loading if among else asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
         readings: tuple[tuple[str, str, Callable[[Classifier], float]], ...] = (
             ("queue_tokens", "Tokens that wait for a forward pass.", lambda c: c.queued_tokens),
@@ -188,6 +210,16 @@ class ServedModel:
         return self._current.classifier.full_error() if self._current else None
 
     @property
+    def name(self) -> str:
+        """What requests call it. The name of an only model is known once it is loaded."""
+        return self._current.name if self._current else self._name or self.public_name
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it has been loaded, or refused, at least once."""
+        return self._current is not None or self._was_refused
+
+    @property
     def is_loading(self) -> bool:
         return self._loading.locked()
 
@@ -196,38 +228,39 @@ class ServedModel:
             raise ModelUnavailableError(self._load_error)
         return self._current
 
-    async def load(self) -> Served:
-        """Load the model that `path` names now, and serve it in place of the current one, which
-        still answers what it has accepted.
+    async def load(self, path: Path | None = None) -> Served:
+        """Load the model that `path` names now, by default the same path as before, and serve it in
+        place of the current one, which still answers what it has accepted.
 
         Raises:
             ModelLoadError: it cannot be loaded; the current one stays.
         """
+        path = path or self.path
         async with self._loading:
             try:
-                if self._current is None:
-                    _limit_memory_pools()
-                model = await _in_background(lambda: self._load_model(self.path, self._engine))
-                wanted = wanted_of(model, self._settings)
-                if self._current is None:
-                    _freeze_what_stays()
-                classifier = Classifier(model, self._limits, self._metrics)
-                served = Served(model, classifier, self._name or model.info["name"], wanted)
+                _limit_memory_pools()
+                model = await _in_background(lambda: self._load_model(path, self._engine))
+                wanted = wanted_of(model, path, self._settings)
+                _freeze_what_stays()
+                served = self._serving(model, wanted)
             except Exception as error:
+                self._was_refused = True
                 self._count_load("refused")
-                refusal = refusal_of(self.path, error)
+                refusal = refusal_of(path, error)
                 if self._current is None:
-                    self._load_error = str(refusal).replace(str(self.path), self.public_name)
+                    self._load_error = str(refusal).replace(str(path), self.public_name)
                     logger.error(
-                        "the server runs, but without a model: every request for an answer gets "
-                        "503. Fix the model and send SIGHUP (kill -HUP %d), or start again with "
-                        "another one",
+                        "the server runs, but without %s gets 503. Fix the model and send SIGHUP "
+                        "(kill -HUP %d), or start again with another one",
+                        f"the model {self.name}: every request for its answers"
+                        if self._among
+                        else "a model: every request for an answer",
                         os.getpid(),
                     )
                 raise refusal from error
             # Between two awaits, so a request sees either the old one or the new one. It keeps what
             # it has seen: the old one lives until its last answer, and only then its threads end.
-            before, self._current = self._current, served
+            before, self._current, self.path = self._current, served, path
             self._count_load("served")
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
             is_calibrated = model.answering.calibration is not None
@@ -242,19 +275,27 @@ class ServedModel:
             self._retire(before)
         return served
 
+    def _serving(self, model: ModelLoader, wanted: Wanted) -> Served:
+        machine = (self._among.workers, self._among.weight) if self._among else ()
+        classifier = Classifier(model, self._limits, self._metrics, *machine)
+        name = self._name or model.info["name"]
+        return Served(model, classifier, name, self._metrics, wanted)
+
     def _count_load(self, result: str) -> None:
         if self._counts_loads:
             self._metrics.reloads.labels(result).inc()
-
-    async def load_or_log(self) -> None:
-        """Like `load`, but a refusal is kept in `error` and logged, as no caller waits for it."""
-        with contextlib.suppress(ModelLoadError):
-            await self.load()
 
     def _retire(self, served: Served) -> None:
         task = asyncio.create_task(_drain(served.classifier))
         self._draining.add(task)
         task.add_done_callback(self._draining.discard)
+
+    def remove(self) -> None:
+        """Serve nothing under this name any more, once what was accepted is answered."""
+        if self._current is not None:
+            self._retire(self._current)
+        self._current = None
+        self._load_error = f"{self.public_name}: the model was removed"
 
     async def close(self) -> None:
         """Answer what was accepted, and stop."""
@@ -314,6 +355,7 @@ async def _drain(classifier: Classifier) -> None:
         _GLIBC.malloc_trim(0)  # otherwise glibc keeps most of what is free now
 
 
+@functools.cache  # once in a process
 def _limit_memory_pools() -> None:
     # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new
     # threads: their pools would add several times a model's size during a server's first reloads.
@@ -322,11 +364,12 @@ def _limit_memory_pools() -> None:
         _GLIBC.mallopt(_M_ARENA_MAX, 2)
 
 
+@functools.cache  # once in a process
 def _freeze_what_stays() -> None:
     # Modules imported by now live as long as the server, so the collector looks at them this once
     # and never again. Otherwise it would go through hundreds of thousands of objects every few
-    # thousand requests and at each reload, while all requests wait. A classifier is created after
-    # this, so that the cycles between it and its threads are found when it is retired; the model in
-    # it, frozen here if it is the first, is then freed by its reference count.
+    # thousand requests and at each reload, while all requests wait. The first classifier is created
+    # after this, so that the cycles between each and its threads are found when it is retired; the
+    # first model, which is frozen here, is then freed by its reference count.
     gc.collect()
     gc.freeze()

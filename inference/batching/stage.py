@@ -17,6 +17,7 @@ from inference.batching.batcher import (
     BatchedModel,
     Batcher,
     FinishedPass,
+    Share,
     Workers,
 )
 from inference.batching.cache import AnswerCache, Values
@@ -25,7 +26,7 @@ from inference.batching.scheduler import FairQueue, QueuedText
 from inference.batching.tokenizing import EncodedText, TokenizerThread
 from inference.engines.answering import Answering
 from inference.engines.base import Engine
-from inference.metrics import ServerMetrics
+from inference.metrics import ModelMetrics
 
 # What became of a text in a stage, with the pass that it was in, None if it needed none.
 Found = tuple[Caller, Values | Exception, FinishedPass | None]
@@ -75,13 +76,14 @@ class Stage:
         place: int,
         model: Model,
         limits: QueueLimits,
-        metrics: ServerMetrics,
+        metrics: ModelMetrics,
         report: Callable[[Stage, Sequence[Found]], None],
-        workers: Workers,
+        machine: tuple[Workers, Share],
     ) -> None:
         """Args:
             place: of a cascade, 0 for the small model and 1 for the big one; else 0.
             report: called from the stage's threads.
+            machine: the workers, and the share of them that its model has.
 
         Raises:
             ValueError: a text of the model's full length would not fit into a forward pass.
@@ -111,7 +113,7 @@ class Stage:
             model.answering,
             self.first_tokens_per_second,
         )
-        self.batcher = Batcher(batched, queue, metrics, self._finish, self._expire, workers)
+        self.batcher = Batcher(batched, queue, metrics, self._finish, self._expire, *machine)
         self.tokenizing = TokenizerThread(model.tokenizer, metrics, self.lengths, self._enqueue)
 
     @property

@@ -13,7 +13,7 @@ from common.text import Encoded, Text, TextTokenizer, num_chars
 from inference.batching.calls import Caller, Group, TextLengths, deliver
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.errors import ForwardError, RefusedTextError
-from inference.metrics import ServerMetrics
+from inference.metrics import ModelMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class TokenizerThread:
     def __init__(
         self,
         tokenizer: TextTokenizer,
-        metrics: ServerMetrics,
+        metrics: ModelMetrics,
         lengths: TextLengths,
         on_encoded: Callable[[Sequence[EncodedText], float], None],
     ) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from starlette.types import Scope
 
 from inference.errors import RateLimitedError, SettingsError
-from inference.http.paths import route_path
+from inference.http.paths import is_change, route_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class RequestLimits:
         if route_path(scope) in _PROBES:
             return Allowance()
         address = client_name(scope)
-        if scope["method"] != "POST":
+        if not is_change(scope):
             return self._admit(self._pages if self._is_limited else None, address)
         if not self._keys.is_set:
             return self._admit(self._by_address if self._is_limited else None, address)

@@ -51,7 +51,7 @@ class EarlyRefusals:
         ``defaults``: what the server adds to all answers.
         """
         path = self._paths.get(url)
-        if path is None or not self._parts.is_overloaded or not self._is_plain(headers):
+        if path is None or not self._parts.is_overloaded(path) or not self._is_plain(headers):
             return None
         context = RequestContext.begin({"headers": headers})
         if context.started > self._written_until:
@@ -86,7 +86,7 @@ class EarlyRefusals:
         )
 
     def _write(self, path: str, defaults: Headers) -> tuple[str, bytes, bytes] | None:
-        refusal = self._parts.overload()
+        refusal = self._parts.overload(path)
         if refusal is None:  # a pass has ended in this moment
             return None
         status, code, message, wait_s = refusal

@@ -22,3 +22,10 @@ def remove_second_prefix(scope: MutableMapping[str, Any], routes: Iterable[Route
     path, prefix = route_path(scope), scope["root_path"].rstrip("/") + "/"
     if path.startswith(prefix) and not any(route.path_regex.match(path) for route in routes):
         scope["path"] = path
+
+
+def is_change(scope: MutableMapping[str, Any]) -> bool:
+    """Whether a request asks for more than a page, so that it needs a key where there is one."""
+    method = scope["method"]
+    is_on_models = method in ("PUT", "DELETE") and route_path(scope).startswith("/models/")
+    return method == "POST" or is_on_models

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.http.admission import Allowance, Refusal
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
-from inference.http.paths import remove_second_prefix, route_path
+from inference.http.paths import is_change, remove_second_prefix, route_path
 from inference.http.request_context import RequestContext
 from inference.http.request_log import log_failure
 from inference.http.server_parts import Parts
@@ -74,7 +74,7 @@ class RequestGate:
         if not isinstance(allowance, Allowance):
             return allowance
         RequestContext.of(scope).allowance = allowance
-        if scope["method"] != "POST":
+        if not is_change(scope):
             return None
         headers = scope["headers"]
         given = dict(headers)
@@ -86,12 +86,14 @@ class RequestGate:
             return 403, "forbidden", line, None
         if refusal := self._size_refusal(given, headers):
             return refusal
-        # Neither a reload nor a stream waits in the queue as a whole: a stream's lines wait for
+        # Neither a change of models nor a stream waits in the queue as a whole: its lines wait for
         # room there.
-        if route_path(scope).startswith(_ADMIN_PREFIX) or is_stream(headers):
+        path = route_path(scope)
+        is_text = scope["method"] == "POST" and not path.startswith(_ADMIN_PREFIX)
+        if not is_text or is_stream(headers):
             return None
         # Before the body is read: under overload, reading is most of the cost of a refusal.
-        return self.overload()
+        return self.overload(path)
 
     def _size_refusal(
         self, given: dict[bytes, bytes], headers: list[tuple[bytes, bytes]]

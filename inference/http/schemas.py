@@ -392,6 +392,34 @@ class ModelResponse(BaseModel):
         )
 
 
+class ListedModel(BaseModel):
+    """One of the served models."""
+
+    name: str = Field(description="What /models/NAME, and the field `model`, call it.")
+    default: bool = Field(description="Whether it answers requests that name no model.")
+    ready: bool
+    error: str | None = Field(default=None, description="Why it cannot answer now.")
+    labels: list[str] | None = Field(
+        default=None, description="Absent, like what follows, while it is not loaded."
+    )
+    engine: str | None = None
+    revision: str | None = None
+
+
+class ModelPath(BaseModel):
+    """Where the model lies that is to be served under a name."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", json_schema_extra={"examples": [{"path": "spam-2"}]}
+    )
+
+    path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="A model folder in MODELS_FOLDER, from there on.",
+    )
+
+
 class ErrorDetail(BaseModel):
     """What went wrong."""
 

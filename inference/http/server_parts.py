@@ -6,7 +6,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from common.text import Text, texts_in
 from inference.batching.served_model import LoadModel, ServedModel
+from inference.batching.served_models import ServedModels
 from inference.errors import SettingsError
 from inference.http.admission import ApiKeys, Refusal, RequestLimits
 from inference.http.error_responses import RETRY_AFTER_SECONDS
@@ -24,6 +25,9 @@ from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
+# Where the path says which of several models is asked, and where the body may.
+_NAMED = ("/models/", "/v2/models/")
+_NAMED_IN_BODY = ("/hub", "/classify", "/v1/classify")
 # What a text costs besides its characters: a future, an entry in the queue, an answer.
 _BYTES_PER_TEXT = 1024
 
@@ -98,7 +102,7 @@ class Parts:
     in_progress: RequestsInProgress
     body_budget: BodyBudget
     stream_budget: BodyBudget  # a part of it
-    served_model: ServedModel
+    models: ServedModels
     line: SupervisorLine | None  # for one of several workers
 
     @classmethod
@@ -138,7 +142,7 @@ class Parts:
             # Streams read ahead as much as they may, for as long as they last; single requests
             # always have room.
             stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
-            served_model=ServedModel(settings, metrics, load_model, counts_loads=line is None),
+            models=ServedModels(settings, metrics, load_model, counts_loads=line is None),
             line=line,
         )
 
@@ -149,40 +153,61 @@ class Parts:
         self.metrics.request_done(route, method, status, seconds, context.error_code)
         self.log.write(context, method, status, seconds)
 
-    @property
-    def is_overloaded(self) -> bool:
+    def is_overloaded(self, path: str) -> bool:
         """Whether `overload` would refuse."""
-        return self.served_model.is_full or self.in_progress.is_full
+        return self.in_progress.is_full or all(one.is_full for one in self._asked(path))
 
-    def overload(self) -> Refusal | None:
-        """Why no further text can be accepted now: status, code, message, seconds to wait."""
-        if error := self.served_model.full_error():
+    def overload(self, path: str) -> Refusal | None:
+        """Why no text can be accepted for this route now: status, code, message, seconds to wait;
+        if the body may name the model, only if all of them are full.
+        """
+        errors = [one.full_error() for one in self._asked(path)]
+        if errors and (error := errors[0]) is not None and all(errors):
             return 503, error.code, str(error), error.retry_after_s
         if self.in_progress.is_full:
             what = f"{self.in_progress.most:g} requests wait for answers on as many connections"
             return 503, "server_busy", f"{what}; try again soon", RETRY_AFTER_SECONDS
         return None
 
+    def _asked(self, path: str) -> Collection[ServedModel]:
+        """The models that a request to this route may be for."""
+        models = self.models
+        if not models.are_several:
+            return (models.default,)
+        if path.startswith(_NAMED):
+            # An unknown name is left to the route.
+            found = models.find(path.partition("/models/")[2].partition("/")[0])
+            return () if found is None else (found,)
+        return models.all.values() if path in _NAMED_IN_BODY else (models.default,)
+
+    @property
+    def served_model(self) -> ServedModel:
+        """The only model, or the first of several, which answers requests that name none."""
+        return self.models.default
+
     @property
     def dead(self) -> str | None:
         """Why the process has to be restarted, or None."""
-        return self.served_model.dead
+        return self.models.dead
 
     @property
     def unready(self) -> str | None:
         """Why requests should go elsewhere, or None."""
+        return self._unready(self.models.error)
+
+    def why_not_ready(self, model: ServedModel) -> str | None:
+        """Why requests for this model should go elsewhere, or None."""
+        return self._unready(model.error)
+
+    def _unready(self, error: str | None) -> str | None:
         if self.lifecycle.is_draining:
             return "the server is shutting down"
-        if (
-            self.served_model.error is None
-            and self.line is not None
-            and not self.line.all_are_ready
-        ):
+        if error is None and self.line is not None and not self.line.all_are_ready:
             return (
                 "other workers of this server are still loading the model; try again in a few "
                 "seconds"
             )
-        return self.served_model.error
+        return error
 
 
 def parts_of(request: Request) -> Parts:

@@ -33,8 +33,10 @@ from typing import Any, Literal, NoReturn
 from starlette.exceptions import HTTPException
 
 from inference.batching.served_model import LoadModel, refusal_of, wanted_of
+from inference.batching.served_models import has_several
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import is_native_without_comparison
+from inference.errors import SettingsError
 from inference.http.schemas import ModelResponse
 from inference.http.worker_messages import (
     AllAreReady,
@@ -83,7 +85,16 @@ _END_S = 5.0
 
 
 def num_workers(settings: Settings) -> int:
-    """How many processes serve. ``auto`` is one, unless many processors can share the weights."""
+    """How many processes serve. ``auto`` is one, unless many processors can share the weights.
+
+    Raises:
+        SettingsError: there are to be several, and several models.
+    """
+    if has_several(settings):
+        if settings.workers not in ("auto", 1):
+            line = f"WORKERS {settings.workers}: several models are served by one process; set 1"
+            raise SettingsError(line)
+        return 1
     if settings.workers != "auto":
         return settings.workers
     wanted = min(round(settings.hardware.num_threads / CPUS_PER_WORKER), MOST_WORKERS)
@@ -249,7 +260,7 @@ class Supervisor:
         def load(path: Path, engine: str) -> ModelLoader:
             model = load_model(path, engine)
             # Before a worker with the old model makes room for one that would refuse this one.
-            wanted_of(model, settings)
+            wanted_of(model, path, settings)
             return model
 
         self._load_model = load

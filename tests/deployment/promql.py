@@ -12,6 +12,7 @@ import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from inference.metrics import ServerMetrics
 from tests.deployment.documented import REPOSITORY
 from tests.inference.servers import free_port, serving
 from training.config import TrainConfig
@@ -53,8 +54,11 @@ def unknown_in(expression: str, shown: Shown) -> list[str]:
 
 
 def shown_by_all(model_folder: Path) -> Shown:
-    """What a server that has seen every kind of request shows, and a rank's exporter."""
-    return _series(_server_page(model_folder)) | _series(_training_page())
+    """What a server that has seen every kind of request shows, one with several models, and a rank's exporter."""
+    shown = _series(_server_page(model_folder)) | _series(_training_page())
+    for name, labels in _series(_page_of_several_models()).items():
+        shown[name] |= labels
+    return shown
 
 
 def _series(page: str) -> Shown:
@@ -72,6 +76,14 @@ def _server_page(model_folder: Path) -> str:
         assert client.post("/predict", json={"text": " "}).status_code == 422
         assert client.post("/predict/batch", json={"texts": _LONG_TEXTS}).status_code == 504
         return client.get("/metrics").text
+
+
+def _page_of_several_models() -> str:
+    metrics = ServerMetrics()
+    news = metrics.of_model("news")
+    news.serves("news", "0123456789ab", "native int8")
+    news.predicted([("World", 0.9)], truncated=False)
+    return metrics.render("")[0].decode()
 
 
 def _training_page() -> str:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from common.calibration import CalibrationError
 from common.text import Text, texts_in
 from inference.batching.classifier import Answer
-from inference.batching.served_model import Served
+from inference.batching.served_model import Served, ServedModel
 from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.errors import RefusedTextError
 from inference.http.error_responses import RETRY_AFTER_SECONDS
@@ -120,13 +120,13 @@ def decide(
         familiarity = values.familiarity if wanted.needs_familiarity else None
         more = answering.honest(values, familiarity, wanted)
     if reason := more.get("abstained"):
-        parts.metrics.abstained(reason, answer.truncated)
+        served.metrics.abstained(reason, answer.truncated)
         return given, more
     if "labels" in more:
         given = [one for one in given if one[0] in more["labels"]]
     elif "label" in more:  # with costs, it need not be the most probable one
         given = [(more["label"], more["confidence"])]
-    parts.metrics.predicted(given, answer.truncated)
+    served.metrics.predicted(given, answer.truncated)
     return given, more
 
 
@@ -166,17 +166,26 @@ def render(
     return fields
 
 
-def require_named(parts: Parts, name: str | None) -> Served:
-    """What is served, if it has this name, or if no name is asked for.
+def model_named(parts: Parts, name: str | None) -> ServedModel:
+    """The model of this name, or the default for None.
 
     Raises:
-        ModelUnavailableError: nothing is served.
-        HTTPException: 404, it has another name.
+        HTTPException: 404, there is none.
     """
-    served = parts.served_model.require()
-    if name not in (None, served.name):
-        raise HTTPException(404, f"no model of this name; {served.name} is served")
-    return served
+    if (model := parts.models.find(name)) is None:
+        verb = "is" if len(parts.models.all) == 1 else "are"
+        raise HTTPException(404, f"no model of this name; {parts.models.names} {verb} served")
+    return model
+
+
+def require_named(parts: Parts, name: str | None) -> Served:
+    """What is served under this name, or by default for None.
+
+    Raises:
+        ModelUnavailableError: the model is not loaded.
+        HTTPException: 404, there is no such model.
+    """
+    return model_named(parts, name).require()
 
 
 def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:

@@ -15,7 +15,14 @@ from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.errors import WorkerDownError
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify, classify_some, render, text_of
+from inference.http.routes.answers import (
+    classify,
+    classify_some,
+    render,
+    require_named,
+    text_of,
+)
+from inference.http.routes.by_name import ModelName, add_by_name
 from inference.http.routes.json_route import JsonRoute
 from inference.http.schemas import ExplainRequest, Explanation
 from inference.http.server_parts import parts_of
@@ -26,8 +33,7 @@ _WORD = re.compile(r"\S+")
 Span = tuple[int, int]
 
 
-@router.post("/explain", response_model=Explanation)
-async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
+async def explain(request: Request, body: ExplainRequest, name: ModelName = None) -> dict[str, Any]:
     """Classify a text, and tell how far the label's probability falls without each word; of a
     regression model, how far the number falls.
 
@@ -37,7 +43,7 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     """
     parts = parts_of(request)
     text = text_of(body, parts.settings)
-    served = parts.served_model.require()
+    served = require_named(parts, name)
     answering = served.model.answering
     if body.label is not None:
         answering.refuse_unknown(body.label)  # before the work
@@ -82,6 +88,9 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         explanation["explained"] = answering.labels[index]
     words = [_words(*one) for one in zip(texts_in(text), spans, weights, strict=True)]
     return explanation | dict(zip(("words", "pair_words"), words, strict=False))
+
+
+add_by_name(router, "/explain", explain, response_model=Explanation)
 
 
 def _without_each(

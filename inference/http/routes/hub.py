@@ -16,7 +16,8 @@ from common.text import Text
 from inference.batching.cache import Values
 from inference.engines.answering import Answering
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify, decide, refuse_many
+from inference.http.routes.answers import classify, decide, refuse_many, require_named
+from inference.http.routes.by_name import ModelName, add_by_name
 from inference.http.routes.json_route import JsonRoute, json_list
 from inference.http.schemas import Texts, refuse_asking_for_more
 from inference.http.server_parts import parts_of
@@ -99,6 +100,10 @@ class HubRequest(BaseModel):
         "pair or that many pairs."
     )
     parameters: HubParameters | None = None
+    model: str | None = Field(
+        default=None,
+        description="Of several models, the one to ask. A server of one model ignores it.",
+    )
 
 
 class HubScore(BaseModel):
@@ -106,8 +111,9 @@ class HubScore(BaseModel):
     score: float
 
 
-@router.post("/hub", response_model=list[list[HubScore]])
-async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
+async def classify_as_the_hub(
+    request: Request, body: HubRequest, name: ModelName = None
+) -> Response:
     """Classify as Hugging Face's text-classification task does: for each text its labels, the best
     first.
 
@@ -115,12 +121,13 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     of its column. The format has no place for an abstention, so MAX_ERROR changes nothing here.
     """
     parts = parts_of(request)
-    served = parts.served_model.require()
+    # Clients of one model send names that other servers know it by.
+    served = require_named(parts, name or (body.model if parts.models.are_several else None))
     is_single = not isinstance(body.inputs, list)
-    name = "inputs" if is_single else "inputs[{}]"
+    place = "inputs" if is_single else "inputs[{}]"
     texts = [_text(one) for one in ([body.inputs] if is_single else body.inputs)]
-    refuse_many(name, texts, parts.settings)
-    answers = await classify(request, parts, served, texts, name)
+    refuse_many(place, texts, parts.settings)
+    answers = await classify(request, parts, served, texts, place)
     parameters = body.parameters or HubParameters()
     function = _function(served.model.answering, parameters.function_to_apply)
     labels = served.model.labels
@@ -129,6 +136,9 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     return await json_list(
         _best(labels, function(answer.values), parameters.top_k) for answer in answers
     )
+
+
+add_by_name(router, "/hub", classify_as_the_hub, response_model=list[list[HubScore]])
 
 
 def _text(given: str | HubPair) -> Text:

@@ -22,6 +22,7 @@ from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import (
     classify,
     decide,
+    model_named,
     refuse_many,
     require_named,
     wanted_by,
@@ -137,10 +138,9 @@ def _outputs(answering: Answering, wanted: Wanted) -> list[TensorMetadata]:
 @router.get("/models/{name}/ready", responses=_READINESS)
 async def get_model_readiness(name: str, parts: PartsDep, response: Response) -> ModelReadiness:
     """Say whether the model can classify."""
-    if parts.served_model.current is not None:
-        _served(parts, name)
-    response.status_code = 200 if parts.unready is None else 503
-    return ModelReadiness(name=name, ready=parts.unready is None)
+    is_ready = parts.why_not_ready(model_named(parts, name)) is None
+    response.status_code = 200 if is_ready else 503
+    return ModelReadiness(name=name, ready=is_ready)
 
 
 @router.get("/models/{name}/versions/{version}", responses=_UNKNOWN | _NOT_READY)
@@ -155,7 +155,7 @@ async def get_version_readiness(
     name: str, version: str, parts: PartsDep, response: Response
 ) -> ModelReadiness:
     """Say whether this version of the model can classify."""
-    if parts.served_model.current is not None:
+    if model_named(parts, name).current is not None:
         _served(parts, name, version)
     return await get_model_readiness(name, parts, response)
 

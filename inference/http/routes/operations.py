@@ -90,7 +90,7 @@ def _probe(response: Response, good: str, bad: str, reason: str | None) -> Probe
     "/model", tags=["model"], responses={503: REFUSALS[503]}, response_model_exclude_none=True
 )
 async def get_model(parts: PartsDep) -> ModelResponse:
-    """Describe the model: where it comes from, what it can say, how good it is,
+    """Describe the default model: where it comes from, what it can say, how good it is,
     and what runs it.
     """
     return ModelResponse.of(parts.served_model.require().model)
@@ -145,11 +145,12 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
         return error_response(request.scope, 403, "forbidden", line)
     if parts.line is not None:
         outcome = await parts.line.reload()
-    elif parts.served_model.is_loading:
+    elif parts.models.is_changing:
         outcome = ReloadRunning()
     else:
         try:
-            return ModelResponse.of((await parts.served_model.load()).model)
+            await parts.models.load()
+            return ModelResponse.of(parts.served_model.require().model)
         except ModelLoadError as error:
             outcome = ReloadRefused(str(error))
     match outcome:

@@ -100,15 +100,17 @@ def _answer(name: str, accept_encoding: str, if_none_match: str) -> Response:
 
 
 def document_api_key(app: FastAPI) -> None:
-    """State in the OpenAPI document that every POST needs the key, and how to send it."""
+    """State in the OpenAPI document that all that changes or asks needs the key, and how to send
+    it.
+    """
     describe = app.openapi
 
     def describe_with_key() -> dict[str, Any]:
         document = describe()
         document["components"]["securitySchemes"] = _KEY_SCHEMES
-        for path in document["paths"].values():
-            if "post" in path:
-                path["post"]["security"] = [{name: []} for name in _KEY_SCHEMES]
+        for methods in document["paths"].values():
+            for method in {"post", "put", "delete"} & methods.keys():
+                methods[method]["security"] = [{name: []} for name in _KEY_SCHEMES]
         return document
 
     app.openapi = describe_with_key

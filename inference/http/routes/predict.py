@@ -14,25 +14,26 @@ from inference.http.routes.answers import (
     classify,
     refuse_many,
     render,
+    require_named,
     text_of,
     wanted_by,
     with_pairs,
 )
+from inference.http.routes.by_name import ModelName, add_by_name
 from inference.http.routes.json_route import Endpoint, JsonRoute, json_list
 from inference.http.schemas import BatchRequest, Prediction, PredictRequest
 from inference.http.server_parts import parts_of
 
-router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
+router = APIRouter(tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
 
 
-@router.post("", response_model=Prediction)
-async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
+async def predict(request: Request, body: PredictRequest, name: ModelName = None) -> dict[str, Any]:
     """Classify one text: with one label, several labels or a number, depending on
     the model that is served.
     """
     parts = parts_of(request)
     text = text_of(body, parts.settings)
-    served = parts.served_model.require()
+    served = require_named(parts, name)
     wanted = wanted_by(served, body)
     (answer,) = await classify(request, parts, served, [text], "text")
     return render(parts, served, answer, body.top_k, wanted)
@@ -62,7 +63,7 @@ _STREAM_ANSWER = {
 }
 
 
-async def predict_batch(request: Request, body: BatchRequest) -> Response:
+async def predict_batch(request: Request, body: BatchRequest, name: ModelName = None) -> Response:
     """Classify texts; the answers come in the order of the texts.
 
     With `Content-Type: application/x-ndjson` the body is any number of lines, each as for /predict.
@@ -72,16 +73,17 @@ async def predict_batch(request: Request, body: BatchRequest) -> Response:
     parts = parts_of(request)
     refuse_many("texts[{}]", body.texts, parts.settings)
     texts = with_pairs(body.texts, body.text_pairs, parts.settings)
-    served = parts.served_model.require()
+    served = require_named(parts, name)
     wanted = wanted_by(served, body)
     answers = await classify(request, parts, served, texts)
     return await json_list(render(parts, served, answer, body.top_k, wanted) for answer in answers)
 
 
-router.add_api_route(
-    "/batch",
+add_by_name(router, "/predict", predict, response_model=Prediction)
+add_by_name(
+    router,
+    "/predict/batch",
     predict_batch,
-    methods=["POST"],
     response_model=list[Prediction],
     responses={200: {"content": {streams.MEDIA_TYPE: _STREAM_ANSWER}}},
     openapi_extra={"requestBody": {"content": {streams.MEDIA_TYPE: _STREAM_BODY}}},

@@ -20,7 +20,13 @@ from starlette.types import Receive, Scope, Send
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.engines.answering import Wanted
-from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
+from inference.errors import (
+    ModelUnavailableError,
+    QueueFullError,
+    RateLimitedError,
+    RefusedTextError,
+    WorkerDownError,
+)
 from inference.http.error_responses import (
     FAILURES,
     describe,
@@ -31,6 +37,7 @@ from inference.http.error_responses import (
 from inference.http.request_context import RequestContext
 from inference.http.routes.answers import (
     cancel_unfinished,
+    model_named,
     note,
     refuse_other_kind,
     render,
@@ -53,14 +60,13 @@ _MOST_REFUSED_LINES = 1024
 
 
 # What a line asks for, as the model that answers it understands it.
-_Accepted = tuple[PredictRequest, Wanted]
+_Accepted = tuple[PredictRequest, Served, Wanted]
 
 
 @dataclass(slots=True)
 class _Group:
     """Lines submitted together: requests with a future for each, and errors of other lines."""
 
-    served: Served
     lines: list[_Accepted | Exception]
     futures: list[asyncio.Future[Answer]]
     held_bytes: int
@@ -74,7 +80,8 @@ class StreamResponse(Response):
         del self.headers["content-length"]
         self._parts: Parts = parts_of(request)
         # Raised before the answer begins, so that the whole request is refused.
-        self._parts.served_model.require().classifier.refuse_if_down()
+        self._model = model_named(self._parts, request.path_params.get("name"))
+        self._model.require().classifier.refuse_if_down()
         self._context = RequestContext.of(request.scope)
         self._context.is_stream = True
         self._index = 0
@@ -167,7 +174,7 @@ class StreamResponse(Response):
         return request
 
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
-        served = self._parts.served_model.require()
+        served = self._model.current
         accepted = [self._accepted(served, line) for line in lines]
         texts = [
             text_of(line[0], self._parts.settings)
@@ -178,19 +185,23 @@ class StreamResponse(Response):
         # is used up pauses here, and its connection stays.
         if texts:
             self._context.allowance.require()
-        futures = served.classifier.submit(texts, self._timeout_s) if texts else []
+        futures = served.classifier.submit(texts, self._timeout_s) if served and texts else []
         self._context.allowance.take(len(texts))
-        group = _Group(served, accepted, futures, weight_of(texts))
+        group = _Group(accepted, futures, weight_of(texts))
         self._parts.stream_budget.take(group.held_bytes)
         return group
 
-    def _accepted(self, served: Served, line: PredictRequest | Exception) -> _Accepted | Exception:
-        # Only now: another model may have been loaded since the line was read.
+    def _accepted(
+        self, served: Served | None, line: PredictRequest | Exception
+    ) -> _Accepted | Exception:
+        # Only now: another model may have been loaded since the line was read, or this one removed.
         if isinstance(line, Exception):
             return line
+        if served is None:
+            return ModelUnavailableError(str(self._model.error))
         try:
             refuse_other_kind(served, [text_of(line, self._parts.settings)], "text")
-            return line, wanted_by(served, line)
+            return line, served, wanted_by(served, line)
         except RefusedTextError as error:
             return error
 
@@ -203,14 +214,13 @@ class StreamResponse(Response):
         futures = iter(group.futures)
         rendered: list[bytes] = []
         for line in group.lines:
-            content = await self._outcome(group, line, futures)
+            content = await self._outcome(line, futures)
             rendered.append(to_json({"index": self._index, **content}))
             self._index += 1
         return b"\n".join(rendered) + b"\n"
 
     async def _outcome(
         self,
-        group: _Group,
         line: _Accepted | Exception,
         futures: Iterator[asyncio.Future[Answer]],
     ) -> dict[str, Any]:
@@ -222,8 +232,8 @@ class StreamResponse(Response):
             return self._error(error)
         note(self._context, [answer])
         self._num_refused = 0
-        request, wanted = line
-        return render(self._parts, group.served, answer, request.top_k, wanted)
+        request, served, wanted = line
+        return render(self._parts, served, answer, request.top_k, wanted)
 
     def _error(self, error: Exception) -> dict[str, Any]:
         if isinstance(error, ValidationError | HTTPException | RefusedTextError):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, BatchedModel, Batcher, FinishedPass, Workers
+from inference.batching.batcher import (
+    ASSUMED_TOKENS_PER_SECOND,
+    BatchedModel,
+    Batcher,
+    FinishedPass,
+    Share,
+    Workers,
+)
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.batching.supervision import COMPUTING_NICENESS
 from inference.engines.answering import OneLabelAnswering
@@ -48,7 +56,13 @@ class Counts(ServerMetrics):
 class Bench:
     """A batcher with all that it reports, one entry a text."""
 
-    def __init__(self, engine: StandInEngine, retry_interval_s: float = 60, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        engine: StandInEngine,
+        retry_interval_s: float = 60,
+        workers: Workers | None = None,
+        share: Share | None = None,
+    ) -> None:
         self.engine = engine
         self.counts = Counts()
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
@@ -56,7 +70,7 @@ class Bench:
         reports = (self._finished, self._expired)
         model = BatchedModel(engine, GOOD, OneLabelAnswering(["a", "b"]))
         self.workers = workers or Workers(engine.num_slots, retry_interval_s)
-        self.batcher = Batcher(model, waiting, self.counts, *reports, self.workers)
+        self.batcher = Batcher(model, waiting, self.counts, *reports, self.workers, share)
 
     def close(self) -> None:
         self.batcher.close()
@@ -441,3 +455,73 @@ def test_one_that_leaves_takes_nothing_more_and_the_others_go_on() -> None:
         assert other.reports.empty()
         assert not engines[1].passes
         assert bench.batcher.is_alive
+
+
+def test_models_take_turns_by_their_weights_and_the_batchers_of_one_within_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Batcher, "_measure", lambda *_: None)  # the speeds stay as they are assumed
+    engines = [StandInEngine() for _ in range(3)]
+    order: list[str] = []
+    shares = [Share(weight=2.0), Share()]
+    workers = Workers(1)
+    first = Bench(engines[0], workers=workers, share=shares[0])
+    second = Bench(engines[1], workers=workers, share=shares[0])  # the two of a cascade
+    third = Bench(engines[2], workers=workers, share=shares[1])
+    benches = {"first": first, "second": second, "third": third}
+    for name, bench in benches.items():
+        bench.engine.logits = _noting(order, name, bench.engine.logits)
+    engines[0].hold()
+    first.put_call([(1,) * BUDGET])
+    assert engines[0].begun.acquire(timeout=PATIENCE)  # so that all texts wait before the next pass begins
+    for bench in benches.values():
+        bench.put_call([(1,) * BUDGET] * 12)
+    engines[0].let_go()
+    wait_until(lambda: len(order) == 37)
+    counts = Counter(order[1:19])
+    assert counts["first"] + counts["second"] == pytest.approx(12, abs=1)
+    assert counts["first"] == pytest.approx(6, abs=1)
+    for bench in benches.values():
+        bench.batcher.close()
+    workers.close()
+
+
+def _noting(order: list[str], name: str, logits: Any) -> Any:
+    def noted(batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        order.append(name)
+        return logits(batch, threads)
+
+    return noted
+
+
+def test_what_waits_for_others_takes_from_a_model_s_time_at_most_their_shares() -> None:
+    engines = StandInEngine(), StandInEngine()
+    mine, others = Share(weight=1.0), Share(weight=3.0)
+    workers = Workers(1)
+    bench = Bench(engines[0], workers=workers, share=mine)
+    other = Bench(engines[1], workers=workers, share=others)
+    assert workers.share_left(mine, 1.0) == 1.0
+    engines[1].hold()
+    other.put_call([(1,) * BUDGET] * 10)
+    assert engines[1].begun.acquire(timeout=PATIENCE)
+    waiting_s = 10 * BUDGET / ASSUMED_TOKENS_PER_SECOND
+    # In a long time all that waits is done beside it, in a short one the others get three quarters.
+    assert workers.share_left(mine, 100.0) == pytest.approx(100 / (100 + waiting_s))
+    assert workers.share_left(mine, 0.01) == pytest.approx(1 / 4)
+    assert workers.share_left(others, 1.0) == 1.0
+    engines[1].let_go()
+    for one in (bench, other):
+        one.batcher.close()
+    workers.close()
+
+
+def test_workers_grow_with_the_model_that_needs_most() -> None:
+    workers = Workers(0)
+    assert workers.all == []
+    for num_slots in (2, 1, 3):
+        workers.grow(num_slots)
+    assert (workers.num_slots, workers.free_slots, workers.free_passes) == (3, 3, 3)
+    bench = Bench(StandInEngine(num_slots=3), workers=workers)
+    bench.put_call([(1,), (2,), (3,)])
+    bench.outcomes(3)
+    bench.close()
