@@ -8,8 +8,12 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference.batching.cache import Values, values_of
 from inference.batching.engine_health import EngineHealth
@@ -36,6 +40,15 @@ _SPEED_HALF_LIFE_S = 1.0
 RETRY_INTERVAL_S = 2.0
 
 Outcome = Values | ForwardError | WorkerDownError
+# The scores of each text, (texts, labels), and for a model that reads windows which of them decided
+# each score, of the same shape.
+Reading = tuple[NDArray[np.float32], NDArray[np.int64] | None]
+
+
+class EncoderOfSeveral(Protocol):
+    """Computes the scores of several models in one pass."""
+
+    def read_all(self, batch: TokenBatch, threads: int = 1) -> Mapping[Engine, Reading]: ...
 
 
 @dataclass(slots=True)
@@ -55,13 +68,15 @@ class BatchedModel:
     Attributes:
         good_ids: token ids of a text that the engine can answer, tried while it seems broken.
         tokens_per_second: speed of the engine, until passes have been measured.
-        problem_type: what the engine's scores mean.
+        answering: what the engine's scores mean.
+        encoder: the one that the engine shares with others; None if it has its own.
     """
 
     engine: Engine
     good_ids: list[int]
     answering: Answering
     tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND
+    encoder: EncoderOfSeveral | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -168,15 +183,16 @@ class Workers:
         for worker in self.all:
             worker.thread.join(max(0.0, until - time.monotonic()))
 
-    def release(self, worker: _Worker, batcher: Batcher) -> None:
+    def release(self, worker: _Worker) -> None:
         with self.changed:
             if worker.slots:
                 self.free_passes += 1
-                batcher.passes_in_hand -= 1
+                for one in worker.parts:
+                    one.batcher.passes_in_hand -= 1
+                    one.batcher.tokens_in_hand -= one.num_tokens
             self.free_slots += worker.slots
-            batcher.tokens_in_hand -= worker.num_tokens
-            worker.slots = worker.num_tokens = 0
-            if batcher in self._batchers:
+            worker.slots = 0
+            if all(one.batcher in self._batchers for one in worker.parts):
                 self.changed.notify()  # another worker may begin while this one reports
             else:
                 self.changed.notify_all()  # `remove` waits for this pass
@@ -189,8 +205,13 @@ class Workers:
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.
         logger.error("A worker failed and is restarted", exc_info=error)
-        if worker.batcher is not None:
-            worker.batcher.fail(worker, error)
+        for one in worker.parts:
+            if one.texts:
+                one.batcher.health.works(worker.slots)
+        self.release(worker)
+        for one in worker.parts:
+            one.batcher.fail(one, error)
+        worker.parts = []
 
     def _serve_once(self, worker: _Worker) -> bool:
         """Wait for texts, run a pass and report it; False once closed."""
@@ -198,16 +219,59 @@ class Workers:
             batcher = self._wait(worker)
             if batcher is None:
                 return False
-            worker.batcher = batcher
-            expired = batcher.queue.expire(time.monotonic())
+            now = time.monotonic()
+            expired = [(one, texts) for one in self._batchers if (texts := one.queue.expire(now))]
             self._take(worker, batcher)
-        if expired:
-            batcher.on_expired(expired)
+        for one, texts in expired:
+            one.on_expired(texts)
         if worker.is_trying:
             batcher.try_engine(worker)
-        elif worker.texts:
-            batcher.run_pass(worker)
+        elif worker.parts:
+            self._run_pass(worker)
+        worker.parts = []
         return True
+
+    def _run_pass(self, worker: _Worker) -> None:
+        """Run a worker's pass and report it."""
+        parts, started = worker.parts, time.monotonic()
+        together = self._read_together(worker) if len(parts) > 1 else {}
+        outcomes = [one.batcher.answer(worker, one, together) for one in parts]
+        seconds = time.monotonic() - started
+        worker.thread.busy_since = None
+        num_tokens = sum(one.num_tokens for one in parts)
+        for one, found in zip(parts, outcomes, strict=True):
+            # To fail at once is no speed: it would promise answers that nobody can give in time.
+            if not all(isinstance(outcome, Exception) for outcome in found):
+                one.batcher.measure(worker.slots, num_tokens, seconds)
+        # Before the report, so that the next pass begins while this thread tells the callers.
+        self.release(worker)
+        for one, found in zip(parts, outcomes, strict=True):
+            one.batcher.report(FinishedPass(one.texts, found, started, seconds), one.num_tokens)
+
+    def _read_together(self, worker: _Worker) -> Mapping[Engine, Reading]:
+        """What all models of a pass make of their texts, by their engines; a text that several
+        models are asked about is read once. Nothing if it fails: then each reads its own texts.
+        """
+        texts = [text for one in worker.parts for text in one.texts]
+        places: dict[bytes, int] = {}
+        rows = [places.setdefault(text.ids.tobytes(), len(places)) for text in texts]
+        batch = TokenBatch.of([np.frombuffer(ids, np.int32) for ids in places])
+        worker.thread.busy_since = time.monotonic()
+        try:
+            read = worker.parts[0].batcher.encoder.read_all(batch, worker.slots)
+        except Exception:
+            logger.exception("A forward pass for %d models failed", len(worker.parts))
+            return {}
+        found: dict[Engine, Reading] = {}
+        start = 0
+        for one in worker.parts:
+            own = rows[start : start + len(one.texts)]
+            start += len(own)
+            # A model that is no longer served reads its last texts on its own.
+            if (reading := read.get(one.batcher.engine)) is not None:
+                scores, deciding = reading
+                found[one.batcher.engine] = scores[own], None if deciding is None else deciding[own]
+        return found
 
     def _wait(self, worker: _Worker) -> Batcher | None:
         """Wait until a batcher has texts, or a broken engine is to be tried; None once closed."""
@@ -246,28 +310,55 @@ class Workers:
         if worker.is_trying:
             batcher.tried_at = time.monotonic()
             worker.slots = 1
+            worker.parts = [_Part(batcher, [])]
         elif len(batcher.queue):
             # Divide what waits over the passes that may run at once, and the free slots among them.
             num_parts, slots = spread(
                 self.num_waiting, self.free_slots, self.free_passes, len(self.all)
             )
-            speed, share = batcher.tokens_per_second, batcher.model_share
-            worker.texts = batcher.queue.take(num_parts, time.monotonic(), speed)
-            worker.num_tokens = sum(text.num_tokens for text in worker.texts)
+            worker.parts = self._parts(batcher, num_parts)
+            num_tokens = sum(one.num_tokens for one in worker.parts)
             # A short pass gains nothing from more slots; those it leaves go to the next worker,
             # which is woken below.
-            worker.slots = min(slots, batcher.num_slots, useful_slots(worker.num_tokens))
-            batcher.tokens_in_hand += worker.num_tokens
-            self._virtual_time, share.virtual_time = self._turn(batcher)
-            share.served_until = self._virtual_time + worker.num_tokens / speed / share.weight
-            batcher.served_until = share.virtual_time + worker.num_tokens / speed
+            worker.slots = min(slots, batcher.num_slots, useful_slots(num_tokens))
         else:
             return
-        batcher.passes_in_hand += 1
+        for one in worker.parts:
+            one.batcher.passes_in_hand += 1
+            one.batcher.tokens_in_hand += one.num_tokens
         self.free_slots -= worker.slots
         self.free_passes -= 1
         if self.free_slots and self.num_waiting:
             self.changed.notify()
+
+    def _parts(self, batcher: Batcher, num_parts: int) -> list[_Part]:
+        """Take the texts of a pass: of this batcher, and as far as they leave room, of others on
+        the same encoder, which computes all of them at once.
+        """
+        others = [one for one in self._batchers if one.may_join(batcher)]
+        everything = sum(one.queue.num_tokens for one in (batcher, *others))
+        room = min(batcher.queue.max_batch_tokens, everything // num_parts)
+        parts: list[_Part] = []
+        for one in (batcher, *sorted(others, key=self._turn)):
+            limit = room if parts else None
+            texts = one.queue.take(num_parts, time.monotonic(), one.tokens_per_second, limit)
+            if texts:
+                part = _Part(one, texts)
+                parts.append(part)
+                room -= part.num_tokens
+                # Virtual time is that of the first: another one is served ahead of its turn, which
+                # must not move the turn of those who wait.
+                self._charge(part, moves_time=one is batcher)
+        return parts
+
+    def _charge(self, part: _Part, *, moves_time: bool) -> None:
+        batcher, share = part.batcher, part.batcher.model_share
+        between_models, within_model = self._turn(batcher)
+        if moves_time:
+            self._virtual_time, share.virtual_time = between_models, within_model
+        seconds = part.num_tokens / batcher.tokens_per_second
+        share.served_until = between_models + seconds / share.weight
+        batcher.served_until = within_model + seconds
 
 
 class Batcher:
@@ -296,7 +387,8 @@ class Batcher:
         self.queue = queue
         self.on_expired = on_expired
         self.model_share = share or Share()
-        self._engine = engine
+        self.engine = engine
+        self.encoder = model.encoder
         self._answering = model.answering
         self._metrics = metrics
         self._on_finished = on_finished
@@ -314,12 +406,18 @@ class Batcher:
 
     @property
     def num_slots(self) -> int:
-        return self._engine.num_slots
+        return self.engine.num_slots
 
     @property
     def has_work(self) -> bool:
         """Whether another pass may begin: no more at once than the engine has slots."""
         return len(self.queue) > 0 and self.passes_in_hand < self.num_slots
+
+    def may_join(self, other: Batcher) -> bool:
+        """Whether texts may be read in a pass of another model."""
+        shares = self.encoder is not None and self.encoder is other.encoder and self is not other
+        both_work = self.health.failure is None and other.health.failure is None
+        return shares and both_work and self.has_work
 
     @property
     def queued_tokens(self) -> int:
@@ -337,7 +435,11 @@ class Batcher:
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds that the longest current pass has taken; 0 if there is none."""
-        mine = (one.thread.busy_s for one in self._workers.all if one.batcher is self)
+        mine = (
+            worker.thread.busy_s
+            for worker in self._workers.all
+            if any(one.batcher is self for one in worker.parts)
+        )
         return max(mine, default=0.0)
 
     @property
@@ -373,22 +475,6 @@ class Batcher:
 
     # Called by the workers.
 
-    def run_pass(self, worker: _Worker) -> None:
-        """Run a worker's pass and report it."""
-        started = time.monotonic()
-        outcomes = self._answer(worker)
-        seconds = time.monotonic() - started
-        worker.thread.busy_since = None
-        num_texts, num_tokens = len(worker.texts), worker.num_tokens
-        # To fail at once is no speed: it would promise answers that nobody can give in time.
-        if not all(isinstance(outcome, Exception) for outcome in outcomes):
-            self._measure(worker, seconds)
-        # Before the report, so that the next pass begins while this thread tells the callers.
-        self._workers.release(worker, self)
-        self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
-        worker.texts = []
-        self._metrics.batch_done(num_texts, num_tokens, seconds)
-
     def try_engine(self, worker: _Worker) -> None:
         """Try a broken engine with the known text; requests are refused meanwhile, so no pass would
         show that it recovered.
@@ -397,36 +483,49 @@ class Batcher:
         self.health.works(worker.slots)
         worker.thread.busy_since = None
         worker.is_trying = False
-        self._workers.release(worker, self)
+        self._workers.release(worker)
 
-    def _measure(self, worker: _Worker, seconds: float) -> None:
+    def measure(self, slots: int, num_tokens: int, seconds: float) -> None:
+        """Learn the speed from a pass."""
         # An engine that runs one pass at a time, on threads of its own, has the machine for it.
-        busy_s = seconds * worker.slots / self.num_slots
+        busy_s = seconds * slots / self.num_slots
         with self._workers.changed:
             # An exponentially weighted mean by time worked, so that a quiet night does not fade
             # what was measured.
             kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
-            self._tokens_done = self._tokens_done * kept + worker.num_tokens
+            self._tokens_done = self._tokens_done * kept + num_tokens
             self._busy_s = self._busy_s * kept + busy_s
 
-    def _answer(self, worker: _Worker) -> Sequence[Outcome]:
-        """Run a worker's pass; if the engine itself fails, its texts may be sent again."""
+    def report(self, done: FinishedPass, num_tokens: int) -> None:
+        self._on_finished(done)
+        self._metrics.batch_done(len(done.texts), num_tokens, done.seconds)
+
+    def answer(
+        self, worker: _Worker, part: _Part, together: Mapping[Engine, Reading]
+    ) -> Sequence[Outcome]:
+        """What becomes of this model's part of a pass; if the engine itself fails, its texts may be
+        sent again.
+
+        ``together``: what has been read of all parts at once.
+        """
         # If every text of a pass fails, either the texts or the engine are bad. A known good text
         # tells: then either each text hears of its own failure, or all may be sent again elsewhere.
         if self.health.failure is None:
-            outcomes = self._outcomes(worker, worker.texts)
+            outcomes = self._outcomes(worker, part.texts, together.get(self.engine))
             if not all(isinstance(outcome, ForwardError) for outcome in outcomes):
                 self.health.pass_answered()
                 return outcomes
             if self.health.works(worker.slots):
                 return outcomes
         elif self.health.works(worker.slots):
-            return self._outcomes(worker, worker.texts)
-        return [WorkerDownError(self.health.failure or _ENGINE_BROKEN)] * len(worker.texts)
+            return self._outcomes(worker, part.texts)
+        return [WorkerDownError(self.health.failure or _ENGINE_BROKEN)] * len(part.texts)
 
-    def _outcomes(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
+    def _outcomes(
+        self, worker: _Worker, texts: Sequence[QueuedText], reading: Reading | None = None
+    ) -> list[Outcome]:
         try:
-            return self._forward(worker, texts)
+            return self._forward(worker, texts, reading)
         except Exception as error:
             self._metrics.worker_failed()
             logger.exception("A forward pass of %d texts failed", len(texts))
@@ -436,16 +535,20 @@ class Batcher:
         # One bad text must not fail its neighbors, so each is tried alone.
         return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
 
-    def _forward(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
+    def _forward(
+        self, worker: _Worker, texts: Sequence[QueuedText], reading: Reading | None
+    ) -> list[Outcome]:
         worker.thread.busy_since = time.monotonic()
-        batch, deciding = TokenBatch.of([text.ids for text in texts]), None
-        if isinstance(self._engine, WindowedEngine):
-            logits, deciding = self._engine.read(batch, worker.slots)
+        batch = TokenBatch.of([text.ids for text in texts])
+        if reading is not None:
+            logits, deciding = reading
+        elif isinstance(self.engine, WindowedEngine):
+            logits, deciding = self.engine.read(batch, worker.slots)
         else:
-            logits = self._engine.logits(batch, worker.slots)
+            logits, deciding = self.engine.logits(batch, worker.slots), None
         # Else answers would go to the wrong texts, which nobody would ever notice.
         if len(logits) != len(texts):
-            what = f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts"
+            what = f"{self.engine.name} gave {len(logits)} rows of scores for {len(texts)} texts"
             raise ValueError(what)
         rows = values_of(self._answering, batch, logits)
         if deciding is not None:
@@ -455,27 +558,32 @@ class Batcher:
         what = "the model answers this text with NaN"
         return [ForwardError(what) if row is None else row for row in rows]
 
-    def fail(self, worker: _Worker, error: BaseException) -> None:
-        texts, worker.texts = worker.texts, []
-        if texts:
-            self.health.works(worker.slots)
-        self._workers.release(worker, self)
+    def fail(self, part: _Part, error: BaseException) -> None:
         self._metrics.worker_failed()
-        if texts:
+        if part.texts:
             what = f"the worker of this text failed ({type(error).__name__}); the log has more"
-            failure = ForwardError(what)
-            self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))
+            outcomes = [ForwardError(what)] * len(part.texts)
+            self._on_finished(FinishedPass(part.texts, outcomes, time.monotonic(), 0.0))
+
+
+class _Part:
+    """The texts of one model in a pass."""
+
+    __slots__ = ("batcher", "num_tokens", "texts")
+
+    def __init__(self, batcher: Batcher, texts: Sequence[QueuedText]) -> None:
+        self.batcher = batcher
+        self.texts = texts
+        self.num_tokens = sum(text.num_tokens for text in texts)
 
 
 class _Worker:
-    """One worker thread, its current texts and their batcher, and the slots it uses."""
+    """One worker thread, the parts of its current pass, and the slots that it uses."""
 
-    __slots__ = ("batcher", "is_trying", "num_tokens", "slots", "texts", "thread")
+    __slots__ = ("is_trying", "parts", "slots", "thread")
 
     def __init__(self, thread_of: Callable[[_Worker], SupervisedThread]) -> None:
         self.slots = 0
-        self.num_tokens = 0
         self.is_trying = False
-        self.batcher: Batcher | None = None  # of the current pass, or of the last one
-        self.texts: Sequence[QueuedText] = []
+        self.parts: Sequence[_Part] = []
         self.thread = thread_of(self)

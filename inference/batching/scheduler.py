@@ -171,11 +171,18 @@ class FairQueue:
         return expired
 
     def take(
-        self, num_parts: int = 1, now: float = 0.0, tokens_per_second: float = math.inf
+        self,
+        num_parts: int = 1,
+        now: float = 0.0,
+        tokens_per_second: float = math.inf,
+        room: int | None = None,
     ) -> list[QueuedText]:
         """Take the texts of the next forward pass; none only if none is waiting.
 
-        ``num_parts``: passes that the waiting texts will be spread over; this is the first of them.
+        Args:
+            num_parts: passes that the waiting texts will be spread over; this is the first of them.
+            room: of a pass that has texts of another queue already, the tokens that are left; texts
+                that do not fit stay, all of them if need be.
         """
         if not self._waiting:
             return []
@@ -184,14 +191,14 @@ class FairQueue:
         pass_end = now + min(share, self.max_batch_tokens) / tokens_per_second
         # Fairness may not break a promise: when a text was accepted, its time was computed from all
         # that waited before it. If that time is at risk, the oldest go first until it is not.
-        if self._would_be_late(pass_end, tokens_per_second):
-            candidates: Iterable[QueuedText] = self._by_arrival
-        else:
-            seed = self._waiting[0][2]
-            self._virtual_time = max(self._virtual_time, seed.finish)
-            candidates = (text for _, _, text in self._waiting)
+        is_late = self._would_be_late(pass_end, tokens_per_second)
+        in_order = (text for _, _, text in self._waiting)
+        candidates: Iterable[QueuedText] = self._by_arrival if is_late else in_order
         choose = self._near_lengths if self._pads else self._first_of
-        taken = choose(candidates, share)
+        most = self.max_batch_tokens if room is None else min(room, self.max_batch_tokens)
+        taken = choose(candidates, share, most)
+        if taken and not is_late:
+            self._virtual_time = max(self._virtual_time, taken[0].finish)
         for text in taken:
             self.remove(text)
         return taken
@@ -216,20 +223,26 @@ class FairQueue:
                 return True
         return False
 
-    def _first_of(self, candidates: Iterable[QueuedText], share: float) -> list[QueuedText]:
+    def _first_of(
+        self, candidates: Iterable[QueuedText], share: float, most_tokens: int
+    ) -> list[QueuedText]:
         taken: list[QueuedText] = []
         total = 0
         for text in candidates:
             total += text.num_tokens
-            if taken and (total > self.max_batch_tokens or _lies_beyond(share, total, text)):
+            if total > most_tokens or (taken and _lies_beyond(share, total, text)):
                 break
             taken.append(text)
         return taken
 
-    def _near_lengths(self, candidates: Iterable[QueuedText], share: float) -> list[QueuedText]:
+    def _near_lengths(
+        self, candidates: Iterable[QueuedText], share: float, most_tokens: int
+    ) -> list[QueuedText]:
         # The first of the order is always taken, so no text waits for others of its length for
         # ever: sooner or later each is the first.
         seed, *near = islice(candidates, self._length_window)
+        if seed.num_tokens > most_tokens:
+            return []
         near.sort(key=lambda text: abs(text.num_tokens - seed.num_tokens))
         taken = [seed]
         total = longest = seed.num_tokens
@@ -239,7 +252,7 @@ class FairQueue:
             # With padding, every text of the pass costs as much as its longest.
             cost = longest * (len(taken) + 1)
             padding = (cost - total) / cost
-            if cost > self.max_batch_tokens or padding > LARGEST_PADDING:
+            if cost > most_tokens or padding > LARGEST_PADDING:
                 break
             if _lies_beyond(share, total, text):
                 break

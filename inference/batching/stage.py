@@ -16,6 +16,7 @@ from inference.batching.batcher import (
     ASSUMED_TOKENS_PER_SECOND,
     BatchedModel,
     Batcher,
+    EncoderOfSeveral,
     FinishedPass,
     Share,
     Workers,
@@ -61,6 +62,7 @@ class Model(Protocol):
     tokenizer: TextTokenizer
     answering: Answering
     tokens_per_second: float | None
+    encoder: EncoderOfSeveral | None
 
 
 def length_window(max_batch_tokens: int) -> int:
@@ -112,6 +114,7 @@ class Stage:
             model.tokenizer.encode(["News"])[0].ids,
             model.answering,
             self.first_tokens_per_second,
+            model.encoder,
         )
         self.batcher = Batcher(batched, queue, metrics, self._finish, self._expire, *machine)
         self.tokenizing = TokenizerThread(model.tokenizer, metrics, self.lengths, self._enqueue)

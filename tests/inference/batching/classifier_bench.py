@@ -36,6 +36,7 @@ class StandInModel:
     """A stand-in engine behind a tokenizer of which each word is one token."""
 
     cascade = None
+    encoder = None
     stages = ModelLoader.stages
 
     def __init__(

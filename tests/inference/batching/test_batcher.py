@@ -30,7 +30,7 @@ from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import PASSES_AT_ONCE, TokenBatch
 from inference.errors import ForwardError, WorkerDownError
 from inference.metrics import ServerMetrics
-from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
+from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of, scores_of
 from tests.processes import wait_until
 
 BUDGET = 64
@@ -53,6 +53,23 @@ class Counts(ServerMetrics):
         self.passes.append((texts, tokens))
 
 
+class Encoder:
+    """Reads texts for several stand-ins; each sees other scores in them."""
+
+    def __init__(self, num_models: int) -> None:
+        self.engines = [StandInEngine() for _ in range(num_models)]
+        self.passes: list[list[tuple[int, ...]]] = []
+        self.is_broken = False
+
+    def read_all(self, batch: TokenBatch, threads: int = 1) -> dict[StandInEngine, tuple[NDArray[np.float32], None]]:
+        texts = [tuple(part.tolist()) for part in np.split(batch.ids, np.cumsum(batch.lengths)[:-1])]
+        self.passes.append(texts)
+        if self.is_broken:
+            raise RuntimeError("broken")
+        scores = np.array([scores_of(text) for text in texts], np.float32)
+        return {engine: (scores * (i + 1), None) for i, engine in enumerate(self.engines)}
+
+
 class Bench:
     """A batcher with all that it reports, one entry a text."""
 
@@ -62,13 +79,14 @@ class Bench:
         retry_interval_s: float = 60,
         workers: Workers | None = None,
         share: Share | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self.engine = engine
         self.counts = Counts()
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
-        model = BatchedModel(engine, GOOD, OneLabelAnswering(["a", "b"]))
+        model = BatchedModel(engine, GOOD, OneLabelAnswering(["a", "b"]), encoder=encoder)
         self.workers = workers or Workers(engine.num_slots, retry_interval_s)
         self.batcher = Batcher(model, waiting, self.counts, *reports, self.workers, share)
 
@@ -398,7 +416,7 @@ def test_a_late_text_is_reported_before_the_pass_that_it_missed() -> None:
 def test_batchers_that_share_a_machine_get_equal_times_however_many_texts_wait_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Batcher, "_measure", lambda *_: None)  # the speeds stay as they are assumed
+    monkeypatch.setattr(Batcher, "measure", lambda *_: None)  # the speeds stay as they are assumed
     order: list[str] = []
 
     class Named(StandInEngine):
@@ -460,7 +478,7 @@ def test_one_that_leaves_takes_nothing_more_and_the_others_go_on() -> None:
 def test_models_take_turns_by_their_weights_and_the_batchers_of_one_within_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Batcher, "_measure", lambda *_: None)  # the speeds stay as they are assumed
+    monkeypatch.setattr(Batcher, "measure", lambda *_: None)  # the speeds stay as they are assumed
     engines = [StandInEngine() for _ in range(3)]
     order: list[str] = []
     shares = [Share(weight=2.0), Share()]
@@ -525,3 +543,82 @@ def test_workers_grow_with_the_model_that_needs_most() -> None:
     bench.put_call([(1,), (2,), (3,)])
     bench.outcomes(3)
     bench.close()
+
+
+@contextmanager
+def several_on_one_encoder(encoder: Encoder) -> Iterator[list[Bench]]:
+    """Benches of which the first is in a pass, so that what they are given waits."""
+    workers = Workers(1)
+    benches = [Bench(engine, workers=workers, share=Share(), encoder=encoder) for engine in encoder.engines]
+    first = benches[0]
+    first.engine.hold()
+    first.put_call([(9,)])
+    assert first.engine.begun.acquire(timeout=PATIENCE)
+    yield benches
+    first.engine.let_go()
+    for bench in benches:
+        bench.batcher.close()
+    workers.close()
+
+
+def probabilities(scores: Sequence[float]) -> tuple[float, ...]:
+    exponentials = np.exp(np.array(scores))
+    return tuple(exponentials / exponentials.sum())
+
+
+def test_texts_of_models_on_one_encoder_are_read_in_one_pass_and_an_equal_text_once() -> None:
+    encoder = Encoder(3)
+    with several_on_one_encoder(encoder) as benches:
+        given = [[(1,), (2, 3)], [(2, 3), (4,)], [(2, 3)]]
+        for bench, texts in zip(benches, given, strict=True):
+            bench.put_call(texts)
+        benches[0].engine.let_go()
+        for i, (bench, texts) in enumerate(zip(benches, given, strict=True)):
+            outcomes = bench.outcomes(len(texts) + (i == 0))
+            for text in texts:
+                expected = probabilities([score * (i + 1) for score in scores_of(text)])
+                assert outcomes[text] == pytest.approx(expected, abs=1e-6)
+        counted = [[(len(texts), sum(map(len, texts)))] for texts in given]
+        wait_until(lambda: [bench.counts.passes[-1:] for bench in benches] == counted)
+        assert [sorted(texts) for texts in encoder.passes] == [[(1,), (2, 3), (4,)]]
+        assert all(bench.batcher.tokens_in_hand == bench.batcher.passes_in_hand == 0 for bench in benches)
+
+
+def test_a_pass_takes_no_more_texts_of_other_models_than_it_has_room_for() -> None:
+    encoder = Encoder(2)
+    with several_on_one_encoder(encoder) as benches:
+        long = [(i,) * 30 for i in range(1, 6)]
+        for bench in benches:
+            bench.put_call(long)
+        benches[0].engine.let_go()
+        for i, bench in enumerate(benches):
+            assert bench.outcomes(len(long) + (i == 0)).keys() >= set(long)
+        everything = [*encoder.passes, *([list(one.texts) for bench in benches for one in bench.engine.passes])]
+        assert all(sum(map(len, texts)) <= BUDGET for texts in everything)
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_if_a_pass_for_several_models_fails_each_reads_its_own_texts(is_broken: bool) -> None:
+    encoder = Encoder(2)
+    encoder.is_broken = is_broken
+    with several_on_one_encoder(encoder) as benches:
+        if not is_broken:
+            encoder.engines.pop()  # as if the model had been removed while its last texts wait
+        for bench in benches:
+            bench.put_call([(2, 3)])
+        benches[0].engine.let_go()
+        for i, bench in enumerate(benches):
+            assert bench.outcomes(1 + (i == 0))[2, 3] == pytest.approx(answer_of((2, 3)), abs=1e-6)
+        assert len(encoder.passes) == 1
+
+
+def test_a_model_whose_engine_is_broken_joins_no_pass_of_others() -> None:
+    encoder = Encoder(2)
+    with several_on_one_encoder(encoder) as benches:
+        benches[1].engine.broken = benches[1].batcher.health.failure = "broken"
+        for bench in benches:
+            bench.put_call([(2, 3)])
+        benches[0].engine.let_go()
+        assert benches[0].outcomes(2)[2, 3] == pytest.approx(answer_of((2, 3)), abs=1e-6)
+        assert isinstance(benches[1].outcomes(1)[2, 3], WorkerDownError)
+        assert not encoder.passes
