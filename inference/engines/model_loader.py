@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from inference.engines.answering import Answering, Prediction, Wanted
 from inference.engines.base import TokenBatch, scores_of
 from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
+
+if TYPE_CHECKING:
+    from inference.engines.native.shared import SharedEncoder
 
 _ANY_DEVICE = Hardware()
 _WRITE_AGAIN = "write it again: python -m inference.cascade"
@@ -140,6 +143,8 @@ class ModelLoader:
         cascade: The small model that reads every text first, if this is the big one of a cascade:
             then all above except ``answering`` describe the big one, and ``answering`` knows what
             both together promise.
+        encoder: What computes it together with other models; None before `share_encoder`, and for
+            engines that cannot.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name),
             ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
@@ -149,6 +154,7 @@ class ModelLoader:
 
     tokens_per_second: float | None = None
     cascade: Cascade | None = None
+    encoder: SharedEncoder | None = None
 
     def __init__(
         self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE
@@ -196,6 +202,37 @@ class ModelLoader:
     def stages(self) -> list[ModelLoader]:
         """The models that read texts, the first one all of them."""
         return [self] if self.cascade is None else [self.cascade.small, self]
+
+    def share_encoder(self, others: Iterable[ModelLoader]) -> None:
+        """Run on the encoder of one of the ``others`` from now on, if the two models differ only in
+        their last layer; else let later models run on this one's.
+
+        Same answers, to the bit; the memory of its own encoder and tokenizer is freed. Of a
+        cascade, each of the two models may find another one to share with. Only the native engine
+        shares: a session of another runtime has its own copy of the weights.
+        """
+        # Here, because a server with another engine need not import this one.
+        from inference.engines.native.shared import SharedEncoder, can_share, encoder_key
+
+        known: dict[Hashable, ModelLoader] = {}
+        for stage in (stage for one in others for stage in one.stages if stage.encoder):
+            known.setdefault(stage.encoder.key, stage)
+        for stage in self.stages:
+            if stage.encoder or not can_share(stage.engine):
+                continue
+            key = encoder_key(stage.engine), stage.tokenizer.identity
+            if first := known.get(key):
+                stage.encoder, stage.tokenizer = first.encoder, first.tokenizer
+                stage.info["reason"] += f"; it shares the encoder of {first.info['name']}"
+            else:
+                stage.encoder = SharedEncoder(stage.engine, key)
+            stage.engine = stage.encoder.add(stage.engine)
+
+    def leave_encoder(self) -> None:
+        """Take the model's rows out of the passes that it shares, when it is served no more."""
+        for stage in self.stages:
+            if stage.encoder:
+                stage.encoder.remove(stage.engine)
 
     def predict(
         self,
@@ -274,6 +311,24 @@ class ModelLoader:
             raise RefusedTextError("wrong_kind_of_text", f"{name}: this model reads {expected}")
         if not all(map(self.stages[0].tokenizer.clean, texts_in(text))):
             raise _blank(name)
+
+
+def load_shared(
+    paths: Iterable[str | Path], engine: str = "auto", hardware: Hardware = _ANY_DEVICE
+) -> list[ModelLoader]:
+    """Load models one after the other; those that differ only in their last layer share an encoder.
+
+    Each goes through every check as if it were loaded alone, and needs its own encoder until then.
+
+    Raises:
+        ModelLoadError: See `ModelLoader`.
+    """
+    models: list[ModelLoader] = []
+    for path in paths:
+        model = ModelLoader(path, engine, hardware)
+        model.share_encoder(models)
+        models.append(model)
+    return models
 
 
 def _blank(name: str) -> RefusedTextError:

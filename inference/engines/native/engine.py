@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +24,7 @@ from inference.engines.native.library import (
     LinearStruct,
     ModelStruct,
     NormStruct,
+    SessionStruct,
     chosen_instructions,
     load_library,
 )
@@ -28,6 +33,19 @@ from inference.engines.native.quantize import FILE_NAME
 _ALIGNMENT = 64
 SECOND_TEXT = 1 << 30
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I8": np.int8}
+_HEAD = ("classifier.weight", "classifier.bias")
+
+
+class Head(NamedTuple):
+    """The last layer of a classifier."""
+
+    weight: NDArray[np.float32]  # (labels, width)
+    bias: NDArray[np.float32]  # (labels,)
+
+    @classmethod
+    def joined(cls, heads: Iterable[Head]) -> Self:
+        """The rows of all heads, one head after the other, in memory of their own."""
+        return cls(*(_aligned_copy(np.concatenate(parts)) for parts in zip(*heads, strict=True)))
 
 
 class Image(NamedTuple):
@@ -68,9 +86,11 @@ class NativeEngine:
         self._shape = EncoderShape.of(config)
         self._library = load_library()
         self.instructions = chosen_instructions(instructions)
-        self._tensors = read_tensors(folder / FILE_NAME)
+        self._tensors: MutableMapping[str, NDArray[Any]] = read_tensors(folder / FILE_NAME)
         self._model = self._model_struct()
-        self._threads = self._start_threads()
+        # In a list, so that an engine that `with_head` made sees the threads that another one has
+        # started in a forked process.
+        self._threads = [self._start_threads()]
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         self._check(batch)
@@ -83,13 +103,14 @@ class NativeEngine:
         logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         # The kernels' threads exist only in the process that started them. Workers are forked from
         # a process that has loaded the model, so each starts its own at its first pass.
-        here = self._threads
+        here = self._threads[0]
         if here.process != os.getpid():
-            here = self._threads = self._start_threads()
+            here = self._threads[0] = self._start_threads()
         # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes
         # releases the interpreter's lock during the call, so passes really run in parallel.
         session = here.sessions.get()
         try:
+            session.contents.model = ctypes.addressof(self._model)
             failed = self._library.forward(
                 session,
                 ids.ctypes.data,
@@ -103,6 +124,39 @@ class NativeEngine:
         if failed:
             raise MemoryError(f"no memory for a forward pass over {starts[-1]} tokens")
         return logits
+
+    @property
+    def head(self) -> Head:
+        return Head(*(self._tensors[name] for name in _HEAD))
+
+    def with_head(self, head: Head) -> Self:
+        """This model with another last layer: an engine that shares everything else with this one,
+        its threads and buffers too.
+
+        A label's score has the same bits whatever other labels the head has, because each label is
+        a sum of its own (`classify` in encoder.h).
+        """
+        other = copy.copy(self)
+        other._shape = replace(self._shape, num_labels=len(head.bias))
+        # A copy of the whole table would take more memory than most heads.
+        other._tensors = ChainMap(dict(zip(_HEAD, head, strict=True)), self._tensors)
+        other._model = ModelStruct.from_buffer_copy(self._model)
+        other._fill_head(other._model)
+        return other
+
+    def encoder_key(self) -> tuple[Any, ...]:
+        """Equal for two engines if they differ in nothing but their heads: then either one may
+        compute the head of the other, with the same bits.
+
+        It hashes all weights, which takes 25 ms for MiniLM.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self._tensors.keys() - set(_HEAD)):
+            array = self._tensors[name]
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+            digest.update(array)
+        shape = replace(self._shape, num_labels=0)
+        return self.name, self.instructions, self.num_slots, shape, digest.hexdigest()
 
     @property
     def words(self) -> NDArray[np.float16]:
@@ -194,7 +248,6 @@ class NativeEngine:
             width=width,
             wide=shape.intermediate_size,
             heads=shape.num_heads,
-            labels=shape.num_labels,
             embedding_width=embedding_width,
             num_positions=positions,
             activation=shape.activation,
@@ -209,11 +262,8 @@ class NativeEngine:
             block=self._blocks,
             pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
             pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
-            classifier_weight=self._pointer(
-                "classifier.weight", np.float32, (shape.num_labels, width)
-            ),
-            classifier_bias=self._pointer("classifier.bias", np.float32, (shape.num_labels,)),
         )
+        self._fill_head(model)
         if family.position_embeddings:
             # With a padding id the first row is for it alone.
             rows = positions + (shape.padding_id is not None)
@@ -230,6 +280,12 @@ class NativeEngine:
         if family.pooler_norm:
             model.head_norm = self._norm("head_norm", width)
         return model
+
+    def _fill_head(self, model: ModelStruct) -> None:
+        labels, width = self._shape.num_labels, self._shape.hidden_size
+        model.labels = labels
+        model.classifier_weight = self._pointer("classifier.weight", np.float32, (labels, width))
+        model.classifier_bias = self._pointer("classifier.bias", np.float32, (labels,))
 
     def _fill_block(self, block: BlockStruct, index: int) -> None:
         prefix, shape = f"block.{index}.", self._shape
@@ -313,17 +369,23 @@ class _Threads:
         # For __del__, which may run when the interpreter has already cleared its modules.
         self._getpid = os.getpid
         # The calling thread works too, so a pool of n threads has n - 1 helpers.
-        self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
+        self.sessions: SimpleQueue[ctypes._Pointer[SessionStruct]] = SimpleQueue()
         self._library = library
-        self._opened: list[ctypes.c_void_p] = []
+        self._model = model  # the pool has its address
+        self._opened: list[ctypes._Pointer[SessionStruct]] = []
         self._pool = ctypes.c_void_p(
             library.open_pool(ctypes.byref(model), threads - 1, instructions.encode())
         )
         for _ in range(min(threads, PASSES_AT_ONCE)):
-            session = ctypes.c_void_p(self._pool and library.open_session(self._pool))
+            session = self._pool and library.open_session(self._pool)
             if not session:
                 raise MemoryError("no memory for the sessions of the native engine")
             self._opened.append(session)
+            # Each pass writes the address of its model here, so it has to be the right place.
+            if session.contents.model != ctypes.addressof(model):
+                raise OSError(
+                    "the native kernels were compiled from another version; install again"
+                )
             self.sessions.put(session)
 
     def __del__(self) -> None:
@@ -361,11 +423,15 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         begin, end = entry["data_offsets"]
         tensor = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         if tensor.ctypes.data % _ALIGNMENT:
-            copied = _aligned_memory(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape)
-            copied[...] = tensor
-            tensor = copied
+            tensor = _aligned_copy(tensor)
         tensors[name] = tensor
     return tensors
+
+
+def _aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
+    copied = _aligned_memory(array.nbytes).view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
 
 
 def _aligned_memory(num_bytes: int, aligned: int = 0) -> NDArray[np.uint8]:

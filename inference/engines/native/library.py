@@ -79,6 +79,14 @@ class ModelStruct(ctypes.Structure):
     ]
 
 
+class SessionStruct(ctypes.Structure):
+    """What ``Session`` in model.h begins with."""
+
+    # A session serves one pass at a time, so a pass may put its own model here: one that differs
+    # from the pool's only in its head.
+    _fields_ = [("pool", _POINTER), ("model", _POINTER)]
+
+
 def library_path() -> Path | None:
     here = Path(__file__).parent
     candidates = (here / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
@@ -108,9 +116,13 @@ def load_library() -> ctypes.CDLL:
         ("fill_rotation", None, [_POINTER, _INT, _INT, _POINTER]),
         ("open_pool", _POINTER, [ctypes.POINTER(ModelStruct), _INT, ctypes.c_char_p]),
         ("close_pool", None, [_POINTER]),
-        ("open_session", _POINTER, [_POINTER]),
-        ("close_session", None, [_POINTER]),
-        ("forward", _INT, [_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER]),
+        ("open_session", ctypes.POINTER(SessionStruct), [_POINTER]),
+        ("close_session", None, [ctypes.POINTER(SessionStruct)]),
+        (
+            "forward",
+            _INT,
+            [ctypes.POINTER(SessionStruct), _POINTER, _POINTER, _INT, _INT, _POINTER],
+        ),
     ):
         getattr(library, function).restype = result
         getattr(library, function).argtypes = arguments

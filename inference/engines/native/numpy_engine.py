@@ -135,7 +135,10 @@ class NumpyEngine(NativeEngine):
         pooled = (_gelu, lambda x: np.maximum(x, 0), np.tanh)[shape.head_activation](pooled)
         if shape.family.pooler_norm:
             pooled = self._normalised("head_norm", pooled)
-        return pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+        # A label at a time: in a product with all of them at once, a library may add in an order
+        # that depends on how many there are, and a head would have other bits among others.
+        products = [pooled @ row for row in tensors["classifier.weight"]]
+        return np.stack(products, axis=1) + tensors["classifier.bias"]
 
     def _embedded(
         self, batch: TokenBatch, starts: NDArray[np.int32], positions: NDArray[np.int64]
