@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import gc
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import cast
 
 from common.calibration import CalibrationError
 from common.errors import ModelLoadError, first_line
+from common.memory import limit_memory_pools, release_free_memory
 from inference.batching.audit import Audit
 from inference.batching.classifier import Classifier
 from inference.batching.stage import QueueLimits
@@ -32,11 +31,6 @@ from inference.settings import Settings
 LoadModel = Callable[[Path, str], ModelLoader]
 
 logger = logging.getLogger(__name__)
-
-# The C library's functions that keep memory in bounds; only glibc on Linux has both.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_GLIBC = _LIBC if hasattr(_LIBC, "mallopt") and hasattr(_LIBC, "malloc_trim") else None
-_M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +200,7 @@ class ServedModel:
         async with self._loading:
             try:
                 if self._current is None:
-                    _limit_memory_pools()
+                    limit_memory_pools()
                 model = await _in_background(lambda: self._load_model(self.path, self._engine))
                 wanted = wanted_of(model, self._settings)
                 if self._current is None:
@@ -306,20 +300,8 @@ def refusal_of(path: Path, error: Exception) -> ModelLoadError:
 async def _drain(classifier: Classifier) -> None:
     await classifier.drain()
     classifier.close()
-    # A model's weights are in reference cycles with its threads. The collector does not see memory
-    # outside Python and may wait long, so without this every reload would add a model's size.
     del classifier
-    gc.collect()
-    if _GLIBC:
-        _GLIBC.malloc_trim(0)  # otherwise glibc keeps most of what is free now
-
-
-def _limit_memory_pools() -> None:
-    # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new
-    # threads: their pools would add several times a model's size during a server's first reloads.
-    # This counts for pools that do not exist yet, so it comes before the first load.
-    if _GLIBC:
-        _GLIBC.mallopt(_M_ARENA_MAX, 2)
+    release_free_memory()
 
 
 def _freeze_what_stays() -> None:
