@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +16,7 @@ from common.errors import ModelLoadError, first_line
 from common.escaping import some_of
 from common.files import sha256_of
 from common.hardware import Hardware
+from common.memory import release_free_memory
 from common.model_folder import MANIFEST_FILE, SMALL_FOLDER, is_artefact, read_manifest
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
@@ -204,29 +205,36 @@ class ModelLoader:
         return [self] if self.cascade is None else [self.cascade.small, self]
 
     def share_encoder(self, others: Iterable[ModelLoader]) -> None:
-        """Run on the encoder of one of the ``others`` from now on, if the two models differ only in
-        their last layer; else let later models run on this one's.
+        """Run on the encoder of one of the ``others`` from now on, if the two models differ only
+        behind it, in the pooler and the classifier; else let later models run on this one's.
 
         Same answers, to the bit; the memory of its own encoder and tokenizer is freed. Of a
         cascade, each of the two models may find another one to share with. Only the native engine
-        shares: a session of another runtime has its own copy of the weights.
+        shares: a session of another runtime has its own copy of the weights. Models of which
+        fine-tuning or LoRA has changed the encoder keep their own.
         """
         # Here, because a server with another engine need not import this one.
         from inference.engines.native.shared import SharedEncoder, can_share, encoder_key
 
-        known: dict[Hashable, ModelLoader] = {}
-        for stage in (stage for one in others for stage in one.stages if stage.encoder):
-            known.setdefault(stage.encoder.key, stage)
+        known = [stage for one in others for stage in one.stages if stage.encoder]
         for stage in self.stages:
             if stage.encoder or not can_share(stage.engine):
                 continue
-            key = encoder_key(stage.engine), stage.tokenizer.identity
-            if first := known.get(key):
+            weights, texts = encoder_key(stage.engine), stage.tokenizer.identity
+            same = [one for one in known if one.encoder.weights == weights]
+            # If a text becomes the same ids, one pass gives the scores of both models.
+            first = next((one for one in same if one.encoder.texts == texts), None)
+            if first:
                 stage.encoder, stage.tokenizer = first.encoder, first.tokenizer
-                stage.info["reason"] += f"; it shares the encoder of {first.info['name']}"
+            elif same:
+                stage.encoder = same[0].encoder.for_other_texts(stage.engine, texts)
             else:
-                stage.encoder = SharedEncoder(stage.engine, key)
+                stage.encoder = SharedEncoder(stage.engine, weights, texts)
+            if same:
+                stage.info["reason"] += f"; it shares the encoder of {same[0].info['name']}"
             stage.engine = stage.encoder.add(stage.engine)
+        # What is freed now are whole models, and among many of them that adds up.
+        release_free_memory()
 
     def leave_encoder(self) -> None:
         """Take the model's rows out of the passes that it shares, when it is served no more."""
@@ -316,7 +324,7 @@ class ModelLoader:
 def load_shared(
     paths: Iterable[str | Path], engine: str = "auto", hardware: Hardware = _ANY_DEVICE
 ) -> list[ModelLoader]:
-    """Load models one after the other; those that differ only in their last layer share an encoder.
+    """Load models one after the other; those that differ only behind their encoder share one.
 
     Each goes through every check as if it were loaded alone, and needs its own encoder until then.
 

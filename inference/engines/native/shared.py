@@ -1,7 +1,8 @@
-"""Models that differ only in their last layer, on the weights of one: all heads in one pass.
+"""Models that differ only behind the encoder, on the weights of one: all heads in one pass.
 
-The encoder takes almost all of the time and memory of a model. The heads are rows of one matrix
-then, (labels of all models, width), and each model's scores are its own rows' part of the product.
+The encoder takes almost all of the time and memory of a model. What comes behind it, the pooler and
+the classifier, is a model's own head. In a pass for all models, the scores of a text are one row,
+and each model's scores are its own part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.engines.base import Engine, TokenBatch
-from inference.engines.native.engine import Head, NativeEngine
+from inference.engines.native.engine import NativeEngine, Tensors, aligned_copy
 from inference.engines.windowed import WindowedEngine
 
 # The scores of each text, (texts, labels), and for a model that reads windows which of them decided
@@ -36,27 +37,37 @@ class SharedEncoder:
     A score has the bits that the model gives when it is loaded alone.
     """
 
-    def __init__(self, engine: Engine, key: Hashable) -> None:
+    def __init__(self, engine: Engine, weights: Hashable, texts: Hashable = None) -> None:
         """``engine``: the model whose weights are kept; its own head is added like the others.
 
-        ``key``: what a model must have in common with this one to be added.
+        Only models with the same `encoder_key`, ``weights``, may be added, and only if their texts
+        become the same ids, as ``texts`` says.
         """
-        self.key = key
+        self.weights, self.texts = weights, texts
         self._base = engine
         self._changes = threading.Lock()
-        # Never changed, only replaced: a pass reads it once, and keeps the rows that it began with.
+        # Never changed, only replaced: a pass reads it once, and keeps the heads that it began with.
         self._stack: tuple[Engine, Sequence[tuple[Engine, slice]]] = engine, ()
 
+    def for_other_texts(self, engine: Engine, texts: Hashable) -> SharedEncoder:
+        """Passes of their own on the same weights, for models whose texts become other ids."""
+        native = _native(self._base).with_heads([])
+        return SharedEncoder(_replaced(engine, native), self.weights, texts)
+
     def add(self, engine: Engine) -> Engine:
-        """Copy the head of a model with the same key.
+        """Copy the head of a model that fits.
 
         Returns the engine that computes this model from now on. It shares threads and buffers with
-        the other heads, and reads only its own rows. The engine that was given may be freed.
+        the other heads. The engine that was given may be freed.
         """
-        own = Head.joined([_native(engine).head])
-        head = _replaced(engine, _native(self._base).with_head(own))
         with self._changes:
-            self._set_heads([*self._heads(), head])
+            heads = self._heads()
+            known = [_native(one).heads[0] for one in heads]
+            own = {
+                name: _kept(name, array, known) for name, array in _native(engine).heads[0].items()
+            }
+            head = _replaced(engine, _native(self._base).with_heads([own]))
+            self._set_heads([*heads, head])
         return head
 
     def remove(self, head: Engine) -> None:
@@ -82,17 +93,29 @@ class SharedEncoder:
         return [head for head, _ in self._stack[1]]
 
     def _set_heads(self, heads: Sequence[Engine]) -> None:
-        matrices = [_native(head).head for head in heads]
-        ends = np.cumsum([len(one.bias) for one in matrices]).tolist()
+        # The kernels compute the pooler once for neighbours that have the same one.
+        heads = sorted(heads, key=lambda one: _addresses_of_pooler(_native(one).heads[0]))
+        tensors = [_native(head).heads[0] for head in heads]
+        sizes = [len(one["classifier.bias"]) for one in tensors]
+        ends = np.cumsum(sizes).tolist()
         places = [
-            (head, slice(end - len(one.bias), end))
-            for head, one, end in zip(heads, matrices, ends, strict=True)
+            (head, slice(end - size, end))
+            for head, size, end in zip(heads, sizes, ends, strict=True)
         ]
-        stacked = self._base
-        if heads:
-            rows = Head.joined(matrices)
-            stacked = _replaced(self._base, _native(self._base).with_head(rows))
-        self._stack = stacked, places
+        self._stack = _replaced(self._base, _native(self._base).with_heads(tensors)), places
+
+
+def _kept(name: str, array: NDArray[np.float32], known: Sequence[Tensors]) -> NDArray[np.float32]:
+    """The same array of another head, so that heads with one pooler have it once; else a copy, as
+    the file that an array is a part of stays in memory as long as any of its arrays.
+    """
+    equal = (one[name] for one in known if np.array_equal(one[name], array))
+    found = next(equal, None)
+    return aligned_copy(array) if found is None else found
+
+
+def _addresses_of_pooler(head: Tensors) -> list[int]:
+    return [head[name].ctypes.data for name in sorted(head) if not name.startswith("classifier.")]
 
 
 def _native(engine: Engine) -> NativeEngine:

@@ -1,4 +1,4 @@
-"""Models that differ only in their last layer run on one encoder, with the bits that each has alone."""
+"""Models that differ only behind the encoder run on one encoder, with the bits that each has alone."""
 
 from __future__ import annotations
 
@@ -43,17 +43,27 @@ OpenEngine = Callable[[int], NativeEngine]
 
 @pytest.fixture(scope="module")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, dict[str, Any]]]:
-    """Folders of models with one encoder and heads of 1 to 7 labels, and what their config.json says."""
+    """Folders of models with one encoder and heads of 1 to 7 labels, and what their config.json says.
+
+    In turn, they have the same pooler, one like `--method head` writes, and a matrix of their own.
+    """
     place = tmp_path_factory.mktemp("heads")
     with torch.device("meta"):  # its shapes without any memory
         model = distilbert()
     write_native(model.config.to_dict(), exact_weights(model), place)
     arrays, found = load_arrays(place / FILE_NAME), []
+    pooler = arrays["pooler.weight"]
     for i in range(NUM_MODELS):
         labels = 1 + i % 7
         weight = hashed(f"head {i}", labels * 96).reshape(labels, 96) % 91 - 45
         arrays["classifier.weight"] = (weight / 256).astype(np.float32)
         arrays["classifier.bias"] = (hashed(f"bias {i}", labels) % 91 / 64).astype(np.float32)
+        arrays["pooler.weight"] = (
+            pooler,
+            np.diag(np.full(96, 1 + i / 64, np.float32)),
+            np.roll(pooler, i),
+        )[i % 3]
+        arrays["pooler.bias"] = np.full(96, (0, i / 8, 0)[i % 3], np.float32)
         folder = place / str(i)
         folder.mkdir()
         save_arrays(arrays, folder / FILE_NAME)
@@ -93,7 +103,7 @@ def test_fifty_heads_on_one_encoder_have_the_bits_of_each_model_alone(open_engin
         expected = [engine.logits(batch) for engine in alone]
         assert len({one.tobytes() for one in expected}) == NUM_MODELS
         together = encoder.read_all(batch, threads)
-        assert list(together) == heads
+        assert together.keys() == set(heads)
         for head, one in zip(heads, expected, strict=True):
             assert _same_bits(together[head][0], one)
         for head, one in list(zip(heads, expected, strict=True))[:: 9 if is_slow else 1]:
@@ -108,7 +118,7 @@ def test_a_head_that_is_removed_leaves_the_passes_that_begin_and_answers_those_t
 
     encoder.remove(heads[0])
 
-    assert list(encoder.read_all(BATCHES[0])) == heads[1:]
+    assert encoder.read_all(BATCHES[0]).keys() == set(heads[1:])
     assert _same_bits(heads[0].logits(BATCHES[0]), expected)
     for head in heads[1:]:
         encoder.remove(head)
@@ -170,10 +180,24 @@ def test_a_head_keeps_its_own_rows_in_memory_and_nothing_else_of_its_file(
         fifty = _array_bytes()
     finally:
         tracemalloc.stop()
-    rows = sum(head.head.weight.nbytes + head.head.bias.nbytes for head in kept)
+    own = {array.ctypes.data: array.nbytes for head in kept[1:] for array in head.heads[0].values()}
     assert one > (artefacts[0][0] / FILE_NAME).stat().st_size // 2
-    # Once for the head, once in the matrix of all heads; each array begins on a cache line.
-    assert 0 < fifty - one < 2 * (rows + NUM_MODELS * 256)
+    # Each array begins on a cache line.
+    assert 0 < fifty - one < sum(own.values()) + 128 * len(own)
+    matrices = [head.heads[0]["pooler.weight"].nbytes for head in kept if head.heads[0]["pooler.weight"].ndim == 2]
+    assert sum(own.values()) < sum(matrices)  # a pooler that several heads have is there once
+
+
+@needs_kernels
+def test_a_pooler_that_is_a_diagonal_gives_the_bits_of_the_whole_matrix(
+    artefacts: list[tuple[Path, dict[str, Any]]],
+) -> None:
+    engine = _opener(artefacts, "auto")(4)
+    (head,) = engine.heads
+    assert head["pooler.weight"].shape == (96,)
+    whole = engine.with_heads([head | {"pooler.weight": np.diag(head["pooler.weight"])}])
+    for batch in BATCHES:
+        assert _same_bits(engine.logits(batch), whole.logits(batch))
 
 
 # ---------------------------------------------------------------- model folders
@@ -280,26 +304,30 @@ def _swap_two_words(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-DIFFERENCES: dict[str, Callable[[Path], object]] = {
+OTHER_WEIGHTS: dict[str, Callable[[Path], object]] = {
     "a bit of one weight": _change_a_weight,
+    "its activation": _change_json("config.json", activation="relu"),
+}
+OTHER_TEXTS: dict[str, Callable[[Path], object]] = {
     "its maximum length": _change_json("tokenizer_config.json", model_max_length=20),
     "its cleaning": _change_json("config.json", text_cleaning="none"),
     "its tokenizer": _swap_two_words,
-    "its activation": _change_json("config.json", activation="relu"),
 }
 
 
 @needs_kernels
-@pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_model_with_another_encoder_or_tokenizer_keeps_its_own(twins: list[Path], difference: str) -> None:
-    _edit(twins[1], DIFFERENCES[difference])
+@pytest.mark.parametrize("difference", OTHER_WEIGHTS | OTHER_TEXTS)
+def test_a_model_whose_encoder_or_tokenizer_differs_has_passes_of_its_own(twins: list[Path], difference: str) -> None:
+    _edit(twins[1], (OTHER_WEIGHTS | OTHER_TEXTS)[difference])
 
     one, other = load_shared(twins)
 
     assert one.encoder is not other.encoder
     assert one.tokenizer is not other.tokenizer
-    assert "shares the encoder" not in other.info["reason"]
-    assert other.predict_batch(TEXTS) == ModelLoader(twins[1]).predict_batch(TEXTS)
+    has_same_weights = one.engine.words is other.engine.words
+    assert has_same_weights is ("; it shares the encoder of" in other.info["reason"]) is (difference in OTHER_TEXTS)
+    for path, model in zip(twins, (one, other), strict=True):
+        assert model.predict_batch(TEXTS) == ModelLoader(path).predict_batch(TEXTS)
 
 
 @needs_kernels
