@@ -32,6 +32,7 @@ LIMIT = 0.01
 FEWEST_TEXTS = 1000
 _MOST_BITS = 18  # 256 KiB; with half of that, 82 instead of 84% of foreign texts were found
 _NATS_PER_LEVEL = 1 / 12  # of the byte that says how rare a token is
+_RARITY = np.arange(256) * _NATS_PER_LEVEL  # in nats, of each level
 _PRIOR = 20.0  # how many times a pair counts as seen, on top, as often as its second token is usual
 _QUANTILES = (0.0005, 0.001, 0.002, 0.005, *(i / 100 for i in range(1, 101)))
 _LEAST_SPREAD = 0.05
@@ -145,14 +146,13 @@ class Familiarity:
             raise ValueError(f"the table has {len(table)} bytes, {num_tokens + slots} are expected")
         self.limit = float(record["limit"])
         self._kind = kind
-        self._rarity = np.frombuffer(table, np.uint8, num_tokens) * _NATS_PER_LEVEL
+        # A server may hold many models, so what depends on a token is kept by its level of rarity:
+        # for each token it would take three times as much memory as the table itself.
+        self._levels = np.frombuffer(table, np.uint8, num_tokens)
         self._pairs = np.frombuffer(table, np.uint8, offset=num_tokens)
-        share = np.exp(-self._rarity)  # of each token among all
+        share = np.exp(-_RARITY)  # of a token among all, (levels,)
         self._usual = _PRIOR * share
         self._log_seen = np.log(int(record["tokens"]) * share + _PRIOR)
-        ids = np.arange(num_tokens)
-        self._mixed_before = ids.astype(np.uint32) * _BEFORE
-        self._mixed_after = ids.astype(np.uint32) * _AFTER
         # (mean and spread of the surprise, and of the evidence; 1), for each power
         norms = np.asarray(record["by_length"], dtype=np.float64)[:, :, None]
         self._constant, self._linear, self._square = norms.transpose(1, 0, 2)
@@ -181,19 +181,19 @@ class Familiarity:
 
     def surprise(self, ids: NDArray[np.int32], lengths: NDArray[np.int32]) -> Floats:
         """Nats per token, (texts,): -log of how often it follows the one before it."""
-        before, after = ids[:-1], ids[1:]
-        # `clip`: an id of another tokenizer, beyond the vocabulary, counts as the last one. It also
-        # looks numbers up faster; a single text waits for some twenty such small steps.
-        mixed = self._mixed_before.take(before, mode="clip")
-        mixed = _stirred(mixed ^ self._mixed_after.take(after, mode="clip"))
+        # An id of another tokenizer, beyond the vocabulary, counts as the last one.
+        ids = np.minimum(ids, len(self._levels) - 1)
+        # `clip` looks numbers up faster; a single text waits for some twenty such small steps.
+        levels = self._levels.take(ids, mode="clip")
+        mixed = _mixed(ids[:-1], ids[1:])
         found = self._pairs.take(mixed & np.uint32(len(self._pairs) - 1))
         # The low four bits say how often, the high four are a part of the pair's own number: of 16
         # unseen pairs that meet a taken place, 15 are told from the one in it.
         times = _TIMES.take(found & 15) * ((found >> 4) == (mixed >> np.uint32(28)))
         # -log of (times + prior x share of the token) / (times of the one before + prior)
         surprise = np.zeros(len(ids))
-        surprise[:-1] = np.log(times + self._usual.take(after, mode="clip"))
-        surprise[:-1] -= self._log_seen.take(before, mode="clip")
+        surprise[:-1] = np.log(times + self._usual.take(levels[1:], mode="clip"))
+        surprise[:-1] -= self._log_seen.take(levels[:-1], mode="clip")
         # Each text's first and last token are special ones, [CLS] and [SEP], so pairs with one of
         # them do not count, nor those of two texts. The token after the first has none before it,
         # and counts by how rare it is. Each text is summed on its own, over as many numbers as it
@@ -203,8 +203,8 @@ class Familiarity:
         for places in (begins, ends - 2, ends - 1):
             surprise[places] = 0
         inner = np.add.reduceat(surprise, begins)
-        first = ids.take(begins + 1, mode="clip")
-        alone = self._rarity.take(first, mode="clip")
+        first = levels.take(begins + 1, mode="clip")
+        alone = _RARITY.take(first, mode="clip")
         return (alone - inner) * (lengths > 2) / _num_inner(lengths)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import re
@@ -327,6 +328,12 @@ class TextTokenizer:
         except Exception as error:  # the Rust side raises bare Exception
             raise ValueError(f"not a tokenizer.json: {error}") from error
         return cls(tokenizer, max_length, cleaning, windows, reads_pairs=reads_pairs)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two tokenizers that make the same ids of every text."""
+        digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        return digest, self.max_length, self.clean, self.windows, self.reads_pairs
 
     @property
     def most_ids(self) -> int:

@@ -6,20 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import gc
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from common.calibration import CalibrationError
 from common.errors import ModelLoadError, first_line
+from common.memory import limit_memory_pools, release_free_memory
 from inference.batching.audit import Audit
 from inference.batching.batcher import Workers
 from inference.batching.classifier import Classifier
@@ -31,13 +30,9 @@ from inference.metrics import ModelMetrics
 from inference.settings import Settings
 
 LoadModel = Callable[[Path, str], ModelLoader]
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
-
-# The C library's functions that keep memory in bounds; only glibc on Linux has both.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_GLIBC = _LIBC if hasattr(_LIBC, "mallopt") and hasattr(_LIBC, "malloc_trim") else None
-_M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,8 @@ class OneOfSeveral:
 
     ``name``: the one that requests give; ``workers``: run the passes of all models; ``weight``: of
     its share of them; ``loading``: held while one of the models is loaded, as two at once would
-    each measure a speed that is too low.
+    each measure a speed that is too low; ``loaded``: all models that are served now, of which one
+    may have the same encoder.
     """
 
     name: str
@@ -85,6 +81,7 @@ class OneOfSeveral:
     workers: Workers
     weight: float
     loading: asyncio.Lock
+    loaded: Callable[[], list[ModelLoader]]
 
 
 class ServedModel:
@@ -238,9 +235,12 @@ class ServedModel:
         path = path or self.path
         async with self._loading:
             try:
-                _limit_memory_pools()
+                limit_memory_pools()
                 model = await _in_background(lambda: self._load_model(path, self._engine))
                 wanted = wanted_of(model, path, self._settings)
+                if self._among:
+                    others = self._among.loaded()
+                    await _in_background(lambda: model.share_encoder(others))
                 _freeze_what_stays()
                 served = self._serving(model, wanted)
             except Exception as error:
@@ -286,7 +286,7 @@ class ServedModel:
             self._metrics.reloads.labels(result).inc()
 
     def _retire(self, served: Served) -> None:
-        task = asyncio.create_task(_drain(served.classifier))
+        task = asyncio.create_task(_drain(served))
         self._draining.add(task)
         task.add_done_callback(self._draining.discard)
 
@@ -305,28 +305,28 @@ class ServedModel:
             await asyncio.wait(self._draining)
 
 
-async def _in_background(load: Callable[[], ModelLoader]) -> ModelLoader:
+async def _in_background(load: Callable[[], Result]) -> Result:
     """Like `asyncio.to_thread`, but a process that is to end does not wait for the thread."""
     loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[ModelLoader] = loop.create_future()
+    loaded: asyncio.Future[Result] = loop.create_future()
 
-    def settle(model: ModelLoader | None, error: BaseException | None) -> None:
+    def settle(result: Result | None, error: BaseException | None) -> None:
         if loaded.done():  # cancelled
             return
         if error is not None:
             loaded.set_exception(error)
         else:
-            loaded.set_result(cast("ModelLoader", model))
+            loaded.set_result(cast("Result", result))
 
     def run() -> None:
-        model, error = None, None
+        result, error = None, None
         try:
-            model = load()
+            result = load()
         except BaseException as raised:
             error = raised
         # RuntimeError: the loop has ended.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, model, error)
+            loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return await loaded
@@ -344,24 +344,12 @@ def refusal_of(path: Path, error: Exception) -> ModelLoadError:
     )
 
 
-async def _drain(classifier: Classifier) -> None:
-    await classifier.drain()
-    classifier.close()
-    # A model's weights are in reference cycles with its threads. The collector does not see memory
-    # outside Python and may wait long, so without this every reload would add a model's size.
-    del classifier
-    gc.collect()
-    if _GLIBC:
-        _GLIBC.malloc_trim(0)  # otherwise glibc keeps most of what is free now
-
-
-@functools.cache  # once in a process
-def _limit_memory_pools() -> None:
-    # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new
-    # threads: their pools would add several times a model's size during a server's first reloads.
-    # This counts for pools that do not exist yet, so it comes before the first load.
-    if _GLIBC:
-        _GLIBC.mallopt(_M_ARENA_MAX, 2)
+async def _drain(served: Served) -> None:
+    await served.classifier.drain()
+    served.classifier.close()
+    served.model.leave_encoder()
+    del served
+    release_free_memory()
 
 
 @functools.cache  # once in a process

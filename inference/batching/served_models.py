@@ -1,4 +1,4 @@
-"""The models of a server process by name; they share nothing but the machine."""
+"""The models of a server process by name; they share the machine, and the encoder if it is equal."""
 
 from __future__ import annotations
 
@@ -128,9 +128,12 @@ class ServedModels:
 
     def _one_of_several(self, name: str, path: Path) -> ServedModel:
         weight = self._weights.get(name, 1.0)
-        among = OneOfSeveral(name, path, self._workers, weight, self._loading)
+        among = OneOfSeveral(name, path, self._workers, weight, self._loading, self._loaded)
         metrics = self._metrics.of_model(name)
         return ServedModel(self._settings, metrics, self._load_model, among=among)
+
+    def _loaded(self) -> list[ModelLoader]:
+        return [one.current.model for one in self.all.values() if one.current]
 
     def find(self, name: str | None) -> ServedModel | None:
         """The model of this name, if there is one; the default for None."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from common.errors import ModelLoadError, first_line
 from common.escaping import some_of
 from common.files import sha256_of
 from common.hardware import Hardware
+from common.memory import release_free_memory
 from common.model_folder import MANIFEST_FILE, SMALL_FOLDER, is_artefact, read_manifest
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
@@ -23,6 +24,9 @@ from inference.engines.answering import Answering, Prediction, Wanted
 from inference.engines.base import TokenBatch, scores_of
 from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
+
+if TYPE_CHECKING:
+    from inference.engines.native.shared import SharedEncoder
 
 _ANY_DEVICE = Hardware()
 _WRITE_AGAIN = "write it again: python -m inference.cascade"
@@ -140,6 +144,8 @@ class ModelLoader:
         cascade: The small model that reads every text first, if this is the big one of a cascade:
             then all above except ``answering`` describe the big one, and ``answering`` knows what
             both together promise.
+        encoder: What computes it together with other models; None before `share_encoder`, and for
+            engines that cannot.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name),
             ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
@@ -149,6 +155,7 @@ class ModelLoader:
 
     tokens_per_second: float | None = None
     cascade: Cascade | None = None
+    encoder: SharedEncoder | None = None
 
     def __init__(
         self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE
@@ -196,6 +203,44 @@ class ModelLoader:
     def stages(self) -> list[ModelLoader]:
         """The models that read texts, the first one all of them."""
         return [self] if self.cascade is None else [self.cascade.small, self]
+
+    def share_encoder(self, others: Iterable[ModelLoader]) -> None:
+        """Run on the encoder of one of the ``others`` from now on, if the two models differ only
+        behind it, in the pooler and the classifier; else let later models run on this one's.
+
+        Same answers, to the bit; the memory of its own encoder and tokenizer is freed. Of a
+        cascade, each of the two models may find another one to share with. Only the native engine
+        shares: a session of another runtime has its own copy of the weights. Models of which
+        fine-tuning or LoRA has changed the encoder keep their own.
+        """
+        # Here, because a server with another engine need not import this one.
+        from inference.engines.native.shared import SharedEncoder, can_share, encoder_key
+
+        known = [stage for one in others for stage in one.stages if stage.encoder]
+        for stage in self.stages:
+            if stage.encoder or not can_share(stage.engine):
+                continue
+            weights, texts = encoder_key(stage.engine), stage.tokenizer.identity
+            same = [one for one in known if one.encoder.weights == weights]
+            # If a text becomes the same ids, one pass gives the scores of both models.
+            first = next((one for one in same if one.encoder.texts == texts), None)
+            if first:
+                stage.encoder, stage.tokenizer = first.encoder, first.tokenizer
+            elif same:
+                stage.encoder = same[0].encoder.for_other_texts(stage.engine, texts)
+            else:
+                stage.encoder = SharedEncoder(stage.engine, weights, texts)
+            if same:
+                stage.info["reason"] += f"; it shares the encoder of {same[0].info['name']}"
+            stage.engine = stage.encoder.add(stage.engine)
+        # What is freed now are whole models, and among many of them that adds up.
+        release_free_memory()
+
+    def leave_encoder(self) -> None:
+        """Take the model's rows out of the passes that it shares, when it is served no more."""
+        for stage in self.stages:
+            if stage.encoder:
+                stage.encoder.remove(stage.engine)
 
     def predict(
         self,
@@ -274,6 +319,24 @@ class ModelLoader:
             raise RefusedTextError("wrong_kind_of_text", f"{name}: this model reads {expected}")
         if not all(map(self.stages[0].tokenizer.clean, texts_in(text))):
             raise _blank(name)
+
+
+def load_shared(
+    paths: Iterable[str | Path], engine: str = "auto", hardware: Hardware = _ANY_DEVICE
+) -> list[ModelLoader]:
+    """Load models one after the other; those that differ only behind their encoder share one.
+
+    Each goes through every check as if it were loaded alone, and needs its own encoder until then.
+
+    Raises:
+        ModelLoadError: See `ModelLoader`.
+    """
+    models: list[ModelLoader] = []
+    for path in paths:
+        model = ModelLoader(path, engine, hardware)
+        model.share_encoder(models)
+        models.append(model)
+    return models
 
 
 def _blank(name: str) -> RefusedTextError:

@@ -7,6 +7,7 @@ it like any other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +44,22 @@ class WindowedEngine:
         """The scores of each text, (texts, labels), and which of its windows decided each of them,
         (texts, labels).
         """
+        return self.pooled(self.outputs(batch, threads), batch.lengths)
+
+    def over(self, engine: Engine) -> WindowedEngine:
+        """The same on top of another engine."""
+        other = copy.copy(self)
+        other.inner = engine
+        return other
+
+    def pooled(
+        self, outputs: NDArray[np.float32], lengths: NDArray[np.int32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """What `read` returns, from the outputs of texts with so many token ids each, (texts,)."""
         # outputs: (windows, labels + 1), of which the last column is the window's attention;
         # shares: how much each window counts for its text, (windows,).
-        counts = count_windows(batch.lengths, self._windows.length)
-        scores, shares = pool(outputs := self._outputs(batch, threads), counts)
+        counts = count_windows(lengths, self._windows.length)
+        scores, shares = pool(outputs, counts)
         evidence = np.repeat(shares[:, None], scores.shape[1], axis=1)
         if self._problem_type is not REGRESSION:
             # What a window alone would answer, times how much it counts.
@@ -55,7 +68,8 @@ class WindowedEngine:
         texts = np.split(evidence, np.cumsum(counts)[:-1])
         return scores, np.stack([text.argmax(axis=0) for text in texts])
 
-    def _outputs(self, batch: TokenBatch, threads: int) -> NDArray[np.float32]:
+    def outputs(self, batch: TokenBatch, threads: int) -> NDArray[np.float32]:
+        """What the engine computes of each window of all texts, (windows, outputs)."""
         lengths = window_lengths(batch.lengths, self._windows.length).astype(np.int32)
         if len(lengths) == len(batch.lengths):
             return self.inner.logits(batch, threads)

@@ -27,7 +27,7 @@ from inference.engines.base import answers_of
 from inference.engines.native.engine import NativeEngine
 from inference.engines.selection import LoadedModel, check_probes, load_model
 
-FORMAT = 3
+FORMAT = 4
 DESCRIPTION = "model.json"
 _ADDRESS_BYTES = 4  # in WebAssembly
 _OTHER_TOKENIZER = (

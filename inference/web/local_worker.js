@@ -5,7 +5,7 @@ import { calibratedScores } from "./calibration.js";
 import { Familiarity } from "./familiarity.js";
 import { Tokenizer } from "./wordpiece.js";
 
-const FORMAT = 3;
+const FORMAT = 4;
 const CACHE = "local-model";
 const PAGE_BYTES = 65536;
 const STACK_BYTES = 65536; // of a thread, as deployment/compile_kernels.py gives the first one

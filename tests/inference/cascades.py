@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 from common.files import sha256_of
 from common.model_folder import (
@@ -21,9 +21,11 @@ from common.model_folder import (
     read_saved_model,
     write_manifest,
 )
+from common.problem_types import REGRESSION
 from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine
+from inference.engines.windowed import config_with_attention, weights_with_attention
 from tests.processes import REPOSITORY
 
 NEWS = REPOSITORY / "checkpoints" / "news"
@@ -66,11 +68,15 @@ def make_artefact(model: Path, folder: Path) -> Path:
         if path.suffix == ".json":
             shutil.copy(path, folder)
     saved = read_saved_model(model)
-    write_native(saved.config, load_file(model / WEIGHTS_FILE), folder)
+    weights = weights_with_attention(saved.config, load_file(model / WEIGHTS_FILE))
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    write_native(config_with_attention(saved.config), arrays, folder)
     token_ids = [one.ids for one in saved.tokenizer().encode(_PROBES)]
     engine = build_engine("native", folder, saved.config, "int8")
     answers = answers_of(engine, saved.problem_type, token_ids).tolist()
-    probes = [{"text": text, "probabilities": one} for text, one in zip(_PROBES, answers, strict=True)]
+    is_number = saved.problem_type is REGRESSION
+    expected = [{"value": one[0]} if is_number else {"probabilities": one} for one in answers]
+    probes = [{"text": text} | one for text, one in zip(_PROBES, expected, strict=True)]
     manifest = Manifest(
         engine="native",
         precision="int8",
@@ -79,7 +85,7 @@ def make_artefact(model: Path, folder: Path) -> Path:
         files=describe_files(folder),
         versions={},
         options={},
-        accuracy={},
+        accuracy={"spread": 100.0} if is_number else {},
         size={},
         speed={},
         probes=probes,

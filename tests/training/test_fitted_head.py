@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, pipeline
 
 from tests.processes import run_on_ranks
@@ -74,6 +75,24 @@ def test_method_head_writes_a_model_without_a_step_of_training(
     assert "no validation rows to choose" not in shown
     plots = {path.stem for path in (tmp_path / "model.run" / "plots").iterdir()}
     assert plots == {"confusion_matrix"}
+
+
+def test_models_that_are_fitted_to_different_rows_differ_only_behind_the_encoder(
+    encoder: Path, rows: Path, train_here: Train, tmp_path: Path
+) -> None:
+    other = tmp_path / "other_rows"
+    other.mkdir()
+    for split, first in (("train", 0), ("test", 1000)):
+        lines = [f"{'sun' if i % 3 else 'wind'}s {i} {i * 3},{'abc'[i % 3]}" for i in range(first, first + 30)]
+        (other / f"{split}.csv").write_text("\n".join(["text,label", *lines]))
+
+    for name, dataset in (("one", rows), ("other", other)):
+        assert train_here(*flags(encoder, dataset, tmp_path / name, "--method", "head")) == 0
+
+    one, another = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    different = {name for name in one | another if not torch.equal(one[name], another[name])}
+    assert {"classifier.weight", "classifier.bias"} <= different
+    assert all("pooler" in name or name.startswith("classifier.") for name in different)
 
 
 def test_few_rows_are_fine_tuned_from_the_fitted_head_at_the_defaults(

@@ -490,22 +490,47 @@ static void mean_tokens(Session *s, const Batch *batch, int from, int to) {
     }
 }
 
-/* From the first token or the mean of the texts [from, to) to their logits. */
+/* The pooler, for the texts [from, to). */
+static void pool(Session *s, const Classifier *own, int from, int to) {
+    const Model *m = s->model;
+    const int width = m->width;
+    const float *first = s->first + (size_t)from * width;
+    float *pooled = s->pooled + (size_t)from * width;
+    if (!own->is_diagonal) float_product(first, width, own->pooler_weight, width, to - from, width, width, pooled, width);
+    for (int text = from; text < to; text++, first += width, pooled += width) {
+        for (int i = 0; i < width; i += LANES) {
+            /* The same bits as the product with a matrix that is zero elsewhere. */
+            vec x = own->is_diagonal ? v_mul(v_load(first + i), v_load(own->pooler_weight + i)) : v_load(pooled + i);
+            v_store(pooled + i, activated(m->head_activation, v_add(x, v_load(own->pooler_bias + i))));
+        }
+        if (own->norm.gain) normalise_row(pooled, own->norm, width, m->norm_epsilon, pooled);
+    }
+}
+
+static int has_pooler_of(const Classifier *own, const Classifier *other) {
+    return own->pooler_weight == other->pooler_weight && own->pooler_bias == other->pooler_bias &&
+           own->norm.gain == other->norm.gain && own->norm.bias == other->norm.bias;
+}
+
+/* From the first token or the mean of the texts [from, to) to the logits of all models. */
 static void classify(Session *s, const Batch *batch, int from, int to) {
     const Model *m = s->model;
     const int width = m->width;
-    float_product(s->first + (size_t)from * width, width, m->pooler_weight, width, to - from, width, width,
-                  s->pooled + (size_t)from * width, width);
-    for (int text = from; text < to; text++) {
-        float *pooled = s->pooled + (size_t)text * width;
-        for (int i = 0; i < width; i += LANES)
-            v_store(pooled + i, activated(m->head_activation, v_add(v_load(pooled + i), v_load(m->pooler_bias + i))));
-        if (m->head_norm.gain) normalise_row(pooled, m->head_norm, width, m->norm_epsilon, pooled);
-        for (int label = 0; label < m->labels; label++) {
-            const float *weight = m->classifier_weight + (size_t)label * width;
-            vec sum = v_splat(0.f);
-            for (int i = 0; i < width; i += LANES) sum = v_fma(v_load(pooled + i), v_load(weight + i), sum);
-            batch->logits[(size_t)text * m->labels + label] = v_sum(sum) + m->classifier_bias[label];
+    const Classifier *end = m->classifier + m->models;
+    int column = 0;
+    for (const Classifier *own = m->classifier; own < end; column += own++->labels) {
+        /* Python puts models with the same pooler next to each other. */
+        if (own == m->classifier || !has_pooler_of(own, own - 1)) pool(s, own, from, to);
+        for (int text = from; text < to; text++) {
+            const float *pooled = s->pooled + (size_t)text * width;
+            float *logits = batch->logits + (size_t)text * m->labels + column;
+            /* Each label is a sum of its own, so its bits do not depend on what other labels and models there are. */
+            for (int label = 0; label < own->labels; label++) {
+                const float *weight = own->weight + (size_t)label * width;
+                vec sum = v_splat(0.f);
+                for (int i = 0; i < width; i += LANES) sum = v_fma(v_load(pooled + i), v_load(weight + i), sum);
+                logits[label] = v_sum(sum) + own->bias[label];
+            }
         }
     }
 }

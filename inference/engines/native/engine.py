@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +20,11 @@ from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
 from inference.engines.native.architecture import LANES, EncoderShape
 from inference.engines.native.library import (
     BlockStruct,
+    ClassifierStruct,
     LinearStruct,
     ModelStruct,
     NormStruct,
+    SessionStruct,
     chosen_instructions,
     load_library,
 )
@@ -28,6 +33,9 @@ from inference.engines.native.quantize import FILE_NAME
 _ALIGNMENT = 64
 SECOND_TEXT = 1 << 30
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I8": np.int8}
+Tensors = Mapping[str, NDArray[Any]]
+# The layers behind the encoder. Two models whose other tensors are equal can share these.
+_OF_HEAD = ("pooler.", "head_norm.", "classifier.")
 
 
 class Image(NamedTuple):
@@ -68,9 +76,10 @@ class NativeEngine:
         self._shape = EncoderShape.of(config)
         self._library = load_library()
         self.instructions = chosen_instructions(instructions)
-        self._tensors = read_tensors(folder / FILE_NAME)
-        self._model = self._model_struct()
-        self._threads = self._start_threads()
+        self._read(folder)
+        # In a list, so that an engine that `with_heads` made sees the threads that another one has
+        # started in a forked process.
+        self._threads = [self._start_threads()]
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         self._check(batch)
@@ -80,16 +89,17 @@ class NativeEngine:
         np.cumsum(batch.lengths, out=starts[1:])
         if self._shape.separator is not None:
             ids = mark_second_texts(ids, starts, self._shape.separator)
-        logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
+        logits = np.empty((num_texts, self._model.labels), dtype=np.float32)
         # The kernels' threads exist only in the process that started them. Workers are forked from
         # a process that has loaded the model, so each starts its own at its first pass.
-        here = self._threads
+        here = self._threads[0]
         if here.process != os.getpid():
-            here = self._threads = self._start_threads()
+            here = self._threads[0] = self._start_threads()
         # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes
         # releases the interpreter's lock during the call, so passes really run in parallel.
         session = here.sessions.get()
         try:
+            session.contents.model = ctypes.addressof(self._model)
             failed = self._library.forward(
                 session,
                 ids.ctypes.data,
@@ -103,6 +113,33 @@ class NativeEngine:
         if failed:
             raise MemoryError(f"no memory for a forward pass over {starts[-1]} tokens")
         return logits
+
+    def with_heads(self, heads: Sequence[Tensors]) -> Self:
+        """Models that differ from this one only behind the encoder, all in one engine, which shares
+        everything else with this one, its threads and buffers too.
+
+        ``heads``: the tensors of each; see `heads`. The scores of all are one row of `logits`, one
+        model after the other. They have the bits that each model gives alone (`classify` in
+        encoder.h). If neighbours have the same pooler, in the same memory, it is computed once.
+        """
+        other = copy.copy(self)
+        other._model = ModelStruct.from_buffer_copy(self._model)
+        other._set_heads(heads, [len(head["classifier.bias"]) for head in heads])
+        return other
+
+    def encoder_key(self) -> tuple[Any, ...]:
+        """Equal for two engines if they differ only in their heads: then either one may compute the
+        head of the other, with the same bits.
+
+        It hashes all weights, which takes 25 ms for MiniLM.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self._tensors):
+            array = self._tensors[name]
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+            digest.update(array)
+        shape = replace(self._shape, num_labels=0)
+        return self.name, self.instructions, self.num_slots, shape, digest.hexdigest()
 
     @property
     def words(self) -> NDArray[np.float16]:
@@ -118,13 +155,15 @@ class NativeEngine:
         # Floats, then all int8 weights together, and the word embeddings last: a page receives
         # those in another form, and appends them.
         others = [array for name, array in self._tensors.items() if name != "words"]
-        others += self._rotations.values()
+        others += [*self._rotations.values()]
+        others += [array for head in self.heads for array in head.values()]
         int8 = [array for array in others if array.dtype == np.int8]
         arrays = [*(array for array in others if array.dtype != np.int8), *int8, self.words]
         size, offsets = 0, {}
         for address, num_bytes in (
             (ctypes.addressof(self._model), ctypes.sizeof(self._model)),
             (ctypes.addressof(self._blocks), ctypes.sizeof(self._blocks)),
+            (ctypes.addressof(self._classifiers), ctypes.sizeof(self._classifiers)),
             *((array.ctypes.data, array.nbytes) for array in arrays),
         ):
             offsets[address] = aligned(size, _ALIGNMENT)
@@ -156,9 +195,10 @@ class NativeEngine:
             return aligned(position)
 
         put(self._model, 0)
-        position = offsets[ctypes.addressof(self._blocks)]
-        for block in self._blocks:
-            position = put(block, position)
+        for structures in (self._blocks, self._classifiers):
+            position = offsets[ctypes.addressof(structures)]
+            for structure in structures:
+                position = put(structure, position)
         return Image(
             bytes(memory), pointers, offsets[int8[0].ctypes.data], offsets[self.words.ctypes.data]
         )
@@ -178,13 +218,19 @@ class NativeEngine:
     def _start_threads(self) -> _Threads:
         return _Threads(self._library, self._model, self.num_slots, self.instructions)
 
+    def _read(self, folder: Path) -> None:
+        self._tensors, head = _split(read_tensors(folder / FILE_NAME))
+        self._model = self._model_struct()
+        self._set_heads([head], [self._shape.num_labels])
+
     def _model_struct(self) -> ModelStruct:
         shape, family = self._shape, self._shape.family
         width, embedding_width = shape.hidden_size, shape.embedding_size
         positions = shape.num_positions
         thetas = {theta for theta in shape.rotary_thetas if theta}
-        # The structures below hold plain addresses, which keep nothing alive: what they point to is
-        # kept in `_tensors`, `_rotations` and `_blocks` for as long as the engine.
+        # All structures hold plain addresses, which keep nothing alive: what they point to is kept
+        # in `_tensors`, `_rotations`, `_blocks`, `heads` and `_classifiers` for as long as the
+        # engine.
         self._rotations = {theta: self._rotation(theta) for theta in thetas}
         self._blocks = (BlockStruct * shape.num_layers)()
         for index in range(shape.num_layers):
@@ -194,7 +240,6 @@ class NativeEngine:
             width=width,
             wide=shape.intermediate_size,
             heads=shape.num_heads,
-            labels=shape.num_labels,
             embedding_width=embedding_width,
             num_positions=positions,
             activation=shape.activation,
@@ -204,32 +249,47 @@ class NativeEngine:
             mean_pool=shape.mean_pool,
             padding_id=-1 if shape.padding_id is None else shape.padding_id,
             norm_epsilon=shape.norm_epsilon,
-            words=self._pointer("words", np.float16, (shape.vocab_size, embedding_width)),
-            embedding_norm=self._norm("embedding_norm", embedding_width),
+            words=_pointer(self._tensors, "words", np.float16, (shape.vocab_size, embedding_width)),
+            embedding_norm=_norm(self._tensors, "embedding_norm", embedding_width),
             block=self._blocks,
-            pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
-            pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
-            classifier_weight=self._pointer(
-                "classifier.weight", np.float32, (shape.num_labels, width)
-            ),
-            classifier_bias=self._pointer("classifier.bias", np.float32, (shape.num_labels,)),
         )
         if family.position_embeddings:
             # With a padding id the first row is for it alone.
             rows = positions + (shape.padding_id is not None)
             tables = 1 if shape.separator is None else 2
-            model.positions = self._pointer(
-                "positions", np.float32, (tables * rows, embedding_width)
+            model.positions = _pointer(
+                self._tensors, "positions", np.float32, (tables * rows, embedding_width)
             )
         if family.relative_positions:
-            model.distances = self._pointer(
-                "distances", np.float32, (shape.num_heads, 2 * positions + LANES)
+            model.distances = _pointer(
+                self._tensors, "distances", np.float32, (shape.num_heads, 2 * positions + LANES)
             )
         if embedding_width != width:
             model.projection = self._linear("projection", width, embedding_width)
-        if family.pooler_norm:
-            model.head_norm = self._norm("head_norm", width)
         return model
+
+    def _set_heads(self, heads: Sequence[Tensors], num_labels: Sequence[int]) -> None:
+        self.heads = heads  # the tensors behind the encoder of each model, by their names
+        structures = map(self._classifier_struct, heads, num_labels)
+        self._classifiers = (ClassifierStruct * len(heads))(*structures)
+        self._model.classifier = self._classifiers
+        self._model.models = len(heads)
+        self._model.labels = sum(num_labels)
+
+    def _classifier_struct(self, head: Tensors, labels: int) -> ClassifierStruct:
+        width = self._shape.hidden_size
+        is_diagonal = "pooler.weight" in head and head["pooler.weight"].ndim == 1
+        size = (width,) if is_diagonal else (width, width)
+        has_norm = self._shape.family.pooler_norm
+        return ClassifierStruct(
+            labels=labels,
+            is_diagonal=is_diagonal,
+            pooler_weight=_pointer(head, "pooler.weight", np.float32, size),
+            pooler_bias=_pointer(head, "pooler.bias", np.float32, (width,)),
+            norm=_norm(head, "head_norm", width) if has_norm else NormStruct(),
+            weight=_pointer(head, "classifier.weight", np.float32, (labels, width)),
+            bias=_pointer(head, "classifier.bias", np.float32, (labels,)),
+        )
 
     def _fill_block(self, block: BlockStruct, index: int) -> None:
         prefix, shape = f"block.{index}.", self._shape
@@ -246,8 +306,8 @@ class NativeEngine:
             sizes["gate"] = (wide, width)
         for name, (outputs, inputs) in sizes.items():
             setattr(block, name, self._linear(prefix + name, outputs, inputs))
-        block.attention_norm = self._norm(f"{prefix}attention_norm", width)
-        block.output_norm = self._norm(f"{prefix}output_norm", width)
+        block.attention_norm = _norm(self._tensors, f"{prefix}attention_norm", width)
+        block.output_norm = _norm(self._tensors, f"{prefix}output_norm", width)
         block.window = shape.windows[index]
         if theta := shape.rotary_thetas[index]:
             block.rotation = self._rotations[theta].ctypes.data
@@ -255,7 +315,7 @@ class NativeEngine:
     def _rotation(self, theta: float) -> NDArray[np.float32]:
         half, positions = self._shape.head_size // 2, self._shape.num_positions
         rotation = np.empty((positions, 2 * half), dtype=np.float32)
-        frequencies = self._pointer(f"frequencies.{theta:g}", np.float32, (half,))
+        frequencies = _pointer(self._tensors, f"frequencies.{theta:g}", np.float32, (half,))
         self._library.fill_rotation(frequencies, half, positions, rotation.ctypes.data)
         return rotation
 
@@ -263,29 +323,42 @@ class NativeEngine:
         return LinearStruct(
             outputs=outputs,
             inputs=inputs,
-            weight=self._pointer(
-                f"{name}.weight", np.int8, (outputs // LANES, inputs // 4, LANES, 4)
+            weight=_pointer(
+                self._tensors, f"{name}.weight", np.int8, (outputs // LANES, inputs // 4, LANES, 4)
             ),
-            scale=self._pointer(f"{name}.scale", np.float32, (outputs,)),
-            weight_sum=self._pointer(f"{name}.weight_sum", np.int32, (outputs,)),
-            bias=self._pointer(f"{name}.bias", np.float32, (outputs,)),
+            scale=_pointer(self._tensors, f"{name}.scale", np.float32, (outputs,)),
+            weight_sum=_pointer(self._tensors, f"{name}.weight_sum", np.int32, (outputs,)),
+            bias=_pointer(self._tensors, f"{name}.bias", np.float32, (outputs,)),
         )
 
-    def _norm(self, name: str, width: int) -> NormStruct:
-        gain, bias = (
-            self._pointer(f"{name}.{part}", np.float32, (width,)) for part in ("gain", "bias")
-        )
-        return NormStruct(gain=gain, bias=bias)
 
-    def _pointer(self, name: str, dtype: type, shape: tuple[int, ...]) -> int:
-        array = self._tensors.get(name)
-        # The kernels read as much as the sizes in config.json say, so each array must be as large.
-        if array is None or array.dtype != dtype or array.shape != shape:
-            found = "nothing" if array is None else f"{array.dtype} {array.shape}"
-            raise ValueError(
-                f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}"
-            )
-        return array.ctypes.data
+def _split(tensors: dict[str, NDArray[Any]]) -> tuple[Tensors, Tensors]:
+    """The tensors of the encoder, and those of the head."""
+    head = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_OF_HEAD)}
+    pooler = head.get("pooler.weight")
+    if pooler is not None and pooler.ndim == 2:
+        diagonal = pooler.diagonal()
+        # `--method head` writes such a pooler. It differs from model to model, and many of the whole
+        # matrices would take as long as the encoder: a single text waits for each to be read.
+        if np.count_nonzero(diagonal) == np.count_nonzero(pooler):
+            head["pooler.weight"] = aligned_copy(diagonal)
+    return tensors, head
+
+
+def _norm(tensors: Tensors, name: str, width: int) -> NormStruct:
+    gain, bias = (
+        _pointer(tensors, f"{name}.{part}", np.float32, (width,)) for part in ("gain", "bias")
+    )
+    return NormStruct(gain=gain, bias=bias)
+
+
+def _pointer(tensors: Tensors, name: str, dtype: type, shape: tuple[int, ...]) -> int:
+    array = tensors.get(name)
+    # The kernels read as much as the sizes in config.json say, so each array must be as large.
+    if array is None or array.dtype != dtype or array.shape != shape:
+        found = "nothing" if array is None else f"{array.dtype} {array.shape}"
+        raise ValueError(f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}")
+    return array.ctypes.data
 
 
 def _address(pointer: Any) -> int:
@@ -313,17 +386,23 @@ class _Threads:
         # For __del__, which may run when the interpreter has already cleared its modules.
         self._getpid = os.getpid
         # The calling thread works too, so a pool of n threads has n - 1 helpers.
-        self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
+        self.sessions: SimpleQueue[ctypes._Pointer[SessionStruct]] = SimpleQueue()
         self._library = library
-        self._opened: list[ctypes.c_void_p] = []
+        self._model = model  # the pool has its address
+        self._opened: list[ctypes._Pointer[SessionStruct]] = []
         self._pool = ctypes.c_void_p(
             library.open_pool(ctypes.byref(model), threads - 1, instructions.encode())
         )
         for _ in range(min(threads, PASSES_AT_ONCE)):
-            session = ctypes.c_void_p(self._pool and library.open_session(self._pool))
+            session = self._pool and library.open_session(self._pool)
             if not session:
                 raise MemoryError("no memory for the sessions of the native engine")
             self._opened.append(session)
+            # Each pass writes the address of its model here, so it has to be the right place.
+            if session.contents.model != ctypes.addressof(model):
+                raise OSError(
+                    "the native kernels were compiled from another version; install again"
+                )
             self.sessions.put(session)
 
     def __del__(self) -> None:
@@ -361,11 +440,15 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         begin, end = entry["data_offsets"]
         tensor = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         if tensor.ctypes.data % _ALIGNMENT:
-            copied = _aligned_memory(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape)
-            copied[...] = tensor
-            tensor = copied
+            tensor = aligned_copy(tensor)
         tensors[name] = tensor
     return tensors
+
+
+def aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
+    copied = _aligned_memory(array.nbytes).view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
 
 
 def _aligned_memory(num_bytes: int, aligned: int = 0) -> NDArray[np.uint8]:

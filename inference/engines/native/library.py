@@ -47,6 +47,20 @@ class BlockStruct(ctypes.Structure):
     ]
 
 
+class ClassifierStruct(ctypes.Structure):
+    """``Classifier`` in model.h."""
+
+    _fields_ = [
+        ("labels", _INT),
+        ("is_diagonal", _INT),
+        ("pooler_weight", _POINTER),
+        ("pooler_bias", _POINTER),
+        ("norm", NormStruct),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+    ]
+
+
 class ModelStruct(ctypes.Structure):
     """``Model`` in model.h."""
 
@@ -55,9 +69,10 @@ class ModelStruct(ctypes.Structure):
         ("width", _INT),
         ("wide", _INT),
         ("heads", _INT),
-        ("labels", _INT),
         ("embedding_width", _INT),
         ("num_positions", _INT),
+        ("models", _INT),
+        ("labels", _INT),
         ("activation", _INT),
         ("head_activation", _INT),
         ("norm_first", _INT),
@@ -71,12 +86,16 @@ class ModelStruct(ctypes.Structure):
         ("projection", LinearStruct),
         ("distances", _POINTER),
         ("block", ctypes.POINTER(BlockStruct)),
-        ("pooler_weight", _POINTER),
-        ("pooler_bias", _POINTER),
-        ("head_norm", NormStruct),
-        ("classifier_weight", _POINTER),
-        ("classifier_bias", _POINTER),
+        ("classifier", ctypes.POINTER(ClassifierStruct)),
     ]
+
+
+class SessionStruct(ctypes.Structure):
+    """What ``Session`` in model.h begins with."""
+
+    # A session serves one pass at a time, so a pass may put its own model here: one that differs
+    # from the pool's only in its heads.
+    _fields_ = [("pool", _POINTER), ("model", _POINTER)]
 
 
 def library_path() -> Path | None:
@@ -108,9 +127,13 @@ def load_library() -> ctypes.CDLL:
         ("fill_rotation", None, [_POINTER, _INT, _INT, _POINTER]),
         ("open_pool", _POINTER, [ctypes.POINTER(ModelStruct), _INT, ctypes.c_char_p]),
         ("close_pool", None, [_POINTER]),
-        ("open_session", _POINTER, [_POINTER]),
-        ("close_session", None, [_POINTER]),
-        ("forward", _INT, [_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER]),
+        ("open_session", ctypes.POINTER(SessionStruct), [_POINTER]),
+        ("close_session", None, [ctypes.POINTER(SessionStruct)]),
+        (
+            "forward",
+            _INT,
+            [ctypes.POINTER(SessionStruct), _POINTER, _POINTER, _INT, _INT, _POINTER],
+        ),
     ):
         getattr(library, function).restype = result
         getattr(library, function).argtypes = arguments

@@ -73,8 +73,18 @@ typedef struct {
 
 enum Activation { GELU = 0, RELU = 1, TANH = 2 };
 
+/* The layers behind the encoder, which turn what it says of a text into the scores of a model's labels. */
 typedef struct {
-    int32_t blocks, width, wide, heads, labels, embedding_width, num_positions;
+    int32_t labels;
+    int32_t is_diagonal; /* the pooler multiplies each feature by a number of its own */
+    const float *pooler_weight, *pooler_bias; /* (width, width) input-major, or if diagonal (width,); (width,) */
+    Norm norm;                                /* before the classifier; gain is NULL where there is none */
+    const float *weight, *bias;               /* of the classifier: (labels, width), (labels,) */
+} Classifier;
+
+typedef struct {
+    int32_t blocks, width, wide, heads, embedding_width, num_positions;
+    int32_t models, labels; /* how many models share the encoder, and their labels together */
     int32_t activation, head_activation; /* enum Activation */
     /* A block normalises what enters its two halves, and adds to what was there before (ModernBERT), or else normalises
      * what it has added (BERT). */
@@ -92,9 +102,7 @@ typedef struct {
     /* (heads, 2 positions + 16): what a score gets by the key's position minus the query's, plus positions - 1; or NULL */
     const float *distances;
     const Block *block;
-    const float *pooler_weight, *pooler_bias; /* (width, width) input-major, (width,) */
-    Norm head_norm;                           /* before the classifier; gain is NULL where there is none */
-    const float *classifier_weight, *classifier_bias; /* (labels, width), (labels,) */
+    const Classifier *classifier; /* of each model */
 } Model;
 
 /* Marks the ids of a pair's second text, for models that have a token type for it. */
@@ -104,7 +112,7 @@ typedef struct {
     const int32_t *ids;    /* (rows,) */
     const int32_t *starts; /* (texts + 1,): first row of each text, then the number of rows */
     int32_t texts;
-    float *logits; /* (texts, labels) */
+    float *logits; /* (texts, labels), the models' labels one after another */
 } Batch;
 
 /* A quantised row is scale x q + offset. `sum` is that of its bytes, where an instruction set asks for it (ROW_SUM). */

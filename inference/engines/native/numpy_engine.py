@@ -20,10 +20,9 @@ from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
 from inference.engines.native.engine import (
     SECOND_TEXT,
     NativeEngine,
+    Tensors,
     mark_second_texts,
-    read_tensors,
 )
-from inference.engines.native.quantize import FILE_NAME
 
 Floats = NDArray[np.float32]
 _ACTIVATION_MAX = np.float32(182)  # as in model.h
@@ -48,8 +47,7 @@ class NumpyEngine(NativeEngine):
         self.num_slots = 1
         self.instructions = "numpy"
         self._shape = EncoderShape.of(config)
-        self._tensors = read_tensors(folder / FILE_NAME)
-        self._model = self._model_struct()  # checks every shape
+        self._read(folder)  # checks every shape
         # The kernels' layout (outputs / 16, inputs / 4, 16, 4) back to (inputs, outputs). As
         # floats, because NumPy multiplies integers without a matrix library, far slower.
         self._float_weights = {
@@ -128,14 +126,17 @@ class NumpyEngine(NativeEngine):
             )
         return context
 
-    def _scores(self, pooled: Floats) -> Floats:
-        """The classifier's head: (texts, width) -> (texts, labels)."""
-        shape, tensors = self._shape, self._tensors
-        pooled = pooled @ tensors["pooler.weight"] + tensors["pooler.bias"]
+    def _scores(self, states: Floats) -> Floats:
+        """What the encoder says of texts, (texts, width) -> (texts, labels of all models)."""
+        return np.concatenate([self._scores_of(head, states) for head in self.heads], axis=1)
+
+    def _scores_of(self, head: Tensors, states: Floats) -> Floats:
+        shape, pooler = self._shape, head["pooler.weight"]
+        pooled = (states * pooler if pooler.ndim == 1 else states @ pooler) + head["pooler.bias"]
         pooled = (_gelu, lambda x: np.maximum(x, 0), np.tanh)[shape.head_activation](pooled)
         if shape.family.pooler_norm:
-            pooled = self._normalised("head_norm", pooled)
-        return pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+            pooled = self._normalised("head_norm", pooled, head)
+        return pooled @ head["classifier.weight"].T + head["classifier.bias"]
 
     def _embedded(
         self, batch: TokenBatch, starts: NDArray[np.int32], positions: NDArray[np.int64]
@@ -171,11 +172,12 @@ class NumpyEngine(NativeEngine):
         products = levels @ self._float_weights[f"{name}.weight"]  # (tokens, outputs), exact
         return products * ((high - low) / _ACTIVATION_MAX * scale) + shift
 
-    def _normalised(self, name: str, states: Floats) -> Floats:
+    def _normalised(self, name: str, states: Floats, tensors: Tensors | None = None) -> Floats:
+        tensors = tensors or self._tensors
         centred = states - states.mean(axis=1, keepdims=True)
         variance = (centred * centred).mean(axis=1, keepdims=True)
         factor = 1 / np.sqrt(variance + np.float32(self._shape.norm_epsilon))
-        return centred * factor * self._tensors[f"{name}.gain"] + self._tensors[f"{name}.bias"]
+        return centred * factor * tensors[f"{name}.gain"] + tensors[f"{name}.bias"]
 
     def _attended(
         self, index: int, query: Floats, key: Floats, value: Floats, asking: NDArray[np.int64]

@@ -26,6 +26,7 @@ from inference.engines.base import TokenBatch, forward_passes
 from inference.engines.native.engine import NativeEngine
 from inference.engines.native.library import instruction_sets, library_path
 from inference.engines.native.quantize import FILE_NAME, write_native
+from inference.engines.native.shared import SharedEncoder, encoder_key
 from tests.inference.engines import native_models
 from tests.inference.engines.native_models import (
     LENGTHS,
@@ -353,6 +354,24 @@ def test_a_forked_child_starts_its_own_threads(make_engine: MakeEngine) -> None:
             os._exit(2)
     assert _exit_code(child, seconds=20) == 0
     np.testing.assert_array_equal(engine.logits(batch, 2), expected)
+
+
+def test_all_heads_of_an_encoder_run_on_the_same_threads_in_a_forked_child(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(distilbert(), threads=2)
+    batch = TokenBatch.of(random_texts(LENGTHS))
+    encoder = SharedEncoder(engine, encoder_key(engine))
+    heads = [encoder.add(engine), encoder.add(engine)]
+    expected = engine.logits(batch, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            found = [head.logits(batch, 2) for head in heads]
+            found += [scores for scores, _ in encoder.read_all(batch, 2).values()]
+            is_equal = all(np.array_equal(one, expected) for one in found)
+            os._exit(0 if is_equal and _num_threads() == 2 else 1)
+        finally:
+            os._exit(2)
+    assert _exit_code(child, seconds=20) == 0
 
 
 def _exit_code(child: int, seconds: float) -> int | None:
