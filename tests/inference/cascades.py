@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from common.files import sha256_of
 from common.model_folder import (
@@ -101,3 +103,17 @@ def recalibrated(artefact: Path, folder: Path, **changes: Any) -> Path:
     manifest = read_manifest(folder)
     write_manifest(folder, replace(manifest, calibration=manifest.calibration | changes))
     return folder
+
+
+def make_artefact_with_head(model: Path, folder: Path, seed: int, **config: Any) -> Path:
+    """The native artefact of a model that has the encoder of another one and a random head."""
+    source = Path(shutil.copytree(model, folder.with_name(f"{folder.name}_source")))
+    found = json.loads((source / "config.json").read_text()) | config
+    names = found["id2label"].values()
+    found["label2id"] = {label: i for i, label in enumerate(names)}
+    (source / "config.json").write_text(json.dumps(found))
+    weights, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(seed)
+    weights["classifier.weight"] = torch.randn(len(names), 32, generator=generator)
+    weights["classifier.bias"] = torch.randn(len(names), generator=generator)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    return make_artefact(source, folder)

@@ -28,7 +28,7 @@ from inference.engines.native.library import instruction_sets, library_path
 from inference.engines.native.numpy_engine import NumpyEngine
 from inference.engines.native.quantize import FILE_NAME, write_native
 from inference.engines.native.shared import SharedEncoder, encoder_key
-from tests.inference.cascades import make_artefact, make_cascade
+from tests.inference.cascades import make_artefact, make_artefact_with_head, make_cascade
 from tests.inference.conftest import TEXTS, TINY, folder_maker
 from tests.inference.engines.native_models import distilbert, exact_weights, hashed, random_texts
 from tests.inference.test_windows import LONG, give_windows
@@ -203,20 +203,6 @@ def test_a_pooler_that_is_a_diagonal_gives_the_bits_of_the_whole_matrix(
 # ---------------------------------------------------------------- model folders
 
 
-def _with_head(model: Path, folder: Path, seed: int, **config: Any) -> Path:
-    """The native artefact of a model that has the encoder of another one and a random head."""
-    source = Path(shutil.copytree(model, folder.with_name(f"{folder.name}_source")))
-    found = json.loads((source / "config.json").read_text()) | config
-    names = found["id2label"].values()
-    found["label2id"] = {label: i for i, label in enumerate(names)}
-    (source / "config.json").write_text(json.dumps(found))
-    weights, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(seed)
-    weights["classifier.weight"] = torch.randn(len(names), 32, generator=generator)
-    weights["classifier.bias"] = torch.randn(len(names), generator=generator)
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    return make_artefact(source, folder)
-
-
 def _edit(artefact: Path, change: Callable[[Path], object]) -> Path:
     """Change the model that an artefact was made of, and make it again."""
     source = artefact.with_name(f"{artefact.name}_source")
@@ -227,7 +213,7 @@ def _edit(artefact: Path, change: Callable[[Path], object]) -> Path:
 
 @pytest.fixture
 def twins(model_folder: Path, tmp_path: Path) -> list[Path]:
-    return [_with_head(model_folder, tmp_path / name, seed) for seed, name in enumerate(("one", "other"))]
+    return [make_artefact_with_head(model_folder, tmp_path / name, seed) for seed, name in enumerate(("one", "other"))]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -246,7 +232,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_models_of_all_kinds_share_an_encoder_and_a_tokenizer_and_answer_as_each_alone(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    paths = [_with_head(model_folder, tmp_path / kind, 3, **config) for kind, config in KINDS.items()]
+    paths = [make_artefact_with_head(model_folder, tmp_path / kind, 3, **config) for kind, config in KINDS.items()]
 
     models = load_shared(paths)
 
@@ -263,7 +249,7 @@ def test_models_that_read_windows_share_an_encoder_and_each_weighs_windows_by_it
 ) -> None:
     windowed = Path(shutil.copytree(model_folder, tmp_path / "windowed"))
     give_windows(windowed)
-    paths = [_with_head(windowed, tmp_path / kind, i, **KINDS[kind]) for i, kind in enumerate(KINDS)]
+    paths = [make_artefact_with_head(windowed, tmp_path / kind, i, **KINDS[kind]) for i, kind in enumerate(KINDS)]
 
     models = load_shared(paths)
 
@@ -277,7 +263,7 @@ def test_models_that_read_windows_share_an_encoder_and_each_weighs_windows_by_it
         expected = alone.engine.read(batch)
         assert all(map(_same_bits, together[model.engine], expected))
     # A model that cuts long texts has the same weights, but its texts become other ids.
-    cutting = ModelLoader(_with_head(model_folder, tmp_path / "cutting", 0))
+    cutting = ModelLoader(make_artefact_with_head(model_folder, tmp_path / "cutting", 0))
     cutting.share_encoder(models)
     assert cutting.encoder is not models[0].encoder
 
@@ -360,7 +346,7 @@ def test_the_two_models_of_a_cascade_share_each_their_own_encoder(
     model_folder: Path, twins: list[Path], tmp_path: Path
 ) -> None:
     folder_maker(model_folder, tmp_path / "larger")("DistilBert", **TINY | {"hidden_dim": 128})
-    larger = [_with_head(tmp_path / "larger", tmp_path / f"larger_{i}", i) for i in range(2)]
+    larger = [make_artefact_with_head(tmp_path / "larger", tmp_path / f"larger_{i}", i) for i in range(2)]
     paths = [
         make_cascade(big, small, tmp_path / f"cascade_{big.name}") for big, small in zip(larger, twins, strict=True)
     ]

@@ -19,10 +19,12 @@ import pytest
 from inference.app import create_app
 from inference.batching.served_models import has_several, paths_of
 from inference.engines.answering import OneLabelAnswering
+from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.errors import SettingsError
 from inference.http.workers import num_workers
 from inference.settings import Settings
+from tests.inference.cascades import make_artefact_with_head
 from tests.inference.servers import ThreadedServer, metric, serving
 from tests.inference.stand_in_model import StandInModel, text_of
 from tests.processes import wait_until
@@ -452,3 +454,42 @@ def test_the_lines_of_a_stream_that_outlives_its_model_are_told_so(folder: Path)
     assert first["label"].startswith("spam")
     assert second["error"]["code"] == third["error"]["code"] == "model_unavailable"
     assert "spam: the model was removed" in second["error"]["message"]
+
+
+def test_models_on_one_encoder_answer_as_each_alone_while_others_come_and_go(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    paths = {name: make_artefact_with_head(model_folder, tmp_path / name, i) for i, name in enumerate("abc")}
+    texts = [text_of(number, 1 + number % 6) for number in range(12)]
+    alone = {name: ModelLoader(path).predict_batch(texts) for name, path in paths.items()}
+    settings = Settings(
+        model_checkpoint=Path(f"{paths['a']},{paths['b']}"), models_folder=tmp_path, engine="native", api_key="key"
+    )
+    server, is_over = ThreadedServer(create_app(settings)), threading.Event()
+
+    def ask(name: str, client: httpx.Client) -> int:
+        count = 0
+        while not is_over.is_set():
+            place = count % len(texts)
+            answer = client.post(f"/models/{name}/predict", json={"text": texts[place]}, headers=KEY).json()
+            assert answer["probabilities"] == alone[name][place]["probabilities"]
+            count += 1
+        return count
+
+    with server.running() as client, ThreadPoolExecutor(4) as pool:
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        asking = [pool.submit(ask, name, client) for name in "abab"]
+        try:
+            for _ in range(3):
+                assert client.put("/models/c", json={"path": "c"}, headers=KEY).status_code == 200
+                answers = client.post("/models/c/predict/batch", json={"texts": texts}, headers=KEY).json()
+                assert [one["probabilities"] for one in answers] == [one["probabilities"] for one in alone["c"]]
+                models = [one.require().model for one in server.parts.models.all.values()]
+                assert len({model.encoder for model in models}) == 1
+                assert client.delete("/models/c", headers=KEY).status_code == 204
+            assert client.put("/models/b", json={"path": "b"}, headers=KEY).status_code == 200
+            batch = TokenBatch.of([[1, 2, 3]])
+            wait_until(lambda: len(models[0].encoder.read_all(batch)) == 2)  # the heads that left take no time
+        finally:
+            is_over.set()
+        assert all(one.result() > 0 for one in asking)
