@@ -43,8 +43,9 @@ that rate. *memory*: resident memory after load. *CPU-s*: CPU seconds of the ser
 million texts if the server is kept busy; one that is idle half the time costs twice as much per text. Figures are
 medians over the rounds.
 
-`minilm_widened` and `bert_base` are `minilm_agnews` with the size of DistilBERT-base and of BERT-base. They stand for
-the time, the memory and the cost of such a model; the repeated blocks of `bert_base` answer nothing useful:
+`minilm_widened` is `minilm_agnews` with twice its width, and `bert_base` also has the 12 blocks of BERT-base
+(DistilBERT-base has 6, which `--blocks 6` gives). They stand for the time, the memory and the cost of such a model;
+repeated blocks answer nothing useful:
 
 ```
 python -m benchmarks.serving.widen checkpoints/minilm_agnews checkpoints/minilm_widened

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks",
         type=positive,
-        help="repeat its blocks until there are so many (default: as they are)",
+        help="of the target, repeated or left out (default: as many as there are)",
     )
     options = parser.parse_args()
     widen_folder(options.source, options.target, options.blocks)
