@@ -17,7 +17,7 @@ from benchmarks import harness
 from benchmarks.cascading import promise, speed
 from benchmarks.cascading.page import MODULE, render
 from benchmarks.cascading.scores import Both, Ids, both_models, read_rows
-from benchmarks.honest.texts import LABEL_OF, read_events
+from benchmarks.honest.texts import LABEL_OF, add_text_flags, read_events
 from common.errors import positive
 
 PACKAGES = ("numpy", "scipy", "tokenizers", "fastapi", "torch")
@@ -26,15 +26,11 @@ Results = Iterator[dict[str, Any]]
 
 def main() -> None:
     options = _parse()
-    results = harness.read_results(options.output.with_suffix(".json"))
-    for part in options.parts:
-        harness.report(f"{part}:")
-        facts = harness.measurement_facts(MODULE, PACKAGES)
-        for found in PARTS[part](options):
-            # In the order of the page, whatever the order of the runs.
-            results |= {part: {"facts": facts, **found}}
-            results = {name: results[name] for name in PARTS if name in results}
-            harness.write_page(options.output, render(results), results)
+
+    def write(results: dict[str, Any]) -> None:
+        harness.write_page(options.output, render(results), results)
+
+    harness.measure_parts(options, PARTS, MODULE, PACKAGES, write)
 
 
 def _splits(options: Namespace) -> Results:
@@ -71,7 +67,7 @@ PARTS: dict[str, Callable[[Namespace], Results]] = {
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="cascade.md", rounds=5)
-    add, data = parser.add_argument, harness.ROOT / "data"
+    add = parser.add_argument
     checkpoints = harness.ROOT / "checkpoints"
     add(
         "--big",
@@ -82,26 +78,14 @@ def _parse() -> Namespace:
         "and shift use the first (default: checkpoints/minilm_agnews/native)",
     )
     add("--small", type=Path, default=checkpoints / "news", help="default: checkpoints/news")
-    add(
-        "--dataset",
-        type=Path,
-        default=data / "ag_news",
-        help="folder with test rows in AG News' layout (default: data/ag_news)",
-    )
-    add(
-        "--events",
-        type=Path,
-        default=data / "current_events.csv",
-        help="dated sentences of Wikipedia's Current Events: date, category and text (default: "
-        "data/current_events.csv)",
-    )
+    add_text_flags(parser)
     add(
         "--cache",
         type=Path,
         default=harness.ROOT / "build" / "cascade_scores",
         help="where the models' answers are kept (default: build/cascade_scores)",
     )
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    harness.add_parts_flag(parser, PARTS)
     add("--splits", type=positive, default=500, help="into halves (default: 500)")
     add("--series", type=positive, default=100, help="of texts for the audit (default: 100)")
     add("--bulk_rows", type=positive, default=2000, help="in the file (default: 2000)")

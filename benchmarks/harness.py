@@ -277,6 +277,35 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(message, code="benchmark-input") from error
 
 
+# Parts. A page about several questions is measured in parts, because one changed and the others take
+# hours: what is not measured again keeps what the page has of it.
+
+
+def add_parts_flag(parser: argparse.ArgumentParser, parts: Iterable[str]) -> None:
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(parts), default=list(parts), help="default: all"
+    )
+
+
+def measure_parts(
+    options: argparse.Namespace,
+    parts: Mapping[str, Callable[[argparse.Namespace], Iterable[dict[str, Any]]]],
+    module: str,
+    packages: Sequence[str],
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure each of ``--parts``, and write the page after each result that a part yields."""
+    results = read_results(options.output.with_suffix(".json"))
+    for part in options.parts:
+        report(f"{part}:")
+        measured = {"facts": measurement_facts(module, packages)}
+        for found in parts[part](options):
+            # In the order of the page, whatever the order of the runs.
+            results |= {part: measured | found}
+            results = {name: results[name] for name in parts if name in results}
+            write(results)
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -7,39 +7,37 @@ the page has of them; the figures of the comparison with a frozen encoder need i
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
 from benchmarks.honest import cost, foreign, promises, shift
 from benchmarks.honest.page import MODULE, draw, render
-from benchmarks.honest.texts import Model, foreign_texts, read_events
+from benchmarks.honest.texts import Model, add_text_flags, foreign_texts, read_events
 from common.errors import positive
 
 PACKAGES = ("numpy", "scipy", "tokenizers", "fastapi", "torch", "transformers")
+Results = Iterator[dict[str, Any]]
 
 
 def main() -> None:
     options = _parse()
-    results = harness.read_results(options.output.with_suffix(".json"))
-    for part in options.parts:
-        harness.report(f"{part}:")
-        facts = harness.measurement_facts(MODULE, PACKAGES)
-        # In the order of the page, whatever the order of the runs.
-        results |= {part: {"facts": facts, **PARTS[part](options)}}
-        results = {name: results[name] for name in PARTS if name in results}
+
+    def write(results: dict[str, Any]) -> None:
         figure = draw(results["shift"]) if "shift" in results else None
         harness.write_page(options.output, render(results), results, figure)
 
+    harness.measure_parts(options, PARTS, MODULE, PACKAGES, write)
 
-def _halves(options: Namespace) -> dict[str, Any]:
+
+def _halves(options: Namespace) -> Results:
     model = Model(options)
-    return _promises(model, [len(model.right) // 2], options.splits)
+    yield _promises(model, [len(model.right) // 2], options.splits)
 
 
-def _sizes(options: Namespace) -> dict[str, Any]:
-    return _promises(Model(options), options.sizes, options.splits_of_sizes)
+def _sizes(options: Namespace) -> Results:
+    yield _promises(Model(options), options.sizes, options.splits_of_sizes)
 
 
 def _promises(model: Model, sizes: Sequence[int], splits: int) -> dict[str, Any]:
@@ -51,21 +49,21 @@ def _promises(model: Model, sizes: Sequence[int], splits: int) -> dict[str, Any]
     return {"sizes": found}
 
 
-def _shift(options: Namespace) -> dict[str, Any]:
-    return shift.measure(Model(options), read_events(options.events))
+def _shift(options: Namespace) -> Results:
+    yield shift.measure(Model(options), read_events(options.events))
 
 
-def _foreign(options: Namespace) -> dict[str, Any]:
+def _foreign(options: Namespace) -> Results:
     model = Model(options)
     kinds = foreign_texts(options, model.rows.texts)
-    return foreign.measure(model, kinds, options.encoder)
+    yield foreign.measure(model, kinds, options.encoder)
 
 
-def _cost(options: Namespace) -> dict[str, Any]:
-    return {"seconds": options.seconds, "rounds": cost.measure(options)}
+def _cost(options: Namespace) -> Results:
+    yield {"seconds": options.seconds, "rounds": cost.measure(options)}
 
 
-PARTS: dict[str, Callable[[Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Namespace], Results]] = {
     "halves": _halves,
     "sizes": _sizes,
     "shift": _shift,
@@ -76,26 +74,14 @@ PARTS: dict[str, Callable[[Namespace], dict[str, Any]]] = {
 
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="honest_answers.md", rounds=5)
-    add, data = parser.add_argument, harness.ROOT / "data"
+    add = parser.add_argument
     news = harness.ROOT / "checkpoints" / "news"
     add("--model", type=Path, default=news, help="an artefact (default: checkpoints/news)")
-    add(
-        "--dataset",
-        type=Path,
-        default=data / "ag_news",
-        help="folder with the rows that the model was trained on, and test rows (default: data/ag_news)",
-    )
-    add(
-        "--events",
-        type=Path,
-        default=data / "current_events.csv",
-        help="dated sentences of Wikipedia's Current Events: date, category and text (default: "
-        "data/current_events.csv)",
-    )
+    add_text_flags(parser)
     add(
         "--languages",
         type=Path,
-        default=data / "languages",
+        default=harness.ROOT / "data" / "languages",
         help="folder with a TSV file per language, with a column text (default: data/languages)",
     )
     add(
@@ -106,7 +92,7 @@ def _parse() -> Namespace:
         help="folders with a test.csv, with a column text, of other domains (default: none)",
     )
     add("--encoder", type=Path, help="folder of all-MiniLM-L6-v2, to compare with (default: none)")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    harness.add_parts_flag(parser, PARTS)
     add("--splits", type=positive, default=500, help="into halves (default: 500)")
     add(
         "--sizes",

@@ -2,7 +2,8 @@
 
 What a container is sized by: a server has some cores to itself, as in a container with that limit;
 the client takes the others, and shares them only when the server has all. Writes the page and, next
-to it, the rounds as JSON, after every round.
+to it, the rounds as JSON, after every round. The page has a section for each instruction set that
+was measured.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.processes import on_cores
 from benchmarks.serving.client import Load
+from benchmarks.serving.page import TITLES
 from benchmarks.serving.running import started
 from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.workload import read_workload
 from common.errors import UserError
 from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
+from inference.engines.native.library import instruction_sets
 
 MODULE = "benchmarks.sizing"
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "onnxruntime")
@@ -32,21 +35,30 @@ ENGINES = {"native": SERVERS["ours_native"], "onnx": SERVERS["ours_onnx"]}
 CLIENTS = 64
 STEADY_SHARE = 0.7
 MB = 1e6
-INTRODUCTION = """
+INTRODUCTION = f"""
 The rounds are in the JSON file next to this page. A server has its cores to itself and is sent single texts by
-{clients} clients, which run on the other cores (if the server has all cores, the clients share them). *texts/s*: the
-rate at which it answers them. *p50, p99*: latency in milliseconds if texts are sent evenly at {share:.0%} of that rate.
-*memory*: resident memory after load. *CPU-s*: CPU seconds of the server per 1,000 texts. *$*: dollars per million
-texts, at {dollars:.2f} dollars per core per hour (an assumption: `--dollars_per_core_hour`), if the server is kept
-busy; one that is idle half the time costs twice as much per text. Figures are medians over {rounds} rounds of
-{seconds:g} s per load.
+{CLIENTS} clients, which run on the other cores (if the server has all cores, the clients share them). *texts/s*: the
+rate at which it answers them. *p50, p99*: latency in milliseconds if texts are sent evenly at {STEADY_SHARE:.0%} of
+that rate. *memory*: resident memory after load. *CPU-s*: CPU seconds of the server per 1,000 texts. *$*: dollars per
+million texts if the server is kept busy; one that is idle half the time costs twice as much per text. Figures are
+medians over the rounds.
+
+`minilm_widened` is `minilm_agnews` with twice its width, and `bert_base` also has the 12 blocks of BERT-base
+(DistilBERT-base has 6, which `--blocks 6` gives). They stand for the time, the memory and the cost of such a model;
+repeated blocks answer nothing useful:
+
+```
+python -m benchmarks.serving.widen checkpoints/minilm_agnews checkpoints/minilm_widened
+python -m benchmarks.serving.widen checkpoints/minilm_agnews checkpoints/bert_base --blocks 12
+python -m inference.export checkpoints/bert_base --limit 100 --max_drop 100                  # and with --engine onnx
+```
 """
 Case = tuple[Path, str, int]  # model, engine, cores
 
 
 def main() -> None:
     options = _parse()
-    texts = {model: read_workload(model, options.texts).texts for model in options.models}
+    workloads = {model: read_workload(model, options.texts) for model in options.models}
     cases = {
         f"{model.name}, {engine}, cores: {cores}": (model, engine, cores)
         for model in options.models
@@ -55,8 +67,12 @@ def main() -> None:
         # A model may be exported for one engine alone.
         if ENGINES[engine].folder(model).is_dir()
     }
+    sizes = {model.name: found.facts["size"] for model, found in workloads.items()}
+    models = ", ".join(
+        f"{name} has {size['n_layers']} blocks of {size['dim']}" for name, size in sizes.items()
+    )
     run: dict[str, Any] = {
-        "facts": harness.measurement_facts(MODULE, PACKAGES),
+        "facts": harness.measurement_facts(MODULE, PACKAGES) | {"Models": models},
         "seconds": options.seconds,
         "dollars_per_core_hour": options.dollars_per_core_hour,
         "cases": [
@@ -66,14 +82,17 @@ def main() -> None:
     }
 
     def measure(case: Case, number: int) -> dict[str, float]:
-        return measure_server(*case, texts[case[0]], options.seconds)
+        return measure_server(*case, workloads[case[0]].texts, options.seconds)
 
+    # The other sections were measured on other machines and cannot be repeated here.
+    sections = harness.read_results(options.output.with_suffix(".json"))
+    sections[instruction_sets()[0]] = run
     for found in harness.run_rounds(
         cases, options.rounds, measure, lambda one: f"{one['texts_per_second']:.1f} texts/s"
     ):
         for case, figures in zip(run["cases"], found.values(), strict=True):
             case["rounds"].append(figures)
-        harness.write_page(options.output, render(run), run)
+        harness.write_page(options.output, render(sections), sections)
 
 
 def measure_server(
@@ -108,9 +127,17 @@ def measure_server(
         }
 
 
-def render(run: dict[str, Any]) -> str:
-    """The page of a run."""
+def render(sections: dict[str, dict[str, Any]]) -> str:
+    """The page: a section for each instruction set."""
+    parts = [
+        f"## {title}\n\n{_section(sections[name])}"
+        for name, title in TITLES.items()
+        if name in sections
+    ]
+    return harness.introduction(MODULE, "Sizing a server", INTRODUCTION) + "\n".join(parts)
 
+
+def _section(run: dict[str, Any]) -> str:
     def middle(figure: str, digits: int) -> Callable[[dict[str, Any]], str]:
         return lambda case: f"{median(found[figure] for found in case['rounds']):.{digits}f}"
 
@@ -128,19 +155,16 @@ def render(run: dict[str, Any]) -> str:
         "CPU-s": middle("cpu_s_per_1000", 1),
         "$": dollars,
     }
-    about = INTRODUCTION.format(
-        clients=CLIENTS,
-        share=STEADY_SHARE,
-        dollars=run["dollars_per_core_hour"],
-        rounds=len(run["cases"][0]["rounds"]),
-        seconds=run["seconds"],
-    )
-    text = harness.introduction(MODULE, "Sizing a server", about) + harness.fact_list(run["facts"])
-    return f"{text}\n{harness.table(columns, run['cases'])}"
+    facts = run["facts"] | {
+        "Rounds": f"{len(run['cases'][0]['rounds'])}, {run['seconds']:g} s per load",
+        "Price": f"{run['dollars_per_core_hour']:.2f} dollars per core per hour (an assumption: "
+        "`--dollars_per_core_hour`)",
+    }
+    return f"{harness.fact_list(facts)}\n{harness.table(columns, run['cases'])}"
 
 
 def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__, page="sizing.md", rounds=3)
+    parser = harness.Parser(MODULE, __doc__, page="sizing.md", rounds=5)
     add = parser.add_argument
     add("models", type=Path, nargs="+", help="model folders with their artefacts")
     add(

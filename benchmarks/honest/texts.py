@@ -6,7 +6,7 @@ import csv
 import random
 import string
 import sysconfig
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import ROOT
 from common import calibration, familiarity
 from common.calibration import Calibration, Floats
 from common.errors import UserError
@@ -126,6 +127,25 @@ class Event:
     year: str
     category: str
     text: str
+
+
+def add_text_flags(parser: ArgumentParser) -> None:
+    """Add ``--dataset`` and ``--events``, where the texts come from."""
+    data = ROOT / "data"
+    parser.add_argument(
+        "--dataset",
+        type=Path,
+        default=data / "ag_news",
+        help="folder in AG News' layout, with the rows that the model was trained on, and test rows "
+        "(default: data/ag_news)",
+    )
+    parser.add_argument(
+        "--events",
+        type=Path,
+        default=data / "current_events.csv",
+        help="dated sentences of Wikipedia's Current Events: date, category and text (default: "
+        "data/current_events.csv)",
+    )
 
 
 def read_events(path: Path) -> list[Event]:

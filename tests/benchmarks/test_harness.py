@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +94,33 @@ def test_a_page_is_written_with_its_results_and_one_that_cannot_be_is_one_error(
     (tmp_path / "torn.json").write_text(json.dumps({"rounds": [1]})[:-3])
     with pytest.raises(UserError, match="not valid JSON"):
         harness.read_results(tmp_path / "torn.json")
+
+
+def test_a_part_that_is_not_measured_again_keeps_what_the_page_has_of_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+
+    def measure(options: Namespace) -> Iterator[dict[str, Any]]:
+        yield {"value": 1}
+        yield {"value": 2}
+
+    def run(*parts: str) -> list[list[str]]:
+        written: list[dict[str, Any]] = []
+
+        def write(results: dict[str, Any]) -> None:
+            written.append(results)
+            harness.write_page(page, "", results)
+
+        cases = {"first": measure, "second": measure}
+        harness.measure_parts(Namespace(output=page, parts=parts), cases, "benchmarks.some", (), write)
+        return [list(results) for results in written]
+
+    assert run("second") == [["second"]] * 2
+    kept = harness.read_results(page.with_suffix(".json"))["second"]
+    assert run("first") == [["first", "second"]] * 2  # in the order of the page
+    results = harness.read_results(page.with_suffix(".json"))
+    assert results["second"] == kept
+    assert results["first"]["value"] == 2
+    assert "Machine" in results["first"]["facts"]
 
 
 def test_the_recorded_command_leaves_out_folders_and_flags_of_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:

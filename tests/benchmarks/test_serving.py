@@ -141,6 +141,23 @@ def test_a_widened_model_gives_the_same_logits(tmp_path: Path) -> None:
         torch.testing.assert_close(wide(ids).logits, narrow(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_repeated_blocks_are_those_of_the_source(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, num_labels=4
+    )
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "narrow")
+    widen_folder(tmp_path / "narrow", tmp_path / "deep", blocks=5)
+
+    deep, loaded = BertForSequenceClassification.from_pretrained(tmp_path / "deep", output_loading_info=True)
+
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
+    assert deep.config.num_hidden_layers == 5
+    blocks = deep.bert.encoder.layer
+    assert torch.equal(blocks[4].output.dense.weight, blocks[0].output.dense.weight)
+    assert not torch.equal(blocks[3].output.dense.weight, blocks[0].output.dense.weight)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "shown"),
