@@ -81,8 +81,9 @@ within a round to the big model alone. Of the requests of a load, {refused:.1%} 
 processes of this machine took {others:.0%} of its cores meanwhile (median).
 """
 WIDENED = """
-*{name}* is MiniLM widened to the size of DistilBERT-base, 768 channels and the same matrix products, in a way that
-keeps its function ([widen.py](serving/widen.py)). It gives MiniLM's answers at the cost of the bigger model.
+*{name}* is MiniLM widened to DistilBERT-base's 768 channels and matrix products, in a way that keeps its function
+([widen.py](serving/widen.py)). It gives MiniLM's answers at the cost of the bigger model. It has {blocks} blocks;
+DistilBERT-base has 6.
 """
 
 
@@ -248,5 +249,5 @@ def _rounds(part: Part) -> str:
 
 
 def _widened(part: Part) -> str:
-    names = [one["name"] for one in part["cases"] if one["name"].endswith("widened")]
-    return WIDENED.format(name=names[0]) if names else ""
+    found = [one for one in part["cases"] if one["name"].endswith("widened")]
+    return WIDENED.format(**found[0]) if found else ""

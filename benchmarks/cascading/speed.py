@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import tempfile
@@ -92,8 +93,11 @@ def measure_serving(options: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _begin(results: dict[str, Any], big: Path) -> dict[str, Any]:
-    results["cases"].append({"name": read_manifest(big).source["name"], "rounds": []})
-    return results["cases"][-1]
+    config = json.loads((big / "config.json").read_text())
+    blocks = config.get("num_hidden_layers", config.get("n_layers"))
+    case = {"name": read_manifest(big).source["name"], "blocks": blocks, "rounds": []}
+    results["cases"].append(case)
+    return case
 
 
 def _cascade(big: Path) -> Path:
