@@ -114,4 +114,4 @@ def test_head_is_answered_wherever_get_is(model_folder: Path) -> None:
         for path in ("/livez", "/demo"):
             assert client.post(path).headers["allow"] == "GET, HEAD"
         operations = client.get("/openapi.json").json()["paths"].values()
-        assert {method for methods in operations for method in methods} == {"get", "post"}
+        assert {method for methods in operations for method in methods} == {"get", "post", "put", "delete"}
