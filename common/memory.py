@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import sys
 
@@ -21,7 +20,6 @@ def release_free_memory() -> None:
         _GLIBC.malloc_trim(0)  # otherwise glibc keeps most of what is free now
 
 
-@functools.cache  # once in a process
 def limit_memory_pools() -> None:
     """Have all threads share two pools of memory; call it before they are started."""
     # glibc keeps a pool of memory for each thread, up to eight per core, and every load has new

@@ -235,13 +235,16 @@ class ServedModel:
         path = path or self.path
         async with self._loading:
             try:
-                limit_memory_pools()
+                others = self._among.loaded() if self._among else []
+                is_first = not others and self._current is None
+                if is_first:
+                    limit_memory_pools()
                 model = await _in_background(lambda: self._load_model(path, self._engine))
                 wanted = wanted_of(model, path, self._settings)
                 if self._among:
-                    others = self._among.loaded()
                     await _in_background(lambda: model.share_encoder(others))
-                _freeze_what_stays()
+                if is_first:
+                    _freeze_what_stays()
                 served = self._serving(model, wanted)
             except Exception as error:
                 self._was_refused = True
@@ -352,7 +355,6 @@ async def _drain(served: Served) -> None:
     release_free_memory()
 
 
-@functools.cache  # once in a process
 def _freeze_what_stays() -> None:
     # Modules imported by now live as long as the server, so the collector looks at them this once
     # and never again. Otherwise it would go through hundreds of thousands of objects every few
