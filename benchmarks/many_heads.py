@@ -26,11 +26,11 @@ NUM_TEXTS = 64
 INTRODUCTION = """
 {heads} models on one encoder: {given} artefacts that were trained with `--method head` on the same base{copies}
 *memory*: resident memory of the process after load, without a web server. *ms/text*: one thread, a forward pass for the
-first model alone, and one for all models, in turn over {texts} texts of {dataset}: one text per pass, or {batch}.
+first model only, and one for all models, in turn over {texts} texts of {dataset}: one text per pass, or {batch}.
 Tokenizing is not in it, and happens once for all. *Equal*: for these texts, every model's scores have the bits that it
-gave alone, in the pass for all and in its own; for some of them, its calibrated answers and their familiarity were
-compared too. The table for the familiarity takes {table} per model here; it grows with the training texts, to 256 KiB
-and a byte per token. Figures are medians over {rounds} rounds, with the smallest and the largest.
+gave on its own, in the pass for all and in a pass for it only; for some texts, its calibrated answers and their
+familiarity were compared too. The table for the familiarity takes {table} per model here; it grows with the training
+texts, up to 256 KiB and a byte per token. Figures are medians over {rounds} rounds, with the smallest and the largest.
 """
 
 
@@ -59,9 +59,7 @@ def main() -> None:
     files = [path / FAMILIARITY_FILE for path in artefacts if (path / FAMILIARITY_FILE).is_file()]
     table = sum(file.stat().st_size for file in files) / len(artefacts) / 1024
     given, times = len(artefacts), -(-options.heads // len(artefacts))
-    note = (
-        f",\neach {times} times at most, with the numbers of its head times 1.001, 1.002 and so on."
-    )
+    note = f",\nused up to {times} times each, with the numbers of its head times 1.001, 1.002 and so on."
     text = INTRODUCTION.format(
         heads=options.heads,
         given=given,
