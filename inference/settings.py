@@ -173,8 +173,8 @@ class Settings(BaseModel):
         default=1000,
         ge=1,
         description="Most connections at a time; fewer if the process may not open so many files "
-        "(`ulimit -n`). While nine tenths of them wait for answers, further texts are refused with "
-        "503 server_busy. When all are in use, a new one closes the one that has been idle "
+        "(`ulimit -n`). While half of them wait for answers, further texts are refused with 503 "
+        "server_busy. When all are in use, a new one closes the one that has been idle "
         "longest; if none has been idle for a second, it is refused with 503.",
     )
     max_connection_age_s: float = Field(

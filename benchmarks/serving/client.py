@@ -73,7 +73,8 @@ class Tally:
         # better the more texts a server turns away.
         self.seconds: dict[str, list[float]] = {}
         self.done_at: list[float] = []
-        self.client_rates: list[float] = []
+        # Cores' worth of processor time that this client took while it was sending.
+        self.client_cores = 0.0
         self.lateness: list[float] = []
 
     def answered(self, status: str, since: float, now: float) -> None:
@@ -84,18 +85,20 @@ class Tally:
             self.done_at.append(now)
 
     def summary(self, load: Load, began: float) -> dict[str, Any]:
-        in_time = sum(at - began <= load.seconds for at in self.done_at)
+        # Closed loop: all answers, over the time until the last of them. The rates of single clients
+        # until their own last answers would add up to more than the server gives: all clients
+        # begin at once, so their first answers take half as long on average as all later ones. With
+        # 64 clients that get three answers each, the sum is a sixth too high.
+        # Open loop: answers while requests were being sent; later ones belong to no steady state.
+        end = max(self.done_at, default=began) if load.clients else began + load.seconds
+        in_time = sum(at <= end for at in self.done_at)
         return {
             "load": asdict(load),
             "outcomes": {name: count for name, count in self.outcomes.items() if count},
             "latency": {status: _quantiles(values) for status, values in self.seconds.items()},
-            # Closed loop: each client's answers over the time they took, which ends with its own
-            # last answer: counting to a common end would add or drop whole batches of simultaneous
-            # answers. Open loop: answers while requests were being sent; later ones belong to no
-            # steady state.
-            "texts_per_second": load.texts
-            * (sum(self.client_rates) if load.clients else in_time / load.seconds),
+            "texts_per_second": load.texts * in_time / (end - began) if in_time else 0.0,
             "texts_answered": load.texts * self.outcomes["200"],
+            "client_cores": self.client_cores,
             "lateness_p99": _quantiles(self.lateness)["p99"] if self.lateness else 0.0,
         }
 
@@ -118,8 +121,6 @@ class Connection:
     socket: socket.socket
     received: bytearray = field(default_factory=bytearray)
     since: float = 0.0
-    answered: int = 0
-    last_answer: float = 0.0
     is_last: bool = False  # the server closes the connection after this answer
 
     def status(self) -> str | None:
@@ -161,7 +162,7 @@ class Client:
     def closed_loop(self) -> float:
         """Run the clients of a closed loop; returns the time at which they began."""
         connections = [self._connect() for _ in range(self.load.clients)]
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         end = began + self.load.seconds
         # All connections are open before the first request: a handshake is no part of an answer.
         waiting = {
@@ -171,21 +172,19 @@ class Client:
             for connection, status in self._answers(end + self.load.patience - now):
                 now = time.perf_counter()
                 waiting.discard(connection)
-                self._count(connection, status, now)
+                self.tally.answered(status, connection.since, now)
                 # A client whose connection ends stops: reconnecting would hide the failure.
                 if now < end and _can_go_on(connection, status) and self._send(connection, now):
                     waiting.add(connection)
         # These are not dropped: a server that never answers its slowest requests would have a
         # better p99 than one that does.
         self.tally.outcomes[NO_ANSWER] += len(waiting)
-        self.tally.client_rates = _client_rates(connections, began)
+        self._count_cores(began, cpu)
         return began
 
-    def _count(self, connection: Connection, status: str, now: float) -> None:
-        self.tally.answered(status, connection.since, now)
-        if status == "200":
-            connection.answered += 1
-            connection.last_answer = now
+    def _count_cores(self, began: float, cpu: float) -> None:
+        seconds = time.perf_counter() - began
+        self.tally.client_cores = (time.process_time() - cpu) / seconds
 
     def open_loop(self) -> float:
         """Send at a fixed rate, on as many connections as that takes; returns the time at which it began."""
@@ -193,7 +192,7 @@ class Client:
         # server that falls behind needs more of them, which are opened on the way.
         free = deque(self._connect() for _ in range(64))
         waiting: set[Connection] = set()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for due in _send_times(self.load, began):
             while (now := time.perf_counter()) < due:
                 self._take_answers(due - now, waiting, free)
@@ -214,6 +213,7 @@ class Client:
             # Without waiting: what has been answered meanwhile frees its connection, so the next
             # request need not open another one.
             self._take_answers(0, waiting, free)
+        self._count_cores(began, cpu)
         end = began + self.load.seconds + self.load.patience
         while waiting and (now := time.perf_counter()) < end:
             self._take_answers(end - now, waiting, free)
@@ -274,11 +274,6 @@ class Client:
 
 def _can_go_on(connection: Connection, status: str) -> bool:
     return status != BROKEN and not connection.is_last
-
-
-def _client_rates(connections: Sequence[Connection], began: float) -> list[float]:
-    """Each client's answers per second, until its own last answer."""
-    return [one.answered / (one.last_answer - began) for one in connections if one.answered]
 
 
 def _send_times(load: Load, began: float) -> Iterator[float]:

@@ -58,11 +58,11 @@ a time, and each is started from scratch. Figures are medians over rounds; a rat
 round.
 """
 
-CLOSED_LOOP = f"""
+CLOSED_LOOP = """
 ### Closed loop: each client sends when it has its answer
 
-*texts/s*: each client's answers divided by the time they took, summed over the clients. *1, 8, 64 clients* send single
-texts; *lists* are one client's requests of {BATCH} texts. *not answered*: requests that ended in anything but a 200,
+*texts/s*: {how}. *1, 8, 64 clients* send single
+texts; *lists* are one client's requests of {batch} texts. *not answered*: requests that ended in anything but a 200,
 over all loads and rounds. Nothing is cached.
 
 """
@@ -82,7 +82,10 @@ OPEN_OVERLOAD = f"""
 *answered in time*: answers with 200 while texts were being sent. *refused*: 429 or 503. *accepted and lost*: requests
 that were neither refused nor answered with 200, because they timed out on the server (408, 504), failed, were broken
 off, or were still unanswered {PATIENCE:.0f} s after the last one was sent. A server with no bound on its queue refuses
-nothing, so what it cannot process comes late or is lost.
+nothing, so what it cannot process comes late or is lost. *÷ capacity*: the capacity is the rate with 64 clients in the
+same round. *the client apart*: the same, of the part of this capacity that the client left. It needs more of the
+cores here than with 64 clients, as it sends several times as many texts, and elsewhere it would run on another machine.
+Its share is its processor time while it sends; what its load costs the server's caches is not in it.
 
 """
 
@@ -195,6 +198,19 @@ LONE = latency(ONE, "p50")
 # Goodput under overload as a share of the capacity, and how much longer than a lone client the
 # slowest hundredth waits.
 CAPACITY_KEPT = ratio_of(rate(OVERLOAD), rate(MANY))
+
+
+def client_share(load: str) -> Figure:
+    """The share of the cores that the client takes while it sends."""
+    return lambda measured: measured[load]["client_share_sending"]
+
+
+def kept_apart(measured: Measured) -> float:
+    """Goodput under overload as a share of the capacity that the client left."""
+    left, left_at_capacity = (1 - client_share(load)(measured) for load in (OVERLOAD, MANY))
+    return CAPACITY_KEPT(measured) * left_at_capacity / left
+
+
 STEADY_TAIL = ratio_of(latency(STEADY, "p99"), LONE)
 MANY_TAIL = ratio_of(latency(MANY, "p99"), latency(MANY, "p50"))
 START: Figure = itemgetter("start_s")
@@ -305,7 +321,7 @@ def _section(run: dict[str, Any]) -> str:
         [
             fact_list(facts),
             f"\n### Goals\n\n{goals}" if goals else "",
-            CLOSED_LOOP,
+            CLOSED_LOOP.format(batch=BATCH, how=_how_rates_are_counted(results)),
             *_closed_loop(results),
             OPEN_STEADY,
             _steady(results),
@@ -337,6 +353,13 @@ def _worst(figure: Figure) -> Callable[[Results], float | None]:
     # For promises that hold always and not on average: a median would hide the one round in which a
     # request was lost.
     return lambda results: max(results.series(OURS, figure), default=None)
+
+
+def _kept_together(results: Results) -> float | None:
+    """Of older rounds, in which the client's share while it sends was not measured."""
+    if results.series(OURS, kept_apart):
+        return None
+    return results.median(OURS, CAPACITY_KEPT)
 
 
 def _against(
@@ -372,7 +395,8 @@ GOALS: tuple[Row, ...] = (
     ("1 client, median ÷ mosec tuned's", _against(TUNED, LONE, max), MOST, 0.7, 0.7, "{:.2f}"),
     ("lists of 64, × mosec tuned", _against(TUNED, rate(LISTS)), LEAST, 1.3, 1.4, "{:.2f}"),
     ("70% of capacity, p99 ÷ a lone client's median", _middle(STEADY_TAIL), MOST, 6, 6, "{:.1f}"),
-    ("3 × capacity, goodput ÷ capacity", _middle(CAPACITY_KEPT), LEAST, 0.9, 0.9, "{:.2f}"),
+    ("3 × capacity, goodput ÷ capacity", _kept_together, LEAST, 0.9, 0.9, "{:.2f}"),
+    ("3 × capacity, goodput ÷ capacity, client apart", _middle(kept_apart), LEAST, 0.9, 0.9, "{:.2f}"),
     ("3 × capacity, p99 of a refusal", _worst(REFUSAL_P99_MS), MOST, 10, 10, "{:.1f} ms"),
     ("3 × capacity, accepted and lost", _worst(outcomes(OVERLOAD, LOST)), MOST, 0, 0, "{:.0f}"),
     ("first answer after the start", _middle(START), MOST, 1.0, 1.0, "{:.2f} s"),
@@ -408,6 +432,13 @@ def goals_table(results: Results) -> str:
 
 def _title(name: str) -> str:
     return SERVERS[name].title
+
+
+def _how_rates_are_counted(results: Results) -> str:
+    if any("client_share_sending" in load for load in results.loads()):
+        return "all answers, divided by the time until the last of them"
+    # A little more than the server gives, the more so the fewer answers each client got.
+    return "each client's answers divided by the time they took, summed over the clients"
 
 
 def _closed_loop(results: Results) -> list[str]:
@@ -469,6 +500,8 @@ def _overload(results: Results) -> str:
         "sent, texts/s": results.cell(lambda measured: measured[OVERLOAD]["load"]["rate"]),
         "answered in time, texts/s": results.cell(rate(OVERLOAD)),
         "÷ capacity": results.cell(CAPACITY_KEPT, digits=2),
+        "the client's share, %": results.cell(client_share(OVERLOAD), 100),
+        "÷ capacity, the client apart": results.cell(kept_apart, digits=2),
         "p50 / p99 ms of those answered": _joined(" / ", *answered),
         "refused": results.total(outcomes(OVERLOAD, REFUSALS)),
         "refusals, p50 / p99 ms": _joined(" / ", *refused),

@@ -173,6 +173,7 @@ class Running:
         # Of all core-seconds of this time: what was used by neither server nor client disturbs the
         # load.
         cores = (time.monotonic() - began) * (os.cpu_count() or 1)
+        result["client_share_sending"] = result["client_cores"] / (os.cpu_count() or 1)
         # Stolen is what the host gave to other guests of its machine, which no process here shows.
         busy, stolen = (
             after - before for after, before in zip(_machine_seconds(), machine, strict=True)

@@ -14,8 +14,9 @@ import contextlib
 import logging
 import random
 import resource
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ _REFUSAL_S = 1.0
 # Files that the process opens for other things: loading a model, the log, DNS; half of them for
 # refused clients.
 _SPARE_FILES = 64
-# One connection out of so many is kept for requests that are refused.
-_SPARE_SHARE = 10
+# Connections that are accepted in one turn of the event loop, besides the one that uvloop accepts.
+_ACCEPTED_AT_ONCE = 64
 _CLOSE = (b"connection", b"close")
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
@@ -71,6 +72,9 @@ class ConnectionKeeper:
         self._answer_early = answer_early
         self._open: set[Any] = set()
         self._refused: set[asyncio.Transport] = set()
+        self._server: Any = None
+        self._will_accept = False
+        self._accepting: set[asyncio.Task[Any]] = set()
         # Until then no connection can have been idle for long enough to be ended.
         self._full_until = 0.0
 
@@ -81,6 +85,7 @@ class ConnectionKeeper:
             yield
             return
         self._max_connections = _within_file_limit(self._max_connections)
+        self._server = server
         protocol = server.config.http_protocol_class
         server.config.http_protocol_class = self._watched(protocol)
         task = asyncio.create_task(self._close_stuck_connections())
@@ -92,14 +97,21 @@ class ConnectionKeeper:
 
     @property
     def most_requests(self) -> int:
-        """On how many connections requests may be in progress, so that some are left for refusals."""
-        return self._max_connections - self._max_connections // _SPARE_SHARE
+        """On how many connections requests may be in progress, so that some are left for refusals.
+
+        Half of them: clients that are refused for a tenth of a second need as many connections as
+        come in that time. With a tenth of 1,000 left for them, 2,000 requests per second soon
+        filled all, so that most refusals came on a new connection, which costs several times as
+        much.
+        """
+        return self._max_connections - self._max_connections // 2
 
     def _watched(self, protocol: type[Any]) -> type[Any]:
         keeper = self
 
         class WatchedProtocol(corrected(protocol, keeper._answer_early)):
             def connection_made(self, transport: asyncio.Transport) -> None:
+                keeper._accept_more_soon()
                 if not keeper._has_room():
                     keeper._refuse(transport)
                     return
@@ -146,6 +158,43 @@ class ConnectionKeeper:
                     self.transport.abort()
 
         return WatchedProtocol
+
+    def _accept_more_soon(self) -> None:
+        """Accept what else has come, in the next turn of the event loop.
+
+        uvloop accepts one connection per turn of its loop (libuv since 1.45). Under overload a turn
+        takes tens of milliseconds, so clients would wait for seconds to be accepted.
+        """
+        if not self._will_accept:
+            self._will_accept = True
+            asyncio.get_running_loop().call_soon(self._accept_more)
+
+    def _accept_more(self) -> None:
+        self._will_accept = False
+        server, loop = self._server, asyncio.get_running_loop()
+        if not server.started:
+            return
+
+        def connection() -> asyncio.Protocol:  # as uvicorn makes it
+            return server.config.http_protocol_class(
+                config=server.config,
+                server_state=server.server_state,
+                app_state=server.lifespan.state,
+            )
+
+        # A server that is closed has no sockets any more.
+        for one in [one for each in server.servers for one in each.sockets]:
+            for accepted in _accepted(one.fileno(), one.family):
+                making = loop.connect_accepted_socket(connection, accepted, ssl=server.config.ssl)
+                task = loop.create_task(making)
+                self._accepting.add(task)
+                task.add_done_callback(self._made)
+
+    def _made(self, task: asyncio.Task[Any]) -> None:
+        self._accepting.discard(task)
+        # A TLS handshake may fail: that is between its client and its log.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("a connection was not made: %s", error)
 
     def _has_room(self) -> bool:
         """Whether one more may be open; the one that has been idle longest is ended for it."""
@@ -248,6 +297,21 @@ class _Refused(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._still_open.discard(self._transport)
+
+
+def _accepted(number: int, family: int) -> Iterator[socket.socket]:
+    """The connections that wait at a listening socket, but no more than are accepted at once."""
+    # uvloop shows its sockets without their `accept`, and the file stays its own.
+    listening = socket.socket(family, socket.SOCK_STREAM, fileno=number)
+    try:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            accepted, _ = listening.accept()
+            accepted.setblocking(False)
+            yield accepted
+    except OSError:  # none is left, or the process may open no more files
+        pass
+    finally:
+        listening.detach()
 
 
 def _awaits_headers(connection: Any) -> bool:

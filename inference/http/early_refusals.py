@@ -23,7 +23,7 @@ from inference.http.server_parts import Parts
 # A browser's page may get 403 or needs CORS headers; `expect` and chunks change how a body arrives.
 _LEFT_TO_THE_GATE = frozenset((b"origin", b"sec-fetch-site", b"expect", b"transfer-encoding"))
 # Seconds for which refusals have the same figures in their message, which is most of their cost.
-_SAME_MESSAGE_S = 0.01
+_SAME_MESSAGE_S = 0.1
 _ANY_ID = b"REQUEST-ID"
 
 

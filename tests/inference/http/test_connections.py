@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -12,7 +13,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import uvicorn
+import uvloop
+from starlette.types import Receive, Scope, Send
 
+from inference.http.connections import ConnectionKeeper
 from tests.inference.servers import Server, free_port, metric, running, stand_in_server
 from tests.processes import wait_until
 
@@ -274,14 +279,14 @@ def test_a_connection_beyond_the_limit_is_refused_while_all_others_are_at_work(
 ) -> None:
     body = b'{"text": "oil prices rise again"}'
     request = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    with stand_in_server(model_folder, tmp_path, 0.5, MAX_CONNECTIONS="3") as server, ExitStack() as stack:
+    # Of several, half would be kept for requests that are refused.
+    with stand_in_server(model_folder, tmp_path, 0.5, MAX_CONNECTIONS="1") as server, ExitStack() as stack:
         num_files = _num_files(server)
         server.client.close()
         wait_until(lambda: _num_files(server) < num_files)
-        at_work = [stack.enter_context(_connected(server, request)) for _ in range(3)]
+        at_work = stack.enter_context(_connected(server, request))
         wait_until(lambda: b"503 Service Unavailable" in _first_line(server))
-        for connection in at_work:
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert at_work.recv(4096).startswith(b"HTTP/1.1 200 OK")
         wait_until(lambda: _first_line(server) == b"HTTP/1.1 200 OK")  # once they have been idle for a second
 
 
@@ -304,6 +309,37 @@ def test_of_many_clients_that_come_at_once_each_is_answered_or_refused(
         server.process.send_signal(signal.SIGCONT)
         lines = [connection.recv(4096).partition(b"\r\n")[0] for connection in clients]
         assert set(lines) == {b"HTTP/1.1 200 OK", b"HTTP/1.1 503 Service Unavailable"}
+
+
+@pytest.mark.parametrize("where", ["port", "uds"])
+def test_connections_that_wait_are_accepted_in_a_few_turns_of_the_event_loop(where: str, tmp_path: Path) -> None:
+    # uvloop alone accepts one per turn.
+    address = {"port": 0, "uds": str(tmp_path / "socket")}
+
+    async def run() -> None:
+        config = uvicorn.Config(_no_application, log_config=None, ws="none", lifespan="off", **{where: address[where]})
+        config.load()
+        server = uvicorn.Server(config)
+        async with ConnectionKeeper(1000, 60, 0, lambda *_: None).watching(server):
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            listening = server.servers[0].sockets[0]
+            with ExitStack() as stack:
+                for _ in range(40):
+                    client = stack.enter_context(socket.socket(listening.family))
+                    client.connect(listening.getsockname())
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert len(server.server_state.connections) == 40
+            server.should_exit = True
+            await serving
+
+    uvloop.run(run())
+
+
+async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("no request was sent")
 
 
 def test_clients_that_are_refused_in_a_flood_leave_no_errors_in_the_log(model_folder: Path, tmp_path: Path) -> None:
