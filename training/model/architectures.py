@@ -16,19 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
 from common.text import segments_of, type_separator
-from training.model.dropout import RowDropout
+from training.model.attention import row_attention
 
-ROW_ATTENTION = "row_dropout"
 # A block multiplies by twelve matrices of (hidden, hidden): four in attention, eight in the
 # feed-forward layers. If it computes one token, only those of keys and values still work on all
 # tokens.
@@ -255,81 +248,6 @@ def key_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     if attention_mask.device.type == "cpu" and bool(attention_mask.all()):
         return None
     return attention_mask.bool()[:, None, None, :]
-
-
-def _trains_slowly_when_fused(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether separate operations are faster than PyTorch's fused kernel, forward and backward
-    together.
-
-    On CPUs with AMX, PyTorch 2.13: in bf16 they are 1.4 to 10 times as fast for 16 to 512 tokens,
-    since the fused backward does not use the matrix units; in fp32 up to about 64 tokens.
-    """
-    if query.device.type != "cpu" or not (torch.is_grad_enabled() and query.requires_grad):
-        return False
-    return query.dtype == torch.bfloat16 or key.shape[2] <= 64
-
-
-# The parameters are those that transformers calls an attention function with.
-def row_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention for ``transformers``, with the masks of :class:`RowDropout` on
-    the CPU.
-
-    Args:
-        query, key, value: (batch, heads, queries or keys, head size); keys may have fewer heads.
-        attention_mask: bool, broadcastable to (batch, heads, queries, keys). If None, a module with
-            ``is_causal`` set attends to earlier tokens only.
-
-    Returns:
-        (batch, queries, heads, head size), and None for the weights.
-    """
-    drop = getattr(module, "dropout", None)
-    drops = dropout > 0 and isinstance(drop, RowDropout) and drop.masks_attention(query)
-    is_causal = (
-        attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
-    )
-    groups = query.shape[1] // key.shape[1]  # query heads that share one head of keys and values
-    if not drops and (dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)):
-        given = (query, key, value, attention_mask, dropout, is_causal)
-        context = F.scaled_dot_product_attention(*given, scale=scaling, enable_gqa=groups > 1)
-        return context.transpose(1, 2).contiguous(), None
-    # The fused kernel draws its own dropout mask. Ours has to be applied to the weights, so they
-    # are computed here.
-    if groups > 1:
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    weights = _attention_weights(query, key, attention_mask, scaling)
-    if drops:
-        weights = drop(weights)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
-
-
-def _attention_weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
-    """(batch, heads, queries, keys), each row a distribution over the keys."""
-    # The query is scaled, not the product: it is smaller, unless a text is shorter than a head is
-    # wide.
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query * scale, key.transpose(2, 3))
-    if attention_mask is not None:
-        # Not minus infinity: a row without any token would become NaN.
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1)
-
-
-AttentionInterface.register(ROW_ATTENTION, row_attention)
-AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
 
 
 def _attend_first(

@@ -35,13 +35,8 @@ from common.weights import changes_nothing, read_weights
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import model_place
 from training.facts import TINY
-from training.model.architectures import (
-    ROW_ATTENTION,
-    architecture_of,
-    find_blocks,
-    mask_of,
-    token_types,
-)
+from training.model.architectures import architecture_of, find_blocks, mask_of, token_types
+from training.model.attention import ROW_ATTENTION
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import FAMILY_OF, keep_blocks
 from training.model.pooling import MEAN, POOLING_KEY, add_mean_block, can_have_mean_block
