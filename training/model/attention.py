@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from training.model.dropout import RowDropout
+from training.model.packing import Packing
 
 ROW_ATTENTION = "row_dropout"
 # Attention weights computed together, half a megabyte in fp32. Measured with 12 heads and 50 tokens
@@ -45,7 +46,7 @@ def row_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Packing | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **_: Any,
@@ -54,19 +55,23 @@ def row_attention(
 
     Args:
         query, key, value: (batch, heads, queries or keys, head size); keys may have fewer heads.
+            Packed rows have a batch of 1, except for queries if each row has a single one.
         attention_mask: bool, broadcastable to (batch, heads, queries, keys). If None, a module with
             ``is_causal`` set attends to earlier tokens only.
 
     Returns:
         (batch, queries, heads, head size), and None for the weights.
     """
+    packing = attention_mask if isinstance(attention_mask, Packing) else None
     drop = getattr(module, "dropout", None)
     drops = dropout > 0 and isinstance(drop, RowDropout) and drop.masks_attention(query)
     is_causal = (
         attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
     )
     groups = query.shape[1] // key.shape[1]  # query heads that share one head of keys and values
-    if not drops and (dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)):
+    if not (drops or packing) and (
+        dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)
+    ):
         given = (query, key, value, attention_mask, dropout, is_causal)
         context = F.scaled_dot_product_attention(*given, scale=scaling, enable_gqa=groups > 1)
         return context.transpose(1, 2).contiguous(), None
@@ -79,18 +84,15 @@ def row_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():  # the compiler fuses, and would unroll the loop over rows
         return _attend_compiled(query * scale, key, value, attention_mask, drop if drops else None)
+    plan = _plan(query, key, scale, packing, drop if drops else None)
     draws = None
     if drops:
-        shape = torch.Size((*query.shape[:3], key.shape[2]))
-        draws = drop.draws(shape, query.device)
-    plan = _Plan(
-        _groups(len(query), query.shape[1] * query.shape[2] * key.shape[2]),
-        scale,
-        drop.lowest_kept if drops else 0,
-        drop.scale if drops else 1.0,
-    )
+        # Rows that are packed get the masks that they have when they are padded.
+        rows, length = packing.shape if packing else (len(query), key.shape[2])
+        queries = query.shape[2] if plan.packed_queries is None else length
+        draws = drop.draws(torch.Size((rows, query.shape[1], queries, length)), query.device)
     bias = None
-    if attention_mask is not None:
+    if attention_mask is not None and not packing:
         # Not minus infinity: a row without any token would become NaN.
         bias = query.new_zeros(attention_mask.shape)
         bias.masked_fill_(~attention_mask, torch.finfo(query.dtype).min)
@@ -114,26 +116,30 @@ def _attend_compiled(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
 
 
-def _groups(rows: int, weights_per_row: int) -> list[slice]:
-    """Consecutive rows of a batch whose weights are computed together."""
-    size = max(1, WEIGHTS_AT_ONCE // weights_per_row)
-    return [slice(first, first + size) for first in range(0, rows, size)]
-
-
 @dataclass(frozen=True)
 class _Plan:
-    """How attention is computed: which rows together, the scale of the scores, and what dropout
-    keeps (see :class:`RowDropout`).
+    """How attention is computed: which consecutive rows together, which states are packed, the
+    scale of the scores, and what dropout keeps (see :class:`RowDropout`).
     """
 
     groups: Sequence[slice]
+    packed_queries: Packing | None
+    packed_keys: Packing | None
     scale: float
     lowest_kept: int
     dropout_scale: float
 
-    def cut(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """(batch, heads, tokens, size) -> of each group, (rows, heads, tokens, size), not copied."""
+    def cut(self, states: torch.Tensor, packing: Packing | None = None) -> list[torch.Tensor]:
+        """(batch, heads, tokens, size) -> of each group (rows, heads, tokens, size), not copied."""
+        if packing:
+            return [packing.cut(states, group) for group in self.groups]
         return [states[group] for group in self.groups]
+
+    def cut_queries(self, *states: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [self.cut(one, self.packed_queries) for one in states]
+
+    def cut_keys(self, *states: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [self.cut(one, self.packed_keys) for one in states]
 
     def drop(self, weights: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
         """The weights, or their gradients, that dropout leaves, scaled."""
@@ -141,7 +147,8 @@ class _Plan:
             return weights
         # Compared as floats, fp32 or wider, which hold every draw: in PyTorch 2.13 that takes half
         # as long as to make bools and multiply by them.
-        kept = draws.flatten(0, 1).to(weights.dtype).ge_(self.lowest_kept)
+        queries, keys = weights.shape[1:]
+        kept = draws[:, :, :queries, :keys].flatten(0, 1).to(weights.dtype).ge_(self.lowest_kept)
         return kept.mul_(weights).mul_(self.dropout_scale)
 
 
@@ -162,13 +169,13 @@ class _RowAttention(torch.autograd.Function):
         draws: torch.Tensor | None,
         plan: _Plan,
     ) -> torch.Tensor:
-        rows, heads, queries, size = query.shape
-        context = query.new_empty(rows, queries, heads, size)
+        context = query.new_empty(query.transpose(1, 2).shape)
         all_weights = []
         # Autocast would convert what is in half precision already.
         with torch.autocast("cpu", enabled=False):
-            for q, k, v, out, b, d in zip(
-                *map(plan.cut, (query, key, value, context.transpose(1, 2))),
+            for q, out, k, v, b, d in zip(
+                *plan.cut_queries(query, context.transpose(1, 2)),
+                *plan.cut_keys(key, value),
                 *(_cut_or_none(plan, given) for given in (bias, draws)),
                 strict=True,
             ):
@@ -194,12 +201,12 @@ class _RowAttention(torch.autograd.Function):
         query, key, value, draws, *all_weights = ctx.saved_tensors
         # Of the same layout as their states, so that the projections' backward passes copy nothing.
         of_query, of_key, of_value = map(torch.empty_like, (query, key, value))
-        cut = map(
-            plan.cut,
-            (query, key, value, gradient.transpose(1, 2), of_query, of_key, of_value),
-        )
-        for q, k, v, g, dq, dk, dv, d, weights in zip(
-            *cut, _cut_or_none(plan, draws), all_weights, strict=True
+        for q, g, dq, k, v, dk, dv, d, weights in zip(
+            *plan.cut_queries(query, gradient.transpose(1, 2), of_query),
+            *plan.cut_keys(key, value, of_key, of_value),
+            _cut_or_none(plan, draws),
+            all_weights,
+            strict=True,
         ):
             q, k, v, g = (q * plan.scale).flatten(0, 1), *(x.flatten(0, 1) for x in (k, v, g))
             dropped = plan.drop(weights, d).to(v.dtype)
@@ -211,6 +218,29 @@ class _RowAttention(torch.autograd.Function):
             dq.copy_(torch.bmm(of_scores, k).mul_(plan.scale).view(dq.shape))
             dk.copy_(torch.bmm(of_scores.transpose(1, 2), q).view(dk.shape))
         return of_query, of_key, of_value, None, None, None
+
+
+def _plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    packing: Packing | None,
+    drop: RowDropout | None,
+) -> _Plan:
+    heads = query.shape[1]
+    if packing:
+        groups = packing.groups(max(1, WEIGHTS_AT_ONCE // (heads * packing.shape[1])))
+    else:
+        size = max(1, WEIGHTS_AT_ONCE // (heads * query.shape[2] * key.shape[2]))
+        groups = [slice(first, first + size) for first in range(0, len(query), size)]
+    return _Plan(
+        groups,
+        packing if len(query) == 1 else None,
+        packing,
+        scale,
+        drop.lowest_kept if drop else 0,
+        drop.scale if drop else 1.0,
+    )
 
 
 def _at_least_fp32(states: torch.Tensor) -> torch.dtype:

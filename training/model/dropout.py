@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from training.model.packing import Packing
+
 _DRAWS_PER_BLOCK = 16  # a Philox-4x64 block holds four 64-bit numbers, each four 16-bit draws
 _DRAWS_PER_NUMBER = 4
 _LEVELS = 1 << 16
@@ -35,21 +37,23 @@ class DropoutStream:
         self.seed = 0
         self.step = 0
         self.first_row = 0
+        # If the rows of the micro-batch are joined without padding.
+        self.packing: Packing | None = None
         # With tensor parallelism, the number of this rank: each draws other masks from torch's
         # generator.
         self.tensor_rank: int | None = None
 
-    def move(self, seed: int, step: int, first_row: int) -> None:
-        self.seed, self.step, self.first_row = seed, step, first_row
+    def move(self, seed: int, step: int, first_row: int, packing: Packing | None = None) -> None:
+        self.seed, self.step, self.first_row, self.packing = seed, step, first_row, packing
 
     @property
-    def position(self) -> tuple[int, int, int]:
-        return self.seed, self.step, self.first_row
+    def position(self) -> tuple[int, int, int, Packing | None]:
+        return self.seed, self.step, self.first_row, self.packing
 
     def seed_torch(self, *more: int) -> None:
         """Seed torch's own generators by this position, the tensor-parallel rank and ``more``."""
         split = () if self.tensor_rank is None else (self.tensor_rank,)
-        torch.manual_seed(hash((*self.position, *more, *split)) % 2**63)
+        torch.manual_seed(hash((*self.position[:3], *more, *split)) % 2**63)
 
     def draws(self, site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -136,6 +140,11 @@ class RowDropout(nn.Module):
 
     def draws(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """A draw for each value of a tensor of that shape, int16."""
+        packing = self.stream.packing
+        if packing and shape[:2] == (1, packing.tokens):
+            # The masks that these rows have when they are padded.
+            padded = torch.Size((*packing.shape, *shape[2:]))
+            return packing.pack(self.stream.draws(self.site, padded, device))
         return self._part_of(lambda whole: self.stream.draws(self.site, whole, device), shape)
 
     def masks_attention(self, query: torch.Tensor) -> bool:

@@ -31,6 +31,9 @@ class DDPStrategy(Strategy):
         model.to(self.ranks.device).train()
         to_fp32(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
+        # A new number of tokens would be compiled again. GPUs were not tried: their lengths are
+        # rounded up, and to read them would make the host wait.
+        model.packs_rows = self.ranks.device.type == "cpu" and not self.config.compile
         self.unsynchronized_model = model  # only the backward pass waits for other ranks
         self.replica: nn.Module = model
         if self.ranks.is_distributed:
