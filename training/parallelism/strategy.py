@@ -30,6 +30,7 @@ from training.model.precision import LossScale, autocast
 from training.monitoring.phases import Phases
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
+from training.parallelism.host_memory import keep_freed_memory
 from training.parallelism.state import (
     SavedState,
     StrategyState,
@@ -83,6 +84,8 @@ class Strategy:
         precision: str,
         phases: Phases | None = None,
     ) -> None:
+        if ranks.device.type == "cpu":
+            keep_freed_memory()
         self.config = config
         self.ranks = ranks
         self.precision = precision
