@@ -177,6 +177,9 @@ class Strategy:
         """Within it, forward and backward passes communicate no gradients: for all micro-batches but the last."""
         raise NotImplementedError
 
+    def finish_gradients(self) -> None:
+        """Average what the last backward pass does not: nothing, for most strategies."""
+
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's running statistics, as plain DDP does; each rank computed them
         from its own rows.
