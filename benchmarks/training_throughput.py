@@ -42,10 +42,8 @@ DEFAULT_VARIANTS = [
     "plain",
     "trainer",
     "trainer-grouped",
-    "trainer-compiled",
     "ours",
     "trainer-grouped-bf16",
-    "trainer-compiled-bf16",
     "ours-bf16",
 ]
 LANGUAGE_MODEL_VARIANTS = ["trainer", "trainer-grouped", "trainer-packed", "ours", "ours-bf16"]
@@ -398,7 +396,8 @@ def _parse() -> Namespace:
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        help="default: all but trainer-rebalanced; bf16 if the CPU has it",
+        help="default: all but trainer-rebalanced and those that compile, which takes minutes per "
+        "round; bf16 if the CPU has it",
     )
     add("--startup", action="store_true", help="measure only the time to the first step")
     options = parser.parse_args()
