@@ -38,7 +38,14 @@ STARTUP_TIMEOUT = 600  # seconds
 TITLES = {"minilm": "MiniLM", "base": "Base"}
 # On the first layout only our own variants run, for comparison with the second.
 SCALED = {"1x1": "2x1"}
-DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
+DEFAULT_VARIANTS = [
+    "plain",
+    "trainer",
+    "trainer-grouped",
+    "ours",
+    "trainer-grouped-bf16",
+    "ours-bf16",
+]
 LANGUAGE_MODEL_VARIANTS = ["trainer", "trainer-grouped", "trainer-packed", "ours", "ours-bf16"]
 LANGUAGE_MODEL = f"""Here a sample is a text. A batch has {GLOBAL_BATCH} texts or, if texts are joined, about the same
 number of tokens in blocks of {MAX_LENGTH}. The head over {VOCABULARY:,} tokens counts as work.
@@ -53,7 +60,8 @@ to the end of its last step, after a few steps on other rows with a throwaway co
 logged to files or saved. Each process has its own cores.
 
 - *samples/s*: the median of the rounds, with the smallest and the largest next to it. *×*: the median of the ratios
-  within a round, compared with the variant in the column's header at the same processes × threads.
+  within a round, compared with the variant in the column's header at the same processes × threads. *× best Trainer*:
+  with the fastest `transformers.Trainer` of the same precision in that round.
 - *padding*: the share of the computed tokens that are padding.
 - *GFLOP/s, nominal*: matrix products of the blocks, forward and backward, for the real tokens with every block in full,
   although ours computes the last block only for the first token. *GFLOP/s, done*: the products that are actually
@@ -64,6 +72,8 @@ logged to files or saved. Each process has its own cores.
 - `transformers.Trainer` runs at its defaults except for what is named here; its progress bar and log are off, and
   `average_tokens_across_devices=False` is set, because otherwise it multiplies a classifier's gradients by the number
   of ranks.
+- `torch_compile` compiles in the steps before the clock starts; a length that is new in the epoch may compile again
+  there.
 - *loss*: the mean over the epoch, to check that all variants train alike.
 """
 
@@ -269,6 +279,20 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
 
         return cell
 
+    def against_best(job: tuple[str, str]) -> str:
+        """Compared with the fastest Trainer of the same precision in each round."""
+        ours, layout = VARIANTS[job[0]], job[1]
+        peers = [
+            rates((name, layout))
+            for name in section["variants"]
+            if name.startswith("trainer") and VARIANTS[name].precision == ours.precision
+        ]
+        peers = [found for found in peers if found]
+        if not (ours.is_ours and peers):
+            return harness.NONE
+        best = [max(of_round) for of_round in zip(*peers, strict=True)]
+        return f"{harness.median_ratio(rates(job), best):.2f}"
+
     def share_of_peak(job: tuple[str, str], work: float) -> str:
         rate = work / median(values(job, "seconds"))
         return f"{rate / 1e9:.0f} ({rate / _peak(section, VARIANTS[job[0]].precision, job[1]):.0%})"
@@ -294,6 +318,7 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
         "× Trainer": against("trainer"),
         "× Trainer, length grouping": against("trainer-grouped"),
         **packed,
+        "× best Trainer": against_best,
         "padding": lambda job: f"{1 - section['tokens'] / median(values(job, 'cells')):.1%}",
         "GFLOP/s, nominal": lambda job: share_of_peak(job, section["nominal_work"]),
         "GFLOP/s, done": lambda job: share_of_peak(job, work_done(job)),
@@ -371,7 +396,8 @@ def _parse() -> Namespace:
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        help="default: all but trainer-rebalanced; bf16 if the CPU has it",
+        help="default: all but trainer-rebalanced and those that compile, which takes minutes per "
+        "round; bf16 if the CPU has it",
     )
     add("--startup", action="store_true", help="measure only the time to the first step")
     options = parser.parse_args()

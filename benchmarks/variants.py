@@ -59,8 +59,8 @@ MATMUL_REPEATS = 12
 class Epoch:
     """What this rank measured of an epoch.
 
-    ``cells``, ``squares``: tokens with padding, and the sum of the squared padded lengths, over its
-    rows.
+    ``cells``, ``squares``: tokens with the padding that is computed, and the sum of the squared
+    lengths, padded alike, over its rows.
     """
 
     seconds: float = 0.0
@@ -81,6 +81,10 @@ class Epoch:
         rows, length = batch.shape
         self.cells += rows * length
         self.squares += rows * length**2
+
+    def count_packed(self, lengths: list[int]) -> None:
+        self.cells += sum(lengths)
+        self.squares += sum(length**2 for length in lengths)
 
 
 def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
@@ -168,12 +172,13 @@ def trainer(
     sampling: str = "random",
     *,
     packed: bool = False,
+    **settings: Any,
 ) -> Epoch:
     """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison
     needs otherwise.
 
     ``packed``: of a language model, rows are blocks instead of texts, as its example script makes
-    them.
+    them. ``settings``: more of its training arguments.
     """
     batch = GLOBAL_BATCH
     if packed:
@@ -224,6 +229,7 @@ def trainer(
         report_to="none",
         disable_tqdm=True,
         seed=SEED,
+        **settings,
     )
     loop = Trainer(_network(workload), arguments, counted, dataset, callbacks=[_Clock(epoch)])
     epoch.loss.update(loop.train().training_loss)
@@ -258,10 +264,13 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
         micro_batches = micro_batches_of_rank(
             rows, batch, DataShard(ranks.rank, ranks.world_size), targets=Targets(model.task)
         )
-        # A step has one micro-batch here: the whole share of this rank.
-        epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
         result = optimizer_step(strategy, micro_batches, step, learning_rate)
+        # A step has one micro-batch here: the whole share of this rank.
+        if packing := model.dropout_stream.packing:
+            epoch.count_packed(packing.lengths)
+        else:
+            epoch.count(micro_batches[0].input_ids)
         tokens, local_rows = int(rows.lengths[batch].sum()), micro_batches[0].rows
         log.add(StepRecord(step, 1, learning_rate, batch, tokens, local_rows, result))
         metrics = log.sync(0.0, {}).steps
@@ -320,12 +329,24 @@ class Variant:
     is_ours: bool = False
 
 
+def _grouped(**settings: Any) -> Callable[[Workload, TokenizedRows, Ranks], Epoch]:
+    return lambda *given: trainer(*given, sampling="group_by_length", **settings)
+
+
 VARIANTS = {
     "plain": Variant("plain: every text padded to 128", plain),
     "trainer": Variant("`transformers.Trainer`, dynamic padding", trainer),
-    "trainer-grouped": Variant(
-        "`transformers.Trainer`, length grouping",
-        lambda *given: trainer(*given, sampling="group_by_length"),
+    "trainer-grouped": Variant("`transformers.Trainer`, length grouping", _grouped()),
+    "trainer-compiled": Variant(
+        "`transformers.Trainer`, length grouping, `torch_compile`", _grouped(torch_compile=True)
+    ),
+    "trainer-grouped-bf16": Variant(
+        "`transformers.Trainer`, length grouping, bf16", _grouped(bf16=True), "bf16"
+    ),
+    "trainer-compiled-bf16": Variant(
+        "`transformers.Trainer`, length grouping, bf16, `torch_compile`",
+        _grouped(bf16=True, torch_compile=True),
+        "bf16",
     ),
     "trainer-rebalanced": Variant(
         "`transformers.Trainer`, batch rebalancing",

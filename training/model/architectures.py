@@ -16,19 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
 from common.text import segments_of, type_separator
-from training.model.dropout import RowDropout
+from training.model.attention import row_attention
+from training.model.packing import Packing
 
-ROW_ATTENTION = "row_dropout"
 # A block multiplies by twelve matrices of (hidden, hidden): four in attention, eight in the
 # feed-forward layers. If it computes one token, only those of keys and values still work on all
 # tokens.
@@ -105,11 +99,21 @@ class Architecture:
             hidden = block(hidden, **context)
         return hidden
 
+    def can_pack(self, network: PreTrainedModel) -> bool:
+        """Whether :meth:`logits` takes a :class:`Packing` instead of a mask."""
+        return False
+
     def logits(
-        self, network: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        network: PreTrainedModel,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | Packing | None,
     ) -> torch.Tensor:
         """The whole network: (batch, seq) -> (batch, num_labels)."""
-        hidden = self.run_blocks(network, self.embed(network, input_ids), attention_mask)
+        hidden = self.embed(network, input_ids)
+        if isinstance(attention_mask, Packing):
+            hidden = attention_mask.pack(hidden)
+        hidden = self.run_blocks(network, hidden, attention_mask)
         return self.classify(network, hidden, attention_mask)
 
 
@@ -117,6 +121,12 @@ class FirstTokenArchitecture(Architecture):
     """An encoder whose head reads the first token of each row."""
 
     last_block_work = KEYS_AND_VALUES
+
+    def can_pack(self, network: PreTrainedModel) -> bool:
+        # Without dropout, PyTorch's fused attention takes a whole padded batch and keeps no
+        # weights.
+        block = network.get_submodule(self.blocks)[0]
+        return any(block.get_submodule(name).p > 0 for name in self.family.attention_dropout)
 
     def classify(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
@@ -246,10 +256,10 @@ def mask_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tor
     return torch.ones_like(input_ids) if attention_mask is None else attention_mask
 
 
-def key_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """(batch, seq) -> bool (batch, 1, 1, seq), or None if nothing is padded."""
-    if attention_mask is None:
-        return None
+def key_mask(attention_mask: torch.Tensor | Packing | None) -> torch.Tensor | Packing | None:
+    """(batch, seq) -> bool (batch, 1, 1, seq), or None if nothing is padded; of packed rows, as it is."""
+    if attention_mask is None or isinstance(attention_mask, Packing):
+        return attention_mask
     # A pipeline always passes a mask, even for micro-batches without padding. On a GPU, to look
     # would synchronise.
     if attention_mask.device.type == "cpu" and bool(attention_mask.all()):
@@ -257,88 +267,18 @@ def key_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     return attention_mask.bool()[:, None, None, :]
 
 
-def _trains_slowly_when_fused(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether separate operations are faster than PyTorch's fused kernel, forward and backward
-    together.
-
-    On CPUs with AMX, PyTorch 2.13: in bf16 they are 1.4 to 10 times as fast for 16 to 512 tokens,
-    since the fused backward does not use the matrix units; in fp32 up to about 64 tokens.
-    """
-    if query.device.type != "cpu" or not (torch.is_grad_enabled() and query.requires_grad):
-        return False
-    return query.dtype == torch.bfloat16 or key.shape[2] <= 64
+Mask = torch.Tensor | Packing | None
 
 
-# The parameters are those that transformers calls an attention function with.
-def row_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention for ``transformers``, with the masks of :class:`RowDropout` on
-    the CPU.
-
-    Args:
-        query, key, value: (batch, heads, queries or keys, head size); keys may have fewer heads.
-        attention_mask: bool, broadcastable to (batch, heads, queries, keys). If None, a module with
-            ``is_causal`` set attends to earlier tokens only.
-
-    Returns:
-        (batch, queries, heads, head size), and None for the weights.
-    """
-    drop = getattr(module, "dropout", None)
-    drops = dropout > 0 and isinstance(drop, RowDropout) and drop.masks_attention(query)
-    is_causal = (
-        attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
-    )
-    groups = query.shape[1] // key.shape[1]  # query heads that share one head of keys and values
-    if not drops and (dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)):
-        given = (query, key, value, attention_mask, dropout, is_causal)
-        context = F.scaled_dot_product_attention(*given, scale=scaling, enable_gqa=groups > 1)
-        return context.transpose(1, 2).contiguous(), None
-    # The fused kernel draws its own dropout mask. Ours has to be applied to the weights, so they
-    # are computed here.
-    if groups > 1:
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    weights = _attention_weights(query, key, attention_mask, scaling)
-    if drops:
-        weights = drop(weights)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
-
-
-def _attention_weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
-    """(batch, heads, queries, keys), each row a distribution over the keys."""
-    # The query is scaled, not the product: it is smaller, unless a text is shorter than a head is
-    # wide.
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query * scale, key.transpose(2, 3))
-    if attention_mask is not None:
-        # Not minus infinity: a row without any token would become NaN.
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1)
-
-
-AttentionInterface.register(ROW_ATTENTION, row_attention)
-AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
+def _first_tokens(hidden: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """(batch, seq, hidden), or packed (1, tokens, hidden) -> (batch, 1, hidden)."""
+    return mask.first_tokens(hidden) if isinstance(mask, Packing) else hidden[:, :1]
 
 
 def _attend_first(
-    module: nn.Module,
-    projections: Sequence[nn.Module],
-    hidden: torch.Tensor,
-    mask: torch.Tensor | None,
+    module: nn.Module, projections: Sequence[nn.Module], hidden: torch.Tensor, mask: Mask
 ) -> torch.Tensor:
-    """Attention of the first token to all tokens: (batch, seq, hidden) -> (batch, 1, hidden)."""
+    """Attention of the first token to all tokens: (batch, seq, hidden), or packed -> (batch, 1, hidden)."""
 
     def heads(
         projection: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor
@@ -348,7 +288,7 @@ def _attend_first(
     query, key, value = projections
     context, _ = row_attention(
         module,
-        heads(query, hidden[:, :1]),
+        heads(query, _first_tokens(hidden, mask)),
         heads(key, hidden),
         heads(value, hidden),
         mask,
@@ -364,28 +304,28 @@ def _attend_first(
 
 
 def _distilbert_attend_first(
-    attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    attention: nn.Module, hidden: torch.Tensor, attention_mask: Mask
 ) -> torch.Tensor:
     projections = (attention.q_lin, attention.k_lin, attention.v_lin)
     return attention.out_lin(_attend_first(attention, projections, hidden, attention_mask))
 
 
 def _bert_attend_first(
-    attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    attention: nn.Module, hidden: torch.Tensor, attention_mask: Mask
 ) -> torch.Tensor:
     projections = (attention.query, attention.key, attention.value)
     return _attend_first(attention, projections, hidden, attention_mask)
 
 
 def _distilbert_first_token(
-    block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    block: nn.Module, hidden: torch.Tensor, attention_mask: Mask
 ) -> torch.Tensor:
-    first = block.sa_layer_norm(block.attention(hidden, attention_mask) + hidden[:, :1])
+    attended = block.attention(hidden, attention_mask) + _first_tokens(hidden, attention_mask)
+    first = block.sa_layer_norm(attended)
     return block.output_layer_norm(block.ffn(first) + first)
 
 
-def _bert_first_token(
-    block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
-) -> torch.Tensor:
+def _bert_first_token(block: nn.Module, hidden: torch.Tensor, attention_mask: Mask) -> torch.Tensor:
     context = block.attention.self(hidden, attention_mask)
-    return block.feed_forward_chunk(block.attention.output(context, hidden[:, :1]))
+    first = _first_tokens(hidden, attention_mask)
+    return block.feed_forward_chunk(block.attention.output(context, first))

@@ -35,15 +35,11 @@ from common.weights import changes_nothing, read_weights
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import model_place
 from training.facts import TINY
-from training.model.architectures import (
-    ROW_ATTENTION,
-    architecture_of,
-    find_blocks,
-    mask_of,
-    token_types,
-)
+from training.model.architectures import architecture_of, find_blocks, mask_of, token_types
+from training.model.attention import ROW_ATTENTION
 from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import FAMILY_OF, keep_blocks
+from training.model.packing import Packing
 from training.model.pooling import MEAN, POOLING_KEY, add_mean_block, can_have_mean_block
 from training.model.precision import why_not_in_half
 from training.model.weights import read_network, redraw, stored_dtype
@@ -207,6 +203,9 @@ class NewsClassifier(nn.Module):
     def _adopt(self, network: nn.Module, task: Task) -> None:
         self.task = task
         self.network = network
+        # Whether to compute real tokens only while training. A strategy sets it that runs whole
+        # blocks, not compiled, on the CPU; gradients and dropout masks are those of padded rows.
+        self.packs_rows = False
         self.dropout_stream = use_row_dropout(network)
         # Private attributes, because transformers 5 has no public way to ask which families take
         # attention and its masks from the registry. The others would add our boolean mask to their
@@ -240,7 +239,9 @@ class NewsClassifier(nn.Module):
         The mask is 1 for a token and 0 for padding at the end of a row; None if nothing is padded.
         """
         if self.architecture:
-            return self.architecture.logits(self.network, input_ids, attention_mask)
+            self.dropout_stream.packing = self._packing(attention_mask)
+            mask = self.dropout_stream.packing or attention_mask
+            return self.architecture.logits(self.network, input_ids, mask)
         attention_mask = mask_of(input_ids, attention_mask)
         if isinstance(self.task, MaskedLanguageModel):
             # Marked by the task; a batch without marks, such as a probe, gets the scores of all its
@@ -259,6 +260,13 @@ class NewsClassifier(nn.Module):
                 more["use_cache"] = False
             return self.network(input_ids=input_ids, attention_mask=attention_mask, **more).logits
         return self.network(input_ids, attention_mask)
+
+    def _packing(self, attention_mask: torch.Tensor | None) -> Packing | None:
+        """How to join the rows of a batch without padding; None if they stay padded."""
+        may_pack = self.packs_rows and self.training and self.architecture.can_pack(self.network)
+        if not may_pack or attention_mask is None or len(attention_mask) < 2:
+            return None
+        return Packing(attention_mask)
 
     @torch.inference_mode()
     def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:

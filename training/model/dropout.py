@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from training.model.packing import Packing
 
 _DRAWS_PER_BLOCK = 16  # a Philox-4x64 block holds four 64-bit numbers, each four 16-bit draws
 _DRAWS_PER_NUMBER = 4
@@ -34,21 +37,23 @@ class DropoutStream:
         self.seed = 0
         self.step = 0
         self.first_row = 0
+        # If the rows of the micro-batch are joined without padding.
+        self.packing: Packing | None = None
         # With tensor parallelism, the number of this rank: each draws other masks from torch's
         # generator.
         self.tensor_rank: int | None = None
 
-    def move(self, seed: int, step: int, first_row: int) -> None:
-        self.seed, self.step, self.first_row = seed, step, first_row
+    def move(self, seed: int, step: int, first_row: int, packing: Packing | None = None) -> None:
+        self.seed, self.step, self.first_row, self.packing = seed, step, first_row, packing
 
     @property
-    def position(self) -> tuple[int, int, int]:
-        return self.seed, self.step, self.first_row
+    def position(self) -> tuple[int, int, int, Packing | None]:
+        return self.seed, self.step, self.first_row, self.packing
 
     def seed_torch(self, *more: int) -> None:
         """Seed torch's own generators by this position, the tensor-parallel rank and ``more``."""
         split = () if self.tensor_rank is None else (self.tensor_rank,)
-        torch.manual_seed(hash((*self.position, *more, *split)) % 2**63)
+        torch.manual_seed(hash((*self.position[:3], *more, *split)) % 2**63)
 
     def draws(self, site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -114,11 +119,33 @@ class RowDropout(nn.Module):
             return x
         if torch.compiler.is_compiling():
             return self._compiled(x)
-        # Draws are signed, -32768 to 32767: the lowest `threshold` of the 65,536 values are
-        # dropped.
-        threshold = round(self.p * _LEVELS)
-        draws = self._part_of(lambda shape: self.stream.draws(self.site, shape, x.device), x.shape)
-        return _Masked.apply(x, draws >= threshold - _LEVELS // 2, _LEVELS / (_LEVELS - threshold))
+        draws = self.draws(x.shape, x.device)
+        return _Masked.apply(x, draws, self.lowest_kept, self.scale)
+
+    # Draws are signed, -32768 to 32767: the lowest `threshold` of the 65,536 values are dropped.
+
+    @property
+    def _threshold(self) -> int:
+        return round(self.p * _LEVELS)
+
+    @property
+    def lowest_kept(self) -> int:
+        """Values whose draw is below it are dropped."""
+        return self._threshold - _LEVELS // 2
+
+    @property
+    def scale(self) -> float:
+        """What kept values are multiplied by."""
+        return _LEVELS / (_LEVELS - self._threshold)
+
+    def draws(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        """A draw for each value of a tensor of that shape, int16."""
+        packing = self.stream.packing
+        if packing and shape[:2] == (1, packing.tokens):
+            # The masks that these rows have when they are padded.
+            padded = torch.Size((*packing.shape, *shape[2:]))
+            return packing.pack(self.stream.draws(self.site, padded, device))
+        return self._part_of(lambda whole: self.stream.draws(self.site, whole, device), shape)
 
     def masks_attention(self, query: torch.Tensor) -> bool:
         """Whether attention weights get a mask from the stream; fused kernels on GPUs never store
@@ -147,20 +174,35 @@ class RowDropout(nn.Module):
 
 
 class _Masked(torch.autograd.Function):
-    """``x * kept * scale``. It saves the mask as booleans, a quarter of the size of floats, for the
-    backward pass.
+    """``x`` times its mask times ``scale``. It saves the mask as bytes, a quarter of the size of
+    floats, for the backward pass.
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:  # noqa: ANN001
-        ctx.save_for_backward(kept)
+    def forward(
+        ctx: Any, x: torch.Tensor, draws: torch.Tensor, lowest_kept: int, scale: float
+    ) -> torch.Tensor:
+        if x.device.type == "cpu":
+            # As floats: the CPU compares integers one by one, and is ten times as slow at a product
+            # of floats and bools as at converting them and multiplying.
+            kept = draws.to(torch.float32).ge_(lowest_kept)
+            bytes_kept = kept.to(torch.uint8)
+        else:
+            bytes_kept = kept = draws >= lowest_kept
+        ctx.save_for_backward(bytes_kept)
         ctx.scale = scale
-        return (x * kept).mul_(scale)
+        return _times(x, kept, scale)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN001
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (kept,) = ctx.saved_tensors
-        return (gradient * kept).mul_(ctx.scale), None, None
+        return _times(gradient, kept, ctx.scale), None, None, None
+
+
+def _times(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+    # A GPU converts within the product.
+    kept = kept if kept.dtype == torch.bool else kept.to(x.dtype)
+    return (x * kept).mul_(scale)
 
 
 def use_row_dropout(model: nn.Module) -> DropoutStream:

@@ -57,7 +57,7 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
 def _at_position(
     forward: Callable[..., Any],
     stream: DropoutStream,
-    position: tuple[int, int, int],
+    position: tuple[Any, ...],
     *args: Any,
     **kwargs: Any,
 ) -> Any:

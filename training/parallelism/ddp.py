@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training.model.classifier import NewsClassifier, to_fp32
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression
+from training.parallelism.embedding_rows import EmbeddingRows, large_tables
 from training.parallelism.state import SavedState, StrategyState
 from training.parallelism.strategy import Strategy
 
@@ -31,10 +32,22 @@ class DDPStrategy(Strategy):
         model.to(self.ranks.device).train()
         to_fp32(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
+        # A new number of tokens would be compiled again. GPUs were not tried: their lengths are
+        # rounded up, and to read them would make the host wait.
+        model.packs_rows = self.ranks.device.type == "cpu" and not self.config.compile
         self.unsynchronized_model = model  # only the backward pass waits for other ranks
         self.replica: nn.Module = model
+        self.embedding_rows: EmbeddingRows | None = None
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"
+            # A GPU would have to tell the host which rows there are. Compression counts on having
+            # all gradients.
+            if not on_gpu and self.config.compress == "none" and (tables := large_tables(model)):
+                self.embedding_rows = EmbeddingRows(tables)
+                # Private, but DDP has no other way to leave a parameter out (torch 2.11 to 2.13).
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                    model, self.embedding_rows.names
+                )
             self.replica = DistributedDataParallel(
                 model,
                 device_ids=[self.ranks.device] if on_gpu else None,
@@ -82,6 +95,10 @@ class DDPStrategy(Strategy):
         super().begin_step(learning_rate)
         if self.compression:
             self.compression.begin_step(self.loss_scale.scale if self.loss_scale.enabled else None)
+
+    def finish_gradients(self) -> None:
+        if self.embedding_rows:
+            self.embedding_rows.average()
 
     def end_step(self, norm: torch.Tensor) -> None:
         if self.compression:

@@ -30,6 +30,7 @@ from training.model.precision import LossScale, autocast
 from training.monitoring.phases import Phases
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
+from training.parallelism.host_memory import keep_freed_memory
 from training.parallelism.state import (
     SavedState,
     StrategyState,
@@ -83,6 +84,8 @@ class Strategy:
         precision: str,
         phases: Phases | None = None,
     ) -> None:
+        if ranks.device.type == "cpu":
+            keep_freed_memory()
         self.config = config
         self.ranks = ranks
         self.precision = precision
@@ -173,6 +176,9 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[object]:
         """Within it, forward and backward passes communicate no gradients: for all micro-batches but the last."""
         raise NotImplementedError
+
+    def finish_gradients(self) -> None:
+        """Average what the last backward pass does not: nothing, for most strategies."""
 
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's running statistics, as plain DDP does; each rank computed them

@@ -25,6 +25,7 @@ from training.config import TrainConfig
 from training.data.batching import MicroBatch
 from training.distributed.ranks import Ranks
 from training.facts import STRATEGY_FACTS
+from training.parallelism.host_memory import return_freed_memory
 from training.parallelism.strategy import Strategy
 from training.run.step import forward_backward
 from training.tasks import Task
@@ -233,8 +234,8 @@ class _Memory:
             )
 
     def restart(self) -> None:
+        self.free()
         if self.device.type == "cuda":
-            self.free()
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         # Where that is not allowed, the peak of the whole process counts.
@@ -251,6 +252,8 @@ class _Memory:
     def free(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
 
     def _status(self, key: str) -> float:
         """A size from /proc/self/status; 0 on systems that have none."""

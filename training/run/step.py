@@ -112,6 +112,7 @@ def optimizer_step(
     strategy.begin_step(learning_rate)
 
     losses, checks = forward_backward(strategy, micro_batches, step)
+    strategy.finish_gradients()
     strategy.broadcast_buffers()
 
     if strategy.engine:
