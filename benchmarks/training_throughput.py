@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks import harness
 from benchmarks.processes import Layout, last_line, run_ranks
 from benchmarks.variants import VARIANTS, epoch_rank, matmul_rank
@@ -116,7 +118,9 @@ def main() -> None:
         for found in harness.run_rounds(jobs, options.rounds, measure, describe):
             section["rounds"].append(found)
             task = "" if options.task == Classification.name else f", {options.task}"
-            put(options.output, f"{options.size}, {workload.dataset}{task}", section)
+            # Processors are as different as sizes are: each kind has a section.
+            name = f"{options.size}, {workload.dataset}{task}, {section['processor']}"
+            put(options.output, name, section)
 
 
 def plan(variants: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, str]]:
@@ -201,6 +205,7 @@ def new_section(facts: dict[str, str], workload: Workload, options: Namespace) -
         "size": workload.size,
         "dataset": workload.dataset,
         "task": workload.task,
+        "processor": torch.backends.cpu.get_cpu_capability(),
         "rows": len(workload.timed),
         "tokens": int(workload.timed.lengths.sum()),
         "nominal_work": workload.nominal_work,
@@ -255,9 +260,10 @@ def render(section: dict[str, Any]) -> str:
     # Sections that were measured before there were tasks name none.
     task = section.get("task", Classification.name)
     task = "" if task == Classification.name else f", {task}"
+    processor = f", {section['processor']}" if "processor" in section else ""
     return (
         f"## {TITLES[section['size']]} size, "
-        f"{section['dataset']}{task}\n\n{harness.fact_list(facts)}\n{note}"
+        f"{section['dataset']}{task}{processor}\n\n{harness.fact_list(facts)}\n{note}"
         f"{harness.table(_columns(section), [job for job in jobs if ' '.join(job) in rounds[0]])}"
         f"{_matrix_rates(section)}{_scaling(section)}"
     )
