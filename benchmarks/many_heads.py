@@ -30,7 +30,7 @@ first model only, and one for all models, in turn over {texts} texts of {dataset
 Tokenizing is not in it, and happens once for all. *Equal*: for these texts, every model's scores have the bits that it
 gave on its own, in the pass for all and in a pass for it only; for some texts, its calibrated answers and their
 familiarity were compared too. The table for the familiarity takes {table} per model here; it grows with the training
-texts, up to 256 KiB and a byte per token. Figures are medians over {rounds} rounds, with the smallest and the largest.
+texts, up to 256 KiB and a byte per token. A figure is the median of {rounds} rounds, with the smallest and the largest.
 """
 
 
