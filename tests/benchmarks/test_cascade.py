@@ -143,7 +143,7 @@ def test_the_page_compares_both_within_a_round() -> None:
         {name: {"rows_per_second": value} for name, value in zip(("big", "small", "cascade"), values, strict=True)}
         for values in ((10, 100, 30), (20, 100, 40))
     ]
-    named = {"name": "minilm_widened", "other": 0.004, "passed_on": 0.18}
+    named = {"name": "minilm_widened", "blocks": 7, "other": 0.004, "passed_on": 0.18}
     results = {
         "bulk": {"facts": {}, "rows": 50, "cases": [named | {"rounds": rows}]},
         "serving": {"facts": {}, "seconds": 1, "cases": [named | {"rounds": [one_round(10, 30), one_round(20, 40)]}]},

@@ -94,7 +94,8 @@ def _assert_phases_add_up(page: Scrape) -> None:
     assert spent == pytest.approx(page["step_seconds_sum"], rel=0.5)
     assert page["phase_seconds_count save"] >= page["checkpoint_seconds_count"] > page["checkpoint_failures_total"] == 0
     assert page["checkpoint_blocked_seconds_sum"] <= page["checkpoint_seconds_sum"]
-    assert page["collective_bytes_total all_reduce"] > page["collective_steps_total"] * 4 * 1_900_000
+    # All gradients but those of the word embeddings, of which only the rows of a step's tokens are sent.
+    assert page["collective_bytes_total all_reduce"] > page["collective_steps_total"] * 4 * 850_000
 
 
 @pytest.mark.parametrize(("host", "others_see_it"), [(None, False), ("127.0.0.1", False), ("0.0.0.0", True)])
