@@ -63,13 +63,12 @@ def row_attention(
         (batch, queries, heads, head size), and None for the weights.
     """
     packing = attention_mask if isinstance(attention_mask, Packing) else None
-    drop = getattr(module, "dropout", None)
-    drops = dropout > 0 and isinstance(drop, RowDropout) and drop.masks_attention(query)
+    drop = _mask_of_weights(module, query) if dropout > 0 else None
     is_causal = (
         attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
     )
     groups = query.shape[1] // key.shape[1]  # query heads that share one head of keys and values
-    if not (drops or packing) and (
+    if not (drop or packing) and (
         dropout > 0 or is_causal or not _trains_slowly_when_fused(query, key)
     ):
         given = (query, key, value, attention_mask, dropout, is_causal)
@@ -83,21 +82,32 @@ def row_attention(
     # wide.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():  # the compiler fuses, and would unroll the loop over rows
-        return _attend_compiled(query * scale, key, value, attention_mask, drop if drops else None)
-    plan = _plan(query, key, scale, packing, drop if drops else None)
-    draws = None
-    if drops:
-        # Rows that are packed get the masks that they have when they are padded.
-        rows, length = packing.shape if packing else (len(query), key.shape[2])
-        queries = query.shape[2] if plan.packed_queries is None else length
-        draws = drop.draws(torch.Size((rows, query.shape[1], queries, length)), query.device)
-    bias = None
-    if attention_mask is not None and not packing:
-        # Not minus infinity: a row without any token would become NaN.
-        bias = query.new_zeros(attention_mask.shape)
-        bias.masked_fill_(~attention_mask, torch.finfo(query.dtype).min)
-        bias = bias.expand(len(query), query.shape[1], -1, -1)
+        return _attend_compiled(query * scale, key, value, attention_mask, drop)
+    plan = _plan(query, key, scale, packing, drop)
+    draws = _draws(drop, query, key, plan) if drop else None
+    bias = None if attention_mask is None or packing else _bias(query, attention_mask)
     return _RowAttention.apply(query, key, value, bias, draws, plan), None
+
+
+def _mask_of_weights(module: nn.Module, query: torch.Tensor) -> RowDropout | None:
+    """The dropout of the weights, if its masks come from the stream."""
+    drop = getattr(module, "dropout", None)
+    return drop if isinstance(drop, RowDropout) and drop.masks_attention(query) else None
+
+
+def _draws(drop: RowDropout, query: torch.Tensor, key: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """(rows, heads, queries, keys). Rows that are packed get what they have when they are padded."""
+    rows, length = plan.packed_keys.shape if plan.packed_keys else (len(query), key.shape[2])
+    queries = query.shape[2] if plan.packed_queries is None else length
+    return drop.draws(torch.Size((rows, query.shape[1], queries, length)), query.device)
+
+
+def _bias(query: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, (batch, heads, queries, keys) if expanded."""
+    # Not minus infinity: a row without any token would become NaN.
+    bias = query.new_zeros(attention_mask.shape)
+    bias.masked_fill_(~attention_mask, torch.finfo(query.dtype).min)
+    return bias.expand(len(query), query.shape[1], -1, -1)
 
 
 def _attend_compiled(
