@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks",
         type=positive,
-        help="of the target, repeated or left out (default: as many as there are)",
+        help="blocks of the target; those of the source are repeated or left out (default: all, once)",
     )
     options = parser.parse_args()
     widen_folder(options.source, options.target, options.blocks)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def widen_folder(source: Path, target: Path, blocks: int | None = None) -> None:
-    """Write the widened model of ``source`` into ``target``, with so many blocks (None: as many as it has).
+    """Write the widened model of ``source`` into ``target``, with this many blocks (None: as many as the source has).
 
     Raises:
         UserError: ``source`` is not the folder of a BERT classifier.

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inference.batching.cache import Values, values_of
 from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.engines.answering import Answering
-from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
+from inference.engines.base import PASSES_AT_ONCE, Engine, Reading, TokenBatch
 from inference.engines.windowed import WindowedEngine
 from inference.errors import ForwardError, WorkerDownError
 from inference.metrics import ModelMetrics
@@ -40,9 +39,6 @@ _SPEED_HALF_LIFE_S = 1.0
 RETRY_INTERVAL_S = 2.0
 
 Outcome = Values | ForwardError | WorkerDownError
-# The scores of each text, (texts, labels), and for a model that reads windows which of them decided
-# each score, of the same shape.
-Reading = tuple[NDArray[np.float32], NDArray[np.int64] | None]
 
 
 class EncoderOfSeveral(Protocol):
@@ -257,11 +253,7 @@ class Workers:
         rows = [places.setdefault(text.ids.tobytes(), len(places)) for text in texts]
         batch = TokenBatch.of([np.frombuffer(ids, np.int32) for ids in places])
         worker.thread.busy_since = time.monotonic()
-        try:
-            read = worker.parts[0].batcher.encoder.read_all(batch, worker.slots)
-        except Exception:
-            logger.exception("A forward pass for %d models failed", len(worker.parts))
-            return {}
+        read = worker.parts[0].batcher.read_for_all(batch, worker.slots)
         found: dict[Engine, Reading] = {}
         start = 0
         for one in worker.parts:
@@ -495,6 +487,15 @@ class Batcher:
             kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
             self._tokens_done = self._tokens_done * kept + num_tokens
             self._busy_s = self._busy_s * kept + busy_s
+
+    def read_for_all(self, batch: TokenBatch, slots: int) -> Mapping[Engine, Reading]:
+        """What all models on this one's encoder make of texts; nothing if that fails."""
+        try:
+            return self.encoder.read_all(batch, slots)
+        except Exception:
+            self._metrics.worker_failed()
+            logger.exception("A forward pass for several models failed")
+            return {}
 
     def report(self, done: FinishedPass, num_tokens: int) -> None:
         self._on_finished(done)

@@ -194,7 +194,7 @@ class ServedModels:
         what it has accepted. Not to be called while one `is_changing`.
 
         Raises:
-            ModelLoadError: the path is none of MODELS_FOLDER, or the model cannot be loaded; what
+            ModelLoadError: the path is not in MODELS_FOLDER, or the model cannot be loaded; what
                 was served before still is.
         """
         if not _NAME.fullmatch(name):

@@ -49,6 +49,11 @@ class TokenBatch:
         return input_ids, inside.astype(np.int64)
 
 
+# The scores of each text, (texts, labels), and for a model that reads windows which of them decided
+# each score, of the same shape.
+Reading = tuple[NDArray[np.float32], NDArray[np.int64] | None]
+
+
 class Engine(Protocol):
     """A loaded classifier."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from common.memory import keep_freed_memory
 from training.config import TrainConfig
 from training.data.batching import DataShard, MicroBatch
 from training.distributed.ranks import Ranks
@@ -30,7 +31,6 @@ from training.model.precision import LossScale, autocast
 from training.monitoring.phases import Phases
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
-from training.parallelism.host_memory import keep_freed_memory
 from training.parallelism.state import (
     SavedState,
     StrategyState,

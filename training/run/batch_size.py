@@ -21,11 +21,11 @@ import torch
 
 from common.errors import TrainingFailure
 from common.hardware import available_memory
+from common.memory import release_free_memory
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
 from training.distributed.ranks import Ranks
 from training.facts import STRATEGY_FACTS
-from training.parallelism.host_memory import return_freed_memory
 from training.parallelism.strategy import Strategy
 from training.run.step import forward_backward
 from training.tasks import Task
@@ -253,7 +253,7 @@ class _Memory:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            return_freed_memory()
+            release_free_memory()
 
     def _status(self, key: str) -> float:
         """A size from /proc/self/status; 0 on systems that have none."""

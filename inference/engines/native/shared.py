@@ -13,13 +13,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.engines.base import Engine, TokenBatch
+from inference.engines.base import Engine, Reading, TokenBatch
 from inference.engines.native.engine import NativeEngine, Tensors, aligned_copy
 from inference.engines.windowed import WindowedEngine
-
-# The scores of each text, (texts, labels), and for a model that reads windows which of them decided
-# each score, of the same shape.
-Reading = tuple[NDArray[np.float32], NDArray[np.int64] | None]
 
 
 def can_share(engine: Engine) -> bool:

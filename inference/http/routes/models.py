@@ -87,7 +87,7 @@ router.add_api_route(
     | {
         422: {
             "model": ErrorResponse,
-            "description": "The model does not load, or the path is none of MODELS_FOLDER; what "
+            "description": "The model does not load, or the path is not in MODELS_FOLDER; what "
             "was served before still is.",
         }
     },
