@@ -242,7 +242,7 @@ class ServedModel:
                 model = await _in_background(lambda: self._load_model(path, self._engine))
                 wanted = wanted_of(model, path, self._settings)
                 if self._among:
-                    await _in_background(lambda: model.share_encoder(others))
+                    await _in_background(lambda: model.share_encoder(others), model.leave_encoder)
                 if is_first:
                     _freeze_what_stays()
                 served = self._serving(model, wanted)
@@ -308,13 +308,20 @@ class ServedModel:
             await asyncio.wait(self._draining)
 
 
-async def _in_background(load: Callable[[], Result]) -> Result:
-    """Like `asyncio.to_thread`, but a process that is to end does not wait for the thread."""
+async def _in_background(
+    load: Callable[[], Result], undo: Callable[[], None] | None = None
+) -> Result:
+    """Like `asyncio.to_thread`, but a process that is to end does not wait for the thread.
+
+    ``undo``: takes back what the thread has done if nobody waits for it any more.
+    """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Result] = loop.create_future()
 
     def settle(result: Result | None, error: BaseException | None) -> None:
         if loaded.done():  # cancelled
+            if undo is not None and error is None:
+                undo()
             return
         if error is not None:
             loaded.set_exception(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import shutil
@@ -17,12 +18,13 @@ import httpx
 import pytest
 
 from inference.app import create_app
-from inference.batching.served_models import has_several, paths_of
+from inference.batching.served_models import ServedModels, has_several, paths_of
 from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.errors import SettingsError
 from inference.http.workers import num_workers
+from inference.metrics import ServerMetrics
 from inference.settings import Settings
 from tests.inference.cascades import make_artefact_with_head
 from tests.inference.servers import ThreadedServer, metric, serving
@@ -493,3 +495,28 @@ def test_models_on_one_encoder_answer_as_each_alone_while_others_come_and_go(
         finally:
             is_over.set()
         assert all(one.result() > 0 for one in asking)
+
+
+def test_a_load_that_is_cancelled_while_it_joins_an_encoder_leaves_it_again(folder: Path) -> None:
+    has_begun, may_end, has_left = threading.Event(), threading.Event(), threading.Event()
+
+    class Sharing(StandInModel):
+        def share_encoder(self, others: object) -> None:
+            has_begun.set()
+            assert may_end.wait(30)
+
+        def leave_encoder(self) -> None:
+            has_left.set()
+
+    async def run() -> None:
+        settings = Settings(model_checkpoint=folder)
+        models = ServedModels(settings, ServerMetrics(), lambda path, engine: Sharing(path))
+        loading = asyncio.create_task(models.load())
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        loading.cancel()
+        await asyncio.wait([loading])
+        may_end.set()
+        assert await asyncio.to_thread(has_left.wait, 30)
+        await models.close()
+
+    asyncio.run(run())
