@@ -51,7 +51,12 @@ class EarlyRefusals:
         ``defaults``: what the server adds to all answers.
         """
         path = self._paths.get(url)
-        if path is None or not self._parts.is_overloaded(path) or not self._is_plain(headers):
+        if path is None:
+            return None
+        if not self._parts.is_overloaded(path):
+            self._parts.in_progress.on_the_way()
+            return None
+        if not self._is_plain(headers):
             return None
         context = RequestContext.begin({"headers": headers})
         if context.started > self._written_until:

@@ -168,13 +168,13 @@ class _GatedRequest:
 
     async def run(self) -> None:
         gate, context, scope = self.gate, self.context, self.scope
-        gate.in_progress.count += 1
         try:
             # 1. Admit the request by its headers alone, or refuse it before any of its body is
             # read.
             if (refusal := gate.refusal(scope)) is None:
                 # 2. The route reads the body through `receive` and answers through `send`, below.
-                await gate.app(scope, self.receive, self.send)
+                with gate.in_progress:
+                    await gate.app(scope, self.receive, self.send)
             else:
                 await error_response(scope, *refusal)(scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -198,7 +198,6 @@ class _GatedRequest:
                 # It refers to this request: a cycle, which only the garbage collector would free.
                 self.watch = None
             gate.body_budget.release(context.held_bytes)
-            gate.in_progress.count -= 1
             gate.count_request(context, self.method, self.route(), self.status)
 
     async def send(self, message: Message) -> None:

@@ -70,19 +70,39 @@ class BodyBudget:
 
 
 class RequestsInProgress:
-    """Counts the requests that are not answered yet; only used on the event loop.
+    """Counts the requests that were admitted and are not answered yet, each in a ``with`` block of
+    its own; only used on the event loop.
 
-    ``most``: with more, requests for answers are refused. It is less than MAX_CONNECTIONS: with
+    ``most``: with as many, requests for answers are refused. It is less than MAX_CONNECTIONS: with
     none to spare, a refusal would need a new connection, which costs several times as much.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.most = math.inf
+        self._on_the_way = 0
+
+    def on_the_way(self) -> None:
+        """Count one that was let through at its headers until its task begins, which is after all
+        headers that arrived in the same turn of the event loop.
+        """
+        if not self._on_the_way:
+            asyncio.get_running_loop().call_soon(self._arrive)
+        self._on_the_way += 1
+
+    def _arrive(self) -> None:
+        self._on_the_way = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
 
     @property
     def is_full(self) -> bool:
-        return self.count > self.most
+        """Whether there is no room for one more, which is judged before it is counted."""
+        return self.count + self._on_the_way >= self.most
 
 
 def weight_of(texts: Sequence[Text]) -> int:

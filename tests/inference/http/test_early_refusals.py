@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 from inference.app import create_app
 from inference.http.early_refusals import EarlyRefusals, Headers
 from inference.http.http1 import corrected
+from inference.http.server_parts import RequestsInProgress
 from inference.settings import Settings
 from tests.inference.servers import Server, metric, stand_in_server
 from tests.inference.stand_in_engine import StandInEngine
@@ -189,6 +190,38 @@ def test_nothing_is_refused_early_while_the_queue_has_room(model_folder: Path) -
         async with _full_queue(model_folder) as refusals:
             assert refusals.answer_to(b"/predict", PLAIN, []) is not None
         assert refusals.answer_to(b"/predict", PLAIN, []) is None
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def _room_for_two(model_folder: Path) -> AsyncIterator[tuple[EarlyRefusals, RequestsInProgress]]:
+    """The early refusals of an application whose connections have room for two requests in progress."""
+    app = create_app(Settings(model_checkpoint=model_folder))
+    parts = app.state.parts
+    parts.in_progress.most = 2
+    yield app.state.early_refusals, parts.in_progress
+    parts.log.write_refused()
+
+
+def test_the_first_request_for_which_no_connection_is_left_is_refused_early(model_folder: Path) -> None:
+    async def run() -> None:
+        async with _room_for_two(model_folder) as (refusals, in_progress):
+            with in_progress:
+                assert refusals.answer_to(b"/predict", PLAIN, []) is None
+                await asyncio.sleep(0)  # no task has begun for it, so its place is free again
+                with in_progress:
+                    assert b"2 requests wait for answers" in refusals.answer_to(b"/predict", PLAIN, [])
+                assert refusals.answer_to(b"/predict", PLAIN, []) is None
+
+    asyncio.run(run())
+
+
+def test_of_requests_that_arrive_in_one_turn_those_without_room_are_refused_early(model_folder: Path) -> None:
+    async def run() -> None:
+        async with _room_for_two(model_folder) as (refusals, _):
+            is_refused = [refusals.answer_to(b"/predict", PLAIN, []) is not None for _ in range(4)]
+            assert is_refused == [False, False, True, True]
 
     asyncio.run(run())
 
