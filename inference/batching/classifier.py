@@ -16,6 +16,7 @@ from inference.batching.calls import Answer, Call, Caller, Outcome, deliver
 from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import BULK_SHARE, overrun_s
 from inference.batching.stage import Found, QueueLimits, Stage
+from inference.batching.tokenizing import TokenizerThreads
 from inference.engines.model_loader import ModelLoader
 from inference.errors import (
     DeadlineExceededError,
@@ -49,10 +50,12 @@ class Classifier:
         metrics: ModelMetrics,
         workers: Workers | None = None,
         weight: float = 1.0,
+        tokenizers: TokenizerThreads | None = None,
     ) -> None:
         """Args:
             workers: those that other models use too; by default its own.
             weight: of its share of them.
+            tokenizers: the threads that other models use too; by default its own.
 
         Raises:
             ValueError: a text of the model's full length would not fit into a forward pass.
@@ -69,7 +72,7 @@ class Classifier:
         self._workers = workers or Workers(0)
         self._workers.grow(max(one.engine.num_slots for one in model.stages))
         self._share = Share(weight)
-        machine = self._workers, self._share
+        machine = self._workers, self._share, tokenizers or TokenizerThreads()
         self._stages: list[Stage] = []
         try:
             for one in model.stages:

@@ -23,6 +23,7 @@ from inference.batching.audit import Audit
 from inference.batching.batcher import Workers
 from inference.batching.classifier import Classifier
 from inference.batching.stage import QueueLimits
+from inference.batching.tokenizing import TokenizerThreads
 from inference.engines.answering import NOTHING_MORE, Wanted
 from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelUnavailableError, QueueFullError
@@ -71,15 +72,16 @@ class OneOfSeveral:
     """What a model has to know that is not the only one of its server.
 
     ``name``: the one that requests give; ``workers``: run the passes of all models; ``weight``: of
-    its share of them; ``loading``: held while one of the models is loaded, as two at once would
-    each measure a speed that is too low; ``loaded``: all models that are served now, of which one
-    may have the same encoder.
+    its share of them; ``tokenizers``: the threads of all tokenizers; ``loading``: held while one of
+    the models is loaded, as two at once would each measure a speed that is too low; ``loaded``: all
+    models that are served now, of which one may have the same encoder.
     """
 
     name: str
     path: Path
     workers: Workers
     weight: float
+    tokenizers: TokenizerThreads
     loading: asyncio.Lock
     loaded: Callable[[], list[ModelLoader]]
 
@@ -279,7 +281,8 @@ class ServedModel:
         return served
 
     def _serving(self, model: ModelLoader, wanted: Wanted) -> Served:
-        machine = (self._among.workers, self._among.weight) if self._among else ()
+        among = self._among
+        machine = (among.workers, among.weight, among.tokenizers) if among else ()
         classifier = Classifier(model, self._limits, self._metrics, *machine)
         name = self._name or model.info["name"]
         return Served(model, classifier, name, self._metrics, wanted)

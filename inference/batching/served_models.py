@@ -12,6 +12,7 @@ from common.escaping import some_of
 from common.model_folder import DESCRIPTION_FILES, METRICS_FILE, WEIGHTS_FILE
 from inference.batching.batcher import Workers
 from inference.batching.served_model import LoadModel, OneOfSeveral, ServedModel
+from inference.batching.tokenizing import TokenizerThreads
 from inference.engines.model_loader import ModelLoader
 from inference.errors import SettingsError
 from inference.metrics import ServerMetrics
@@ -110,6 +111,7 @@ class ServedModels:
         self._metrics = metrics
         self._load_model = load_model
         self._workers = Workers(0)  # none before the first model says how many it needs
+        self._tokenizers = TokenizerThreads()
         self._loading = asyncio.Lock()
         self._is_putting = False
         self._closing: set[asyncio.Task[None]] = set()
@@ -128,7 +130,8 @@ class ServedModels:
 
     def _one_of_several(self, name: str, path: Path) -> ServedModel:
         weight = self._weights.get(name, 1.0)
-        among = OneOfSeveral(name, path, self._workers, weight, self._loading, self._loaded)
+        threads = self._workers, weight, self._tokenizers
+        among = OneOfSeveral(name, path, *threads, self._loading, self._loaded)
         metrics = self._metrics.of_model(name)
         return ServedModel(self._settings, metrics, self._load_model, among=among)
 

@@ -24,7 +24,7 @@ from inference.batching.batcher import (
 from inference.batching.cache import AnswerCache, Values
 from inference.batching.calls import Caller, Group, TextLengths
 from inference.batching.scheduler import FairQueue, QueuedText
-from inference.batching.tokenizing import EncodedText, TokenizerThread
+from inference.batching.tokenizing import EncodedText, TokenizerThreads, Tokenizing
 from inference.engines.answering import Answering
 from inference.engines.base import Engine
 from inference.metrics import ModelMetrics
@@ -80,12 +80,12 @@ class Stage:
         limits: QueueLimits,
         metrics: ModelMetrics,
         report: Callable[[Stage, Sequence[Found]], None],
-        machine: tuple[Workers, Share],
+        machine: tuple[Workers, Share, TokenizerThreads],
     ) -> None:
         """Args:
             place: of a cascade, 0 for the small model and 1 for the big one; else 0.
             report: called from the stage's threads.
-            machine: the workers, and the share of them that its model has.
+            machine: the workers, the share of them that its model has, and the tokenizers' threads.
 
         Raises:
             ValueError: a text of the model's full length would not fit into a forward pass.
@@ -116,31 +116,34 @@ class Stage:
             self.first_tokens_per_second,
             model.encoder,
         )
-        self.batcher = Batcher(batched, queue, metrics, self._finish, self._expire, *machine)
-        self.tokenizing = TokenizerThread(model.tokenizer, metrics, self.lengths, self._enqueue)
+        workers, share, tokenizers = machine
+        self.batcher = Batcher(batched, queue, metrics, self._finish, self._expire, workers, share)
+        self._tokenizing = Tokenizing(metrics, self.lengths, self._enqueue)
+        self._tokenizer = tokenizers.thread_of(model.tokenizer)
+        self._tokenizer.add(self._tokenizing)
 
     @property
     def queued_tokens(self) -> int:
         """Tokens that wait for a pass; texts not tokenized yet count with expected tokens."""
-        return self.batcher.queued_tokens + self.tokenizing.reserved_tokens
+        return self.batcher.queued_tokens + self._tokenizing.reserved_tokens
 
     @property
     def unanswered_tokens(self) -> int:
-        return self.batcher.unanswered_tokens + self.tokenizing.reserved_tokens
+        return self.batcher.unanswered_tokens + self._tokenizing.reserved_tokens
 
     @property
     def heartbeat_age_s(self) -> float:
-        return max(self.batcher.heartbeat_age_s, self.tokenizing.thread.busy_s)
+        return max(self.batcher.heartbeat_age_s, self._tokenizer.thread.busy_s)
 
     @property
     def is_alive(self) -> bool:
-        return self.tokenizing.thread.is_alive and self.batcher.is_alive
+        return self._tokenizer.thread.is_alive and self.batcher.is_alive
 
     def put(self, callers: Sequence[Caller]) -> None:
         for caller in callers:
             caller.stage = self
         expected = [self.lengths.expected(caller.text) for caller in callers]
-        self.tokenizing.put(Group(list(callers), expected))
+        self._tokenizer.put(self._tokenizing, Group(list(callers), expected))
 
     def withdraw(self, caller: Caller) -> None:
         """Remove a text from the queue unless another caller waits for it too."""
@@ -157,7 +160,7 @@ class Stage:
     def close(self) -> None:
         # First, so that no pass begins once this stage is not alive.
         self.batcher.close()
-        self.tokenizing.close()
+        self._tokenizer.remove(self._tokenizing)
 
     def _enqueue(self, encoded: Sequence[EncodedText], seconds: float) -> None:
         """Queue what needs a forward pass, and report the rest."""

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common.text import Encoded, TextTokenizer
 from inference.batching.calls import Answer
 from inference.batching.classifier import Classifier, QueueLimits
+from inference.batching.tokenizing import TokenizerThreads
 from inference.engines.answering import OneLabelAnswering
 from inference.engines.model_loader import ModelLoader
 from inference.metrics import ServerMetrics
@@ -77,13 +78,12 @@ class Counts(ServerMetrics):
 
 
 class Bench:
-    def __init__(self, model: Any, **limits: float) -> None:
+    def __init__(self, model: Any, tokenizers: TokenizerThreads | None = None, **limits: float) -> None:
         self.engine = model.engine
         self.counts = Counts()
         self.num_submitted = 0
-        self.classifier = Classifier(
-            model, QueueLimits(**{"max_batch_tokens": 64, "max_wait_seconds": LONG} | limits), self.counts
-        )
+        all_limits = QueueLimits(**{"max_batch_tokens": 64, "max_wait_seconds": LONG} | limits)
+        self.classifier = Classifier(model, all_limits, self.counts, tokenizers=tokenizers)
 
     def submit(self, *texts: str, timeout_s: float = LONG) -> list[asyncio.Future[Answer]]:
         futures = self.classifier.submit(texts, timeout_s)

@@ -468,6 +468,7 @@ def test_models_on_one_encoder_answer_as_each_alone_while_others_come_and_go(
         model_checkpoint=Path(f"{paths['a']},{paths['b']}"), models_folder=tmp_path, engine="native", api_key="key"
     )
     server, is_over = ThreadedServer(create_app(settings)), threading.Event()
+    before = set(threading.enumerate())
 
     def ask(name: str, client: httpx.Client) -> int:
         count = 0
@@ -488,6 +489,8 @@ def test_models_on_one_encoder_answer_as_each_alone_while_others_come_and_go(
                 assert [one["probabilities"] for one in answers] == [one["probabilities"] for one in alone["c"]]
                 models = [one.require().model for one in server.parts.models.all.values()]
                 assert len({model.encoder for model in models}) == 1
+                started = set(threading.enumerate()) - before
+                assert sum(one.name == "tokenize" for one in started) == 1
                 assert client.delete("/models/c", headers=KEY).status_code == 204
             assert client.put("/models/b", json={"path": "b"}, headers=KEY).status_code == 200
             batch = TokenBatch.of([[1, 2, 3]])
