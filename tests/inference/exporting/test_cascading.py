@@ -326,7 +326,7 @@ def test_another_artefact_is_never_replaced(models: Path, capsys: pytest.Capture
 def test_what_would_take_a_cascade_for_one_model_is_refused(models: Path, written: Path) -> None:
     with pytest.raises(UserError, match=r"is a cascade, .*write it again with python -m inference\.cascade"):
         export.main([str(written), "--rows", str(models / "rows")])
-    with pytest.raises(UserError, match="is a cascade, and a browser runs one model"):
+    with pytest.raises(UserError, match="is a cascade, and the page in a browser runs one model"):
         browser_files(written)
 
 
