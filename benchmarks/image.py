@@ -53,7 +53,9 @@ def main() -> None:
             sizes.append(_size_row(model.name, container, base))
             starts += [
                 _start_row(model, container, engine, options.rounds)
-                for engine in exported_artefacts(model)
+                for engine in dict.fromkeys(
+                    one.engine for one in exported_artefacts(model).values()
+                )
             ]
     about = INTRODUCTION.format(rounds=options.rounds, answers=NUM_ANSWERS)
     size_table = markdown_table(

@@ -8,6 +8,7 @@ measured.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -90,6 +91,7 @@ MANIFEST_FORMAT = 1
 # The precisions that each engine's artefact may have.
 PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
 EXPORT_AGAIN = "write it again with python -m inference.export"
+CERTIFY_AGAIN = "write it again: python -m inference.cascade"
 _SAVE_AGAIN = "AutoModelForSequenceClassification.from_pretrained({0}).save_pretrained({0})"
 _SAVE_TOKENIZER = "AutoTokenizer.from_pretrained({0}).save_pretrained({0})"
 # The files from which transformers makes a tokenizer.json, and those that say how weights are
@@ -692,19 +694,20 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """Compare an artefact's files with its manifest, and look where links lead."""
     for path in folder.iterdir():  # a runtime may read more files than the manifest lists
         file_inside(folder, path.name)
+    is_small = folder.name == SMALL_FOLDER and is_artefact(folder.parent)
+    remedy = CERTIFY_AGAIN if manifest.cascade or is_small else EXPORT_AGAIN
     for name, wanted in manifest.files.items():
         # A path would have files compared, and later read, that are not in the folder.
         path = folder / name
         if Path(name).name != name:
             raise ModelLoadError(
-                folder / MANIFEST_FILE, f"{name!r} is not a plain file name", EXPORT_AGAIN
+                folder / MANIFEST_FILE, f"{name!r} is not a plain file name", remedy
             )
         if not file_inside(folder, name).is_file():
-            raise ModelLoadError(path, "is missing", EXPORT_AGAIN)
+            raise ModelLoadError(path, "is missing", remedy)
         if sha256_of(path) != wanted.get("sha256"):
-            raise ModelLoadError(
-                path, "is not the file that was exported, its SHA-256 differs", EXPORT_AGAIN
-            )
+            what = "is not the file that was exported, its SHA-256 differs"
+            raise ModelLoadError(path, what, remedy)
 
 
 def describe_source(name: str, weights: Path, described: Iterable[str] = ()) -> dict[str, Any]:
@@ -759,3 +762,45 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
         if file.is_file() and sha256_of(file_inside(model, name)) not in known:
             raise ModelLoadError(folder, f"was made before {name} changed", EXPORT_AGAIN)
     return manifest
+
+
+def small_artefact(folder: Path, manifest_sha256: Any) -> Path:
+    """The small model of a cascade, which must be the one that it was certified with.
+
+    Raises:
+        ModelLoadError: It is missing, or its manifest is another one.
+    """
+    path = folder / SMALL_FOLDER
+    if not is_artefact(path) or sha256_of(path / MANIFEST_FILE) != manifest_sha256:
+        what = "is missing, or is not the small model that this cascade was certified with"
+        raise ModelLoadError(path, what, CERTIFY_AGAIN)
+    return path
+
+
+def artefact_files(folder: str, manifest: Manifest) -> list[str]:
+    """The files of an artefact, by their paths from where its folder is."""
+    return [f"{folder}/{name}".lstrip("/") for name in sorted({*manifest.files, MANIFEST_FILE})]
+
+
+def verified_cascade(folder: Path) -> dict[str, Manifest]:
+    """Read both manifests of a cascade, and check the files of both models: by the folder in it,
+    ``""`` for the big model and `SMALL_FOLDER` for the small one.
+
+    Raises:
+        ModelLoadError: A file is missing or has changed, or the models do not belong together.
+    """
+    big = verified_manifest(folder, None)
+    small, threshold = big.cascade.get("small"), big.cascade.get("threshold")
+    if not isinstance(small, dict) or not isinstance(threshold, int | float):
+        raise ModelLoadError(folder / MANIFEST_FILE, "its cascade is damaged", CERTIFY_AGAIN)
+    path = small_artefact(folder, small.get("manifest_sha256"))
+    return {"": big, SMALL_FOLDER: verified_manifest(path, None)}
+
+
+def cascade_sha256(big: Manifest, small: Manifest) -> str:
+    """What names a cascade as the hash of its weights names a single model: it changes with the
+    weights of either model, and with the threshold.
+    """
+    weights = (one.source["weights_sha256"][:12] for one in (big, small))
+    parts = (*weights, str(float(big.cascade["threshold"])))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()

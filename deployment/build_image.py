@@ -91,7 +91,9 @@ def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--model", type=Path, help="the model folder to serve, exported for native, onnx or both"
+        "--model",
+        type=Path,
+        help="the model folder to serve, exported for native, onnx or both; or a cascade",
     )
     what.add_argument(
         "--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it"
@@ -159,7 +161,12 @@ def _answers(name: str) -> bool:
 def serving_image(
     model: Path, tag: str | None = None, extras: tuple[str, ...] = (), suffix: str | None = None
 ) -> Image:
-    if "onnx" not in exported_artefacts(model):
+    artefacts = exported_artefacts(model)
+    needed = {one.engine for one in artefacts.values()}
+    if "" in artefacts and "native" in needed:
+        remedy = "python -m inference.cascade BIG/onnx SMALL/onnx writes one for others"
+        print(f"note: this cascade is fast only on x86-64 with AVX2 and on ARM; {remedy}")
+    elif "onnx" not in needed:
         remedy = f"python -m inference.export {model} --engine onnx adds what others need"
         print(f"note: without onnx the image serves only on x86-64 with AVX2 and on ARM; {remedy}")
     arguments = {**build_arguments(model), "WITH": " ".join(extras)}

@@ -9,12 +9,14 @@ from pathlib import Path
 from common.errors import ModelLoadError, UserError
 from common.model_folder import (
     DESCRIPTION_FILES,
-    MANIFEST_FILE,
     METRICS_FILE,
     Manifest,
+    artefact_files,
+    cascade_sha256,
     file_inside,
     is_artefact,
     read_manifest,
+    verified_cascade,
     verified_manifest,
 )
 
@@ -56,15 +58,16 @@ def image_files(model: Path) -> dict[str, Path]:
     """The files that the serving image is built from, besides the Dockerfile: source by path in the
     build context.
 
-    The model's own weights are left out; the image serves one of its artefacts.
+    The model's own weights are left out; the image serves one of its artefacts, or a cascade.
 
     Raises:
-        DeploymentError: the folder is not a model, or has no artefact that belongs to it.
+        DeploymentError: the folder is neither a model nor a cascade, or has no artefact that
+            belongs to it.
     """
     artefacts = exported_artefacts(model)
     names = [name for name in (*DESCRIPTION_FILES, METRICS_FILE) if (model / name).is_file()]
-    for engine, manifest in artefacts.items():
-        names += [f"{engine}/{name}" for name in sorted({*manifest.files, MANIFEST_FILE})]
+    for folder, manifest in artefacts.items():
+        names += artefact_files(folder, manifest)
     locks = ["deployment/requirements.txt", *_extra_locks(SERVING_EXTRAS)]
     files = {
         name: ROOT / name
@@ -90,27 +93,24 @@ def torch_image_files() -> dict[str, Path]:
 
 def build_arguments(model: Path) -> dict[str, str]:
     """The Dockerfile's arguments that depend on the model and the version."""
-    manifest = next(iter(exported_artefacts(model).values()))
-    return {
-        "MODEL": MODEL_FOLDER,
-        "VERSION": version(),
-        "MODEL_SHA256": manifest.source["weights_sha256"],
-    }
+    first, *others = exported_artefacts(model).values()
+    # Its first digits are the revision that the server shows.
+    digest = cascade_sha256(first, *others) if first.cascade else first.source["weights_sha256"]
+    return {"MODEL": MODEL_FOLDER, "VERSION": version(), "MODEL_SHA256": digest}
 
 
 def exported_artefacts(model: Path) -> dict[str, Manifest]:
-    """The verified manifests of a model folder's artefacts that the image can serve, by engine."""
+    """The verified manifests of what the image can serve, by their folders: of a model folder one
+    for each engine, of a cascade those of the big model, in ``""``, and of the small one.
+    """
     if not model.is_dir():
         raise DeploymentError(
             f"{model}: no such model folder; train one (python -m training.train_single)",
             code="model-not-found",
         )
-    if is_artefact(model):
-        what = "is one exported artefact; give the model folder above it"
-        if read_manifest(model).cascade:
-            what = "is a cascade, which no image holds; mount it, or fetch it with inference.fetch"
-        raise DeploymentError(f"{model}: {what}", code="model-folder-needed")
     try:
+        if is_artefact(model):
+            return _cascade(model)
         found = {
             name: verified_manifest(model / name, model)
             for name in ENGINES
@@ -132,6 +132,18 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
             f"{model}: {what}; write them again with python -m inference.export {model}",
             code="artefact-missing",
         )
+    return found
+
+
+def _cascade(folder: Path) -> dict[str, Manifest]:
+    if not read_manifest(folder).cascade:
+        what = "is one exported artefact; give the model folder above it"
+        raise DeploymentError(f"{folder}: {what}", code="model-folder-needed")
+    found = verified_cascade(folder)
+    if others := [one.engine for one in found.values() if one.engine not in ENGINES]:
+        what = f"is a cascade for {others[0]}, which no image has; write it again from artefacts "
+        what += f"for {' or '.join(ENGINES)}: python -m inference.cascade BIG/native SMALL/native"
+        raise DeploymentError(f"{folder}: {what}", code="artefact-missing")
     return found
 
 

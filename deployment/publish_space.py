@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, SpaceInfo
 
 from common.errors import run_command
 from common.model_folder import read_saved_model
-from deployment.image_context import build_arguments
+from deployment.image_context import build_arguments, exported_artefacts
 from deployment.running_space import Expected, ask, wait_until_running, wait_until_shown
 from deployment.space_files import linked, published_model, space_files, static_files
 from training.publishing.hub_upload import (
@@ -53,10 +53,13 @@ def main() -> None:
         print(f"Written to {options.dry_run}: {build} builds it. Nothing was sent.")
         print(f"On the hub {PLAN} ({PRICES}).")
         return
-    weights, model = build_arguments(options.model)["MODEL_SHA256"], read_saved_model(options.model)
+    digest, model = build_arguments(options.model)["MODEL_SHA256"], read_saved_model(options.model)
     api, account = sign_in()
     target = Target(full_name(options.name, account), "space", options.private)
-    if published := published_model(api, target, weights):
+    manifests = exported_artefacts(options.model).values()
+    weights = dict.fromkeys(one.source["weights_sha256"] for one in manifests)
+    found = (published_model(api, target, one) for one in weights)
+    if published := list(filter(None, found)):
         files = linked(files, published)
     show(files)
     # What these folders hold besides is of an earlier version, and the commit deletes it; files of
@@ -66,7 +69,7 @@ def main() -> None:
     commit = upload(api, target, files, folders, reasons)
     print(f"Sent as {commit[:12]}; the hub builds it:")
     wait_until_running(api, target.name, commit)
-    _ask(api, target, Expected(model.labels, weights[:12], model.problem_type, model.reads_pairs))
+    _ask(api, target, Expected(model.labels, digest[:12], model.problem_type, model.reads_pairs))
 
 
 def _publish_page(options: argparse.Namespace) -> None:
@@ -102,7 +105,11 @@ def _parse() -> argparse.Namespace:
         "name", metavar="NAME", help="the Space: ACCOUNT/NAME, or NAME in your own account"
     )
     parser.add_argument(
-        "--model", metavar="FOLDER", type=Path, required=True, help="an exported model folder"
+        "--model",
+        metavar="FOLDER",
+        type=Path,
+        required=True,
+        help="an exported model folder, or, without --static, a cascade",
     )
     return parser.parse_args()
 

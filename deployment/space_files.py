@@ -107,10 +107,10 @@ def _replaced(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-def linked(files: Files, published: str) -> Files:
-    """Link the card to the model's own repository."""
+def linked(files: Files, published: list[str]) -> Files:
+    """Link the card to the repository of the model, or of each model of a cascade."""
     card = SpaceCard(content_of(files[_CARD]).decode())
-    card.data.models = [published]
+    card.data.models = published
     return {**files, _CARD: str(card).encode()}
 
 

@@ -35,7 +35,7 @@ LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in _PARTS]
 # The files of an image that say what is in it, or that no package manager knows.
 _TELLING = re.compile(
     r"var/lib/dpkg/status(\.d/[^/]+)?|usr/lib/os-release|usr/local/include/python3[^/]+/patchlevel\.h"
-    r"|.+\.dist-info/METADATA|app/inference/engines/native/_kernels[^/]*\.so|app/model/[^/]+/manifest\.json"
+    r"|.+\.dist-info/METADATA|app/inference/engines/native/_kernels[^/]*\.so|app/model/([^/]+/)?manifest\.json"
 )
 Component = dict[str, Any]
 

@@ -7,6 +7,7 @@ import contextlib
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -96,7 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
             what = f"{options.big}: its own dataset is not on this machine; name labelled rows with"
             raise UserError(f"{what} --rows, or texts with --texts", code="data-not-found")
         signal.signal(signal.SIGTERM, end_unfinished)  # before this, nothing has been written
-        write_cascade(pair, certifying, labelled, options.max_disagreement, target, console)
+        with _naming(target):
+            write_cascade(pair, certifying, labelled, options.max_disagreement, target, console)
     except CalibrationError as error:
         bound = f"--max_disagreement {100 * options.max_disagreement:g}%"
         raise CascadeError(f"{bound}: {error}; nothing was written") from error
@@ -107,6 +109,18 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(printable(f"Written to {target}"), soft_wrap=True)
     serve = f"MODEL_CHECKPOINT={shlex.quote(str(target))} uvicorn inference.app:app --port 7860"
     console.print(printable(f"Next: {serve}"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Let errors name the cascade: a copy that fails on a full disk would name what it copies, and
+    others a temporary folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = f"{target}: cannot be written ({error.strerror or error})"
+        raise CascadeError(f"{what}; nothing was written") from error
 
 
 def _labelled(options: argparse.Namespace, pair: Pair) -> HeldOut | None:

@@ -136,6 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(highlight=False, markup=False)
     try:
         saved = read_saved_model(options.model)
+        if is_artefact(options.model):
+            _refuse_for_artefact(options)
         rows = _read_rows(options, saved, console)
         bounds = _bounds(options, saved.labels)
         # The sample news are the texts of a model only if it was trained on them.
@@ -145,7 +147,6 @@ def main(arguments: list[str] | None = None) -> None:
             if not are_own:
                 what = f"{options.model}: is an artefact, and its rows are not on this machine"
                 raise UserError(f"{what}; name some with --rows", code="data-not-found")
-            _refuse_for_artefact(options)
             record = calibrate_again(options.model, bounds, rows)
             console.print("\n".join(map(printable, lines_about(record))), soft_wrap=True)
             console.print(printable(f"Written to {options.model}"), soft_wrap=True)

@@ -1,8 +1,9 @@
-"""Publish a model folder on the Hugging Face hub: python -m training.publish_model MODEL --name
-ACCOUNT/NAME.
+"""Publish a model folder or a cascade on the Hugging Face hub: python -m training.publish_model
+MODEL --name ACCOUNT/NAME.
 
 Weights, tokenizer, metrics, exported artefacts and model card go up in one commit and are read
-back. Models are free to publish. The token comes from HF_TOKEN or the hub's login (hf auth login).
+back, of a cascade the artefacts of both models. Models are free to publish. The token comes from
+HF_TOKEN or the hub's login (hf auth login).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 from huggingface_hub import ModelCard
 
 from common.errors import run_command
-from common.model_folder import PRECISIONS
+from common.model_folder import is_artefact
 from training.publishing.hub_upload import (
     Target,
     full_name,
@@ -26,14 +27,14 @@ from training.publishing.hub_upload import (
     upload,
     write_files,
 )
-from training.publishing.published_files import model_files, named
+from training.publishing.published_files import OWNED, model_files, named
 
 DRY_RUN_FOLDER = Path("build/model")
 
 
 def main() -> None:
     parser = publishing_parser("python -m training.publish_model", str(__doc__), DRY_RUN_FOLDER)
-    parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, or a cascade")
     parser.add_argument(
         "--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account"
     )
@@ -50,9 +51,12 @@ def main() -> None:
     target = Target(full_name(options.name, account), "model", options.private)
     files = named(files, options.model, target.name)
     show(files)
-    commit = upload(api, target, files, PRECISIONS)
+    commit = upload(api, target, files, OWNED)
     print(f"Published {api.endpoint}/{target.name} at {commit[:12]}; every file was read back.")
-    print(f'transformers.pipeline("text-classification", model="{target.name}") loads it.')
+    if is_artefact(options.model):
+        print(f"python -m inference.fetch hf://{target.name} FOLDER fetches it for a server.")
+    else:
+        print(f'transformers.pipeline("text-classification", model="{target.name}") loads it.')
     if not ModelCard(bytes(files["README.md"]).decode(), ignore_metadata_errors=True).data.get(
         "license"
     ):

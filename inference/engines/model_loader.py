@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,16 @@ from numpy.typing import NDArray
 
 from common.errors import ModelLoadError, first_line
 from common.escaping import some_of
-from common.files import sha256_of
 from common.hardware import Hardware
 from common.memory import release_free_memory
-from common.model_folder import MANIFEST_FILE, SMALL_FOLDER, is_artefact, read_manifest
+from common.model_folder import (
+    CERTIFY_AGAIN,
+    MANIFEST_FILE,
+    cascade_sha256,
+    is_artefact,
+    read_manifest,
+    small_artefact,
+)
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
 from inference.engines.answering import Answering, Prediction, Wanted
@@ -29,7 +34,6 @@ if TYPE_CHECKING:
     from inference.engines.native.shared import SharedEncoder
 
 _ANY_DEVICE = Hardware()
-_WRITE_AGAIN = "write it again: python -m inference.cascade"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +70,11 @@ class Cascade:
             threshold, most, *stricter = map(_number, numbers)
         except (KeyError, TypeError, ValueError) as error:
             what = f"its cascade is damaged ({type(error).__name__}: {first_line(error)})"
-            raise ModelLoadError(folder / MANIFEST_FILE, what, _WRITE_AGAIN) from error
-        path = folder / SMALL_FOLDER
-        if not is_artefact(path) or sha256_of(path / MANIFEST_FILE) != expected:
-            what = "is missing, or is not the small model that this cascade was certified with"
-            raise ModelLoadError(path, what, _WRITE_AGAIN)
+            raise ModelLoadError(folder / MANIFEST_FILE, what, CERTIFY_AGAIN) from error
+        path = small_artefact(folder, expected)
         small = ModelLoader(path, "auto", hardware)
         if why_not := cls.why_not(big, small):
-            raise ModelLoadError(path, f"does not fit the big model: {why_not}", _WRITE_AGAIN)
+            raise ModelLoadError(path, f"does not fit the big model: {why_not}", CERTIFY_AGAIN)
         # If only one of them knew what is familiar, the answers of the other would lack it.
         calibrations = [one.answering.calibration for one in (small, big)]
         if any(one is None or one.familiarity is None for one in calibrations):
@@ -185,11 +186,11 @@ class ModelLoader:
         self.tokens_per_second = loaded.tokens_per_second
         folder = loaded.saved.path
         revision, reason = loaded.revision, loaded.reason
-        if is_artefact(folder) and read_manifest(folder).cascade:
+        if is_artefact(folder) and (manifest := read_manifest(folder)).cascade:
             self.cascade = Cascade.read(folder, hardware, self)
-            reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"
-            parts = (revision, self.cascade.small.info["revision"], str(self.cascade.threshold))
-            revision = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+            small = self.cascade.small.info
+            reason += f"; {small['name']} answers the texts that it is sure of"
+            revision = cascade_sha256(manifest, read_manifest(Path(small["path"])))[:12]
         self.info: dict[str, str] = {
             "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
             "engine": loaded.engine.name,

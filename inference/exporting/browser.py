@@ -110,8 +110,10 @@ def browser_files(model: Path) -> dict[str, bytes]:
 
 def _refuse_unreadable(model: Path, folder: Path, saved: SavedModel) -> None:
     if read_manifest(folder).cascade:
-        what = f"{model}: is a cascade, and a browser runs one model; give the small one, or serve "
-        raise UserError(what + "both with a server", code="cascade-refused")
+        what = f"{model}: is a cascade, and the page in a browser runs one model, because each "
+        what += "visitor would have to load both; give one of the two, or publish the cascade with "
+        what += "a server"
+        raise UserError(what, code="cascade-refused")
     if saved.windows:
         what = f"{model}: reads long texts in windows (--long windows), and the page in a browser "
         what += "cuts them; serve it with a server, or train it with --long cut"

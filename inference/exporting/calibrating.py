@@ -248,8 +248,9 @@ def lines_about_texts(used: str, record: dict[str, Any]) -> list[str]:
     if why := [f"{n:,} {what.replace('_', ' ')}" for what, n in left_out.items() if n]:
         lines[0] += f" (left out: {', '.join(why)})"
     if "seen_in_training" not in left_out:
+        who = "One of the models" if "seen_by_one_model" in left_out else "The model"
         lines.append(
-            "The model does not say which texts it has seen in training; if these are among them, "
+            f"{who} does not say which texts it has seen in training; if these are among them, "
             "the promises below do not hold."
         )
     return lines

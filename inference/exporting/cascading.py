@@ -205,8 +205,9 @@ def write_cascade(
         ModelLoadError: the cascade fails the tests of every model that is loaded.
     """
     # It may be anybody's artefact, even that of the big model.
-    if is_artefact(target) and not read_manifest(target).cascade:
-        raise CascadeError(f"{target}: is in the way and is no cascade; move it, or name another")
+    if target.exists() and not (is_artefact(target) and read_manifest(target).cascade):
+        what = "is in the way and is no cascade; move it, or name another place with --output_dir"
+        raise CascadeError(f"{target}: {what}")
     if not certifying.texts:
         what = f"all texts of {certifying.dataset} were seen in training"
         raise CascadeError(f"{what}; give others with --rows or --texts")

@@ -14,6 +14,7 @@ import yaml
 
 from deployment.image_context import ROOT, build_arguments, version
 from tests.deployment.documented import documented
+from tests.inference.cascades import make_cascade
 
 Build = Callable[..., subprocess.CompletedProcess[str]]
 SCRIPT = """#!/bin/sh
@@ -113,6 +114,22 @@ def test_another_model_of_the_same_version_gets_another_tag(
         assert build("--model", str(model)).returncode == 0
     first, second = re.findall(r"--tag distrinews:(\S+) --tag", (tmp_path / "calls").read_text())
     assert first != second == f"{version()}-{'f' * 12}"
+
+
+def test_a_cascade_gets_a_tag_of_its_own_and_a_note_if_it_is_slow_on_some_processors(
+    build: Build, exported_folder: Path, tmp_path: Path
+) -> None:
+    _install(tmp_path, "docker")
+    onnx, news = exported_folder / "onnx", ROOT / "checkpoints" / "news"
+    notes = []
+    for name, small in (("everywhere", onnx), ("native", news)):
+        cascade = make_cascade(onnx, small, tmp_path / name)
+        done = build("--model", str(cascade))
+        assert done.returncode == 0, done.stderr
+        assert f"Building distrinews:{_tag(cascade)} with docker" in done.stdout
+        notes.append(done.stdout.count("note: this cascade is fast only on x86-64 with AVX2 and on ARM"))
+    assert notes == [0, 1]
+    assert "644 model/small/model_int8.safetensors" in (tmp_path / "context").read_text()
 
 
 def test_extras_are_in_the_tag_and_their_locks_in_the_context(

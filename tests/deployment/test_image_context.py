@@ -5,15 +5,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
+from common.files import sha256_of
+from common.model_folder import read_manifest, write_manifest
 from deployment.image_context import ROOT, DeploymentError, build_arguments, image_files, torch_image_files
 from deployment.space_files import dockerfile, space_files
+from inference.engines.model_loader import ModelLoader
 from tests.deployment.card_rules import front_matter
 from tests.deployment.small_model import write_cascade, write_small_model
+from tests.inference.cascades import make_cascade
 from training.publishing.published_files import model_files
 
 
@@ -59,11 +64,66 @@ def test_a_damaged_artefact_is_refused(exported_copy: Path) -> None:
 
 
 @pytest.mark.parametrize("take", [image_files, space_files, model_files])
-def test_a_cascade_is_refused_where_only_one_model_can_go(take: Callable[[Path], object], tmp_path: Path) -> None:
-    cascade = write_cascade(write_small_model(tmp_path / "model"), tmp_path / "cascade")
-    with pytest.raises(UserError, match="is a cascade") as refusal:
-        take(cascade)
+def test_an_artefact_alone_is_refused(take: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"artefact.*; give the model folder") as refusal:
+        take(write_small_model(tmp_path / "model") / "onnx")
     assert refusal.value.code == "model-folder-needed"
+
+
+@pytest.fixture
+def cascade(tmp_path: Path) -> Path:
+    return write_cascade(write_small_model(tmp_path / "model"), tmp_path / "cascade")
+
+
+def test_a_cascade_is_copied_with_both_of_its_models_and_nothing_else(cascade: Path) -> None:
+    for name in ("notes.txt", "seen_texts.bin", "small/seen_texts.bin", "native"):
+        (cascade / name).touch()
+    own = {"config.json", "manifest.json", "metrics.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"}
+    in_model = {name for name in image_files(cascade) if name.startswith("model/")}
+    assert in_model == {f"model/{folder}{name}" for folder in ("", "small/") for name in own}
+
+
+def _set_record(cascade: Path, **changes: object) -> None:
+    manifest = read_manifest(cascade)
+    write_manifest(cascade, replace(manifest, cascade=manifest.cascade | changes))
+
+
+@pytest.mark.parametrize("take", [image_files, space_files, model_files])
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda folder: (folder / "model.onnx").write_bytes(b""), r"model\.onnx: is not the file that was exported"),
+        (lambda folder: (folder / "small/model.onnx").write_bytes(b""), r"small/model\.onnx: is not the file that was"),
+        (lambda folder: (folder / "small/manifest.json").open("a").write(" "), "small: is missing, or is not the sm"),
+        (lambda folder: shutil.rmtree(folder / "small"), "small: is missing, or is not the small model that this"),
+        (lambda folder: _set_record(folder, threshold=None), r"manifest\.json: its cascade is damaged; write it again"),
+        (lambda folder: _set_record(folder, small=None), r"manifest\.json: its cascade is damaged; write it again"),
+    ],
+)
+def test_a_cascade_of_which_one_part_has_changed_is_refused(
+    take: Callable[[Path], object], cascade: Path, damage: Callable[[Path], object], line: str
+) -> None:
+    damage(cascade)
+    with pytest.raises(UserError, match=line):
+        take(cascade)
+
+
+def test_a_cascade_for_an_engine_that_no_image_has_is_refused(cascade: Path) -> None:
+    small = cascade / "small"
+    write_manifest(small, replace(read_manifest(small), engine="openvino"))
+    _set_record(cascade, small={"manifest_sha256": sha256_of(small / "manifest.json")})
+    with pytest.raises(DeploymentError, match="is a cascade for openvino, which no image has; write it again from"):
+        image_files(cascade)
+
+
+def test_the_label_of_a_cascade_is_the_revision_that_its_server_shows(exported_folder: Path, tmp_path: Path) -> None:
+    news = ROOT / "checkpoints" / "news"
+    found = set()
+    for threshold in (0.8, 1):  # JSON knows no difference between 1 and 1.0
+        cascade = make_cascade(exported_folder / "onnx", news, tmp_path / str(threshold), threshold)
+        found.add(revision := build_arguments(cascade)["MODEL_SHA256"][:12])
+        assert ModelLoader(cascade).info["revision"] == revision
+    assert len(found) == 2
 
 
 def test_an_artefact_of_other_weights_is_refused(exported_copy: Path) -> None:

@@ -19,10 +19,13 @@ from typing import Any
 import pytest
 
 from benchmarks import containers
+from common.errors import ModelLoadError
 from common.files import sha256_of
+from common.model_folder import read_manifest
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
 from deployment.image_context import DOCKERFILE, image_files
 from deployment.running_space import Expected, ask
+from inference.engines.model_loader import ModelLoader
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import REPOSITORY, documented
 from tests.deployment.hub_contents import Hub, Repository
@@ -30,13 +33,20 @@ from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, ru
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.deployment.test_image import BASE, build_flags
 from tests.http_servers import JsonHandler, served_answers
+from tests.inference.cascades import NEWS, make_cascade
 from tests.inference.conftest import StartServer
-from tests.inference.servers import free_port, running, serving
+from tests.inference.servers import Server, free_port, metric, running, serving
 from training.publishing.hub_upload import PublishFailure
 
 PUBLISH = "deployment/publish_space.py"
 NAME = "alice/headlines"
 IMAGE = "localhost/distrinews-space-test:latest"
+TEXTS = [
+    "The striker scored twice as the home side won the cup final",
+    "Apple sues a football club",
+    "Oil prices rise again as stocks fall on Wall Street",
+    "Nobody knows what this is about",
+]
 BY_LFS = {"HF_HUB_DISABLE_XET": "1"}
 
 
@@ -56,11 +66,18 @@ def assembled(exported_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     run = run_page(commands, "http://127.0.0.1:9", place, exported_folder, token=None)
     folder = place / "build" / "space"
     assert run.returncode == 0, run.stderr
+    with _server_of(folder, place / "log") as server:
+        yield Assembled(folder, run.stdout, server.address)
+
+
+@contextmanager
+def _server_of(folder: Path, log: Path) -> Iterator[Server]:
+    """Start the server from the files of a Space, as its image would."""
     port = free_port()
     settings = {"PYTHONPATH": str(folder), "MODEL_CHECKPOINT": str(folder / "model"), "HOST": "127.0.0.1"}
     serve = [sys.executable, "-P", "-m", "inference.serve", "--port", str(port)]
-    with running(serve, port, place / "log", **settings) as server:
-        yield Assembled(folder, run.stdout, server.address)
+    with running(serve, port, log, **settings) as server:
+        yield server
 
 
 @pytest.fixture
@@ -127,17 +144,43 @@ def test_a_space_is_published_in_one_commit_built_and_asked(
         assert told in run.stdout
 
 
-def _publish_privately(hub: Hub, folder: Path) -> None:
-    model = Repository("models", "alice/news", private=True, files={"README.md": b"---\ntags: [distrinews]\n---\n"})
-    weights = folder / "model.safetensors"
-    model.large["model.safetensors"] = (sha256_of(weights), weights.stat().st_size)
+def _publish_privately(hub: Hub, name: str, sha256: str) -> None:
+    model = Repository("models", name, private=True, files={"README.md": b"---\ntags: [distrinews]\n---\n"})
+    model.large["model.safetensors"] = (sha256, 1)
     hub.repositories["models", model.name] = model
+
+
+def test_a_cascade_becomes_a_space_that_answers_as_its_folder_does(exported_folder: Path, tmp_path: Path) -> None:
+    cascade = make_cascade(exported_folder / "onnx", NEWS, tmp_path / "cascade")
+    command = (PUBLISH, NAME, "--model", str(cascade))
+    folder = tmp_path / "space"
+    run = run_against("http://127.0.0.1:9", tmp_path, *command, "--dry-run", str(folder), token=None)
+    assert run.returncode == 0, run.stderr
+
+    with _server_of(folder, tmp_path / "log") as server, running_hub(Hub(app=server.address)) as hub:
+        weights = {name: read_manifest(cascade / name).source["weights_sha256"] for name in ("", "small")}
+        _publish_privately(hub, "alice/big", weights[""])
+        _publish_privately(hub, "alice/small", weights["small"])
+        run = run_against(hub.address, tmp_path, *command, "--private")
+        answers = server.client.post("/predict/batch", json={"texts": TEXTS}).json()
+        by_whom = [metric(server.client, "cascade_texts_total", model=model) for model in ("small", "big")]
+
+    assert run.returncode == 0, run.stderr  # it has asked the server for its revision, and for an answer
+    space = hub.repository("spaces", NAME)
+    assert {"model/model.onnx", "model/small/manifest.json"} <= {*space.files, *space.large}
+    assert front_matter(space.files["README.md"].decode())["models"] == ["alice/big", "alice/small"]
+    expected = ModelLoader(cascade).predict_batch(TEXTS)
+    assert [one["label"] for one in answers] == [one["label"] for one in expected]
+    assert min(by_whom) > 0
+    (folder / "model" / "small" / "model_int8.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelLoadError, match=r"small/model_int8\.safetensors: is not the file that was exported"):
+        ModelLoader(folder / "model")
 
 
 def test_a_private_space_is_asked_with_the_token_and_its_card_links_to_the_published_model(
     hub: Hub, command: tuple[str, ...], exported_folder: Path, tmp_path: Path
 ) -> None:
-    _publish_privately(hub, exported_folder)
+    _publish_privately(hub, "alice/news", sha256_of(exported_folder / "model.safetensors"))
 
     run = run_against(hub.address, tmp_path, *command, "--private")
 
@@ -150,7 +193,7 @@ def test_a_private_space_is_asked_with_the_token_and_its_card_links_to_the_publi
 def test_a_public_space_that_sleeps_is_woken_and_names_no_private_model(
     hub: Hub, command: tuple[str, ...], exported_folder: Path, tmp_path: Path
 ) -> None:
-    _publish_privately(hub, exported_folder)
+    _publish_privately(hub, "alice/news", sha256_of(exported_folder / "model.safetensors"))
     hub.stages = ["SLEEPING"]
 
     run = run_against(hub.address, tmp_path, *command)

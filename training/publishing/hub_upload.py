@@ -155,15 +155,15 @@ def upload(
     api: HfApi,
     target: Target,
     files: Files,
-    folders: Collection[str],
+    owned: Collection[str],
     reasons: Mapping[int, str] | None = None,
 ) -> str:
     """Create the repository if needed, commit these files to it at once, and read them back.
     Returns the commit.
 
-    The hub keeps what a broken upload has sent, so it is not sent again. Other files in
-    ``folders``, from an earlier upload, are deleted; other files elsewhere stay. ``reasons``: what
-    some of the hub's status codes mean here.
+    The hub keeps what a broken upload has sent, so it is not sent again. ``owned``: the folders and
+    files at the root that uploads write. What is there of an earlier one and not in ``files`` is
+    deleted; other files stay. ``reasons``: what some of the hub's status codes mean here.
 
     Raises:
         UserError: the hub refuses, something else is kept there, or the connection breaks.
@@ -174,7 +174,7 @@ def upload(
         _refuse_foreign(target, there)
         additions = [CommitOperationAdd(name, source) for name, source in sorted(files.items())]
         names = {file.rfilename for file in there.siblings or []} - files.keys()
-        stale = sorted(name for name in names if name.partition("/")[0] in folders and "/" in name)
+        stale = sorted(name for name in names if name.partition("/")[0] in owned)
         operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
         message = f"Publish {target.name.rpartition('/')[2]}"
         # On top of what was looked at: without the parent, two publishers would delete each other's

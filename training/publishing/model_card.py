@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from common.escaping import code_span, in_markdown, printable, some_of
+from common.model_folder import SMALL_FOLDER, read_manifest, read_saved_model
 from common.rows import AG_NEWS_LABELS
 from training.facts import DEFAULT_TASK, TASK_FACTS, TaskFacts
 from training.monitoring.records import metrics_of
@@ -88,6 +89,47 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 ## Limits
 
 {_limits(metrics)}
+"""
+
+
+def cascade_card(folder: Path) -> str:
+    """A cascade's card, from its manifest and the metrics of both models."""
+    models = [read_saved_model(one) for one in (folder, folder / SMALL_FOLDER)]
+    record = read_manifest(folder).cascade
+    big, small = (code_span(record[one]["name"]) for one in ("big", "small"))
+    bases = {str(one.metadata.get("base_model", "")) for one in models}
+    licenses = {_LICENSES.get(base) for base in bases}
+    front_matter = ModelCardData(
+        license=licenses.pop() if len(licenses) == 1 else None,
+        pipeline_tag=TASK_FACTS[DEFAULT_TASK].pipeline,
+        tags=[TASK_FACTS[DEFAULT_TASK].pipeline, "cascade", TAG],
+        base_model=sorted(filter(is_on_the_hub, bases)) or None,
+    )
+    shares = [f"{one} {share:.2%}" for one, share in record.get("accuracy", {}).items()]
+    accuracy = f"\nAccuracy: {', '.join(shares)}.\n" if shares else ""
+    most, texts = f"{100 * record['max_disagreement']:g}%", f"{record['texts']:,}"
+    return f"""---
+{front_matter.to_yaml()}
+---
+
+# {small} in front of {big}
+
+Two text classifiers that answer as one: {small} answers the texts that it is sure of, and {big} reads the others.
+DistriNews wrote it.
+
+Labels: {some_of(models[0].labels, in_markdown)}.
+
+With {record["confidence"]:.0%} confidence, at most {most} of texts like those of
+{code_span(record["dataset"])} get another label than from the big model alone.
+Of the {texts} texts that certified it, {record["disagreed"]:,} got another label, and the small
+model answered {1 - record["passed_on"]:.1%}.
+{accuracy}
+transformers cannot load two models as one. DistriNews can:
+
+```bash
+python -m inference.fetch hf://{printable(folder.name)} models/cascade
+MODEL_CHECKPOINT=models/cascade python -m inference.serve
+```
 """
 
 

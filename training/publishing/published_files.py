@@ -1,4 +1,4 @@
-"""What of a model folder others get: its files, without the paths that data and models had on this machine."""
+"""What others get of a model folder or a cascade: its files, without paths of this machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from common.errors import UserError
+from common.errors import ModelLoadError, UserError
 from common.model_folder import (
+    CERTIFY_AGAIN,
     DESCRIPTION_FILES,
+    FAMILIARITY_FILE,
     MANIFEST_FILE,
     PRECISIONS,
+    SMALL_FOLDER,
     WEIGHTS_FILE,
+    artefact_files,
     is_artefact,
     read_manifest,
     read_saved_model,
+    verified_cascade,
     verified_manifest,
 )
 from training.publishing.hub_upload import Files, content_of
-from training.publishing.model_card import TAG, model_card, public_name
+from training.publishing.model_card import TAG, cascade_card, model_card, public_name
 
 _CARD, _METRICS = "README.md", "metrics.json"
 # By name, so that what people keep beside a model is not published with it.
@@ -34,42 +39,52 @@ _FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# What only an upload writes at the root of a repository, where a cascade has its big model: if the
+# manifest of a cascade were left beside a model, `inference.fetch` would still find the cascade.
+OWNED = frozenset(
+    {
+        *(*_FILES, *PRECISIONS, SMALL_FOLDER, MANIFEST_FILE, FAMILIARITY_FILE),
+        *("model_int8.safetensors", "model.onnx", "model.xml", "model.bin"),
+    }
+)
 # Not after a letter, a dot, a colon or a slash: that is within an address or a relative path.
 _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:-])(?:~|/(?P<root>\w+))/[^\s`"')]+""")
 
 
 def model_files(model: Path) -> Files:
     """The files of a model's repository: weights, tokenizer, metrics, every exported artefact and
-    the card.
+    the card; or a cascade as it is, and a card.
 
     Raises:
-        UserError: the folder is not a complete model, an artefact does not belong to it, or its
-            card names a path.
+        UserError: the folder is not a complete model or cascade, an artefact does not belong to it,
+            or its card names a path.
     """
-    if is_artefact(model) or model.is_file():
+    is_cascade = is_artefact(model) and bool(read_manifest(model).cascade)
+    if (is_artefact(model) and not is_cascade) or model.is_file():
         what = "is one file or one artefact of a model; give the model folder"
-        if is_artefact(model) and read_manifest(model).cascade:
-            what = "is a cascade; publish the folders of its two models"
         raise UserError(f"{model}: {what}", code="model-folder-needed")
     # Only to refuse what is no complete model; the files go up as they are.
     read_saved_model(model)
-    manifests = {
-        engine: verified_manifest(model / engine, model)
-        for engine in PRECISIONS
-        if is_artefact(model / engine)
-    }
-    names = [name for name in _FILES if (model / name).is_file()]
-    for engine, manifest in manifests.items():
-        names += [f"{engine}/{file}" for file in sorted({*manifest.files, MANIFEST_FILE})]
+    if is_cascade:
+        names, manifests = [], verified_cascade(model)
+    else:
+        names = [name for name in _FILES if (model / name).is_file()]
+        manifests = {
+            engine: verified_manifest(model / engine, model)
+            for engine in PRECISIONS
+            if is_artefact(model / engine)
+        }
+    for folder, manifest in manifests.items():
+        names += artefact_files(folder, manifest)
     files: dict[str, Path | bytes] = {file: model / file for file in names}
     return without_local_paths(files) | {_CARD: _card(model)}
 
 
 def named(files: Files, model: Path, name: str) -> Files:
     """Let the card show how to load the model by its repository's name."""
-    card = content_of(files[_CARD]).replace(
-        f'model="{model.name}"'.encode(), f'model="{name}"'.encode()
-    )
+    card = content_of(files[_CARD])
+    for load in ('model="{}"', "hf://{} "):
+        card = card.replace(load.format(model.name).encode(), load.format(name).encode())
     return {**files, _CARD: card}
 
 
@@ -78,13 +93,20 @@ def without_local_paths(files: Files) -> dict[str, Path | bytes]:
     public = dict(files)
     for name in [name for name in files if Path(name).name == _METRICS]:
         public[name] = _renamed(public[name], [], ("dataset", "base_model"))
-    for name in [name for name in files if Path(name).name == MANIFEST_FILE]:
+    manifests = [name for name in files if Path(name).name == MANIFEST_FILE]
+    # The longest first: that of a small model before that of its cascade, which has its digest.
+    for name in sorted(manifests, key=len, reverse=True):
         public[name] = _renamed(public[name], ["accuracy"], ("dataset",))
         # The manifest has a digest of the metrics beside it. If these were rewritten above, it must
         # follow, or whoever loads the artefact would find a file that has changed.
-        beside = public.get(f"{Path(name).parent.as_posix()}/{_METRICS}")
+        beside = public.get(Path(name).with_name(_METRICS).as_posix())
         if isinstance(beside, bytes):
             public[name] = _with_digest(public[name], beside)
+        small = public.get((Path(name).parent / SMALL_FOLDER / MANIFEST_FILE).as_posix())
+        if isinstance(small, bytes):
+            content = _read(public[name])
+            content["cascade"]["small"]["manifest_sha256"] = hashlib.sha256(small).hexdigest()
+            public[name] = _write(content)
     return public
 
 
@@ -130,6 +152,12 @@ def _card(model: Path) -> bytes:
 
 
 def _new_card(model: Path) -> str:
+    if is_artefact(model):
+        try:
+            return cascade_card(model)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"its cascade is damaged ({type(error).__name__}: {error})"
+            raise ModelLoadError(model / MANIFEST_FILE, what, CERTIFY_AGAIN) from error
     path = model / _METRICS
     metrics = _read(path) if path.is_file() else {}
     if "test" not in metrics:

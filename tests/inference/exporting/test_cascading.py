@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -323,10 +324,26 @@ def test_another_artefact_is_never_replaced(models: Path, capsys: pytest.Capture
     assert sha256_of(own / "manifest.json") == before
 
 
+def test_what_cannot_be_written_names_the_place_and_leaves_nothing(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    arguments = ("--rows", models / "rows", "--max_disagreement", "2%", "--output_dir")
+    (tmp_path / "notes").mkdir()
+    line = refused(capsys, models, *arguments, tmp_path / "notes")
+    assert f"{tmp_path / 'notes'}: is in the way and is no cascade; move it, or name another place with --out" in line
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    line = refused(capsys, models, *arguments, tmp_path / "both")
+    assert f"{tmp_path / 'both'}: cannot be written (No space left on device); nothing was written" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
 def test_what_would_take_a_cascade_for_one_model_is_refused(models: Path, written: Path) -> None:
     with pytest.raises(UserError, match=r"is a cascade, .*write it again with python -m inference\.cascade"):
-        export.main([str(written), "--rows", str(models / "rows")])
-    with pytest.raises(UserError, match="is a cascade, and a browser runs one model"):
+        export.main([str(written)])  # before it asks for rows
+    with pytest.raises(UserError, match="is a cascade, and the page in a browser runs one model"):
         browser_files(written)
 
 

@@ -11,25 +11,27 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.model_folder import SEEN_TEXTS_FILE, verified_manifest
+from common.model_folder import SEEN_TEXTS_FILE, describe_files, verified_cascade, verified_manifest
 from common.seen_texts import SeenTexts
-from inference import export
+from inference import export, fetch
 from inference.engines.model_loader import ModelLoader
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub, Repository
 from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
-from tests.deployment.small_model import write_small_model
+from tests.deployment.small_model import write_cascade, write_small_model
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
+from tests.inference.cascades import NEWS, make_artefact, make_cascade
 from tests.processes import free_port
 from tests.training.test_export import write_tiny
 from training.publishing.hub_upload import write_files
-from training.publishing.published_files import model_files
+from training.publishing.published_files import OWNED, model_files, named
 
 PUBLISH = ("-m", "training.publish_model")
 NAME = "alice/news"
 # The bytes of large files then arrive as they are, and can be looked at.
 BY_LFS = {"HF_HUB_DISABLE_XET": "1"}
+TEXTS = ["The striker scored twice as the home side won the cup final", "Apple sues a football club"]
 PREDICT = f"""
 import json
 from transformers import pipeline
@@ -156,6 +158,65 @@ def test_files_that_no_longer_belong_go_in_the_same_commit(hub: Hub, model: Path
     assert {".gitattributes", "LICENSE"} <= published.files.keys()
     assert "deletedFile onnx/model.onnx" in published.commits[1]
     assert len(published.commits) == 2
+
+
+def test_a_cascade_is_published_as_one_repository_from_which_it_serves(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny(tmp_path / "tiny")
+    cascade = make_cascade(make_artefact(tmp_path / "tiny", tmp_path / "big"), NEWS, tmp_path / "cascade")
+
+    run = run_against(hub.address, tmp_path, *PUBLISH, str(cascade), "--name", NAME, **BY_LFS)
+
+    assert run.returncode == 0, run.stderr
+    assert f"python -m inference.fetch hf://{NAME} FOLDER fetches it for a server." in run.stdout
+    card = hub.repository("models", NAME).files["README.md"].decode()
+    assert card_errors(card, "model") == []
+    assert f"inference.fetch hf://{NAME} models/cascade" in card
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    fetch.main([f"hf://{NAME}", str(tmp_path / "fetched")])
+    here, there = ModelLoader(cascade), ModelLoader(tmp_path / "fetched")
+    assert there.cascade is not None
+    assert there.info["revision"] == here.info["revision"]
+    assert there.predict_batch(TEXTS) == here.predict_batch(TEXTS)
+
+
+def test_a_repository_holds_a_model_or_a_cascade_and_never_a_mixture(hub: Hub, model: Path, tmp_path: Path) -> None:
+    cascade = write_cascade(model, tmp_path / "cascade")
+    held = []
+    for folder in (model, cascade, model):
+        run = run_against(hub.address, tmp_path, *PUBLISH, str(folder), "--name", NAME, **BY_LFS)
+        assert run.returncode == 0, run.stderr
+        published = hub.repository("models", NAME)
+        held.append({*published.files, *published.large} - {".gitattributes"})
+        assert held[-1] == {*model_files(folder)}
+    assert held[0] == held[2] != held[1]
+
+
+def test_no_path_of_this_machine_is_in_a_published_cascade_whose_hashes_still_agree(
+    model: Path, tmp_path: Path
+) -> None:
+    cascade = write_cascade(model, tmp_path / "cascade")
+
+    write_files(named(model_files(cascade), cascade, NAME), tmp_path / "out")
+
+    for path in (tmp_path / "out").rglob("*.[jm]*"):
+        assert "/home/ada" not in path.read_text(), path
+    assert "/home/ada" in (cascade / "small" / "manifest.json").read_text()
+    assert verified_cascade(tmp_path / "out").keys() == {"", "small"}
+
+
+def test_the_uploads_own_every_file_of_a_cascade_that_they_write() -> None:
+    assert {*describe_files(NEWS)} - {SEEN_TEXTS_FILE, "README.md"} <= OWNED
+
+
+def test_a_cascade_without_a_record_is_refused(model: Path, tmp_path: Path) -> None:
+    cascade = write_cascade(model, tmp_path / "cascade")
+    path = cascade / "manifest.json"
+    path.write_text(path.read_text().replace('"disagreed"', '"agreed"'))
+
+    with pytest.raises(UserError, match=r"manifest\.json: its cascade is damaged \(KeyError: 'disagreed'\); write it"):
+        model_files(cascade)
 
 
 def test_a_broken_upload_goes_on_where_it_stopped(hub: Hub, model: Path, tmp_path: Path) -> None:
