@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -52,6 +52,21 @@ class Stages:
 
 
 _unfinished: set[Path] = set()
+# Whether a folder may be there that `_unfinished` lacks, and whether a signal came meanwhile.
+_is_beginning = _has_to_end = False
+
+
+@contextmanager
+def _signal_waits() -> Iterator[None]:
+    """Let a signal that comes in this block end the process only after it."""
+    global _is_beginning
+    _is_beginning = True
+    try:
+        yield
+    finally:
+        _is_beginning = False
+        if _has_to_end:
+            end_unfinished()
 
 
 @contextmanager
@@ -65,8 +80,10 @@ def replaced_whole(target: Path) -> Iterator[Path]:
     if target.exists() and not is_artefact(target):
         what = f"{target}: is in the way and is not an artefact; move it elsewhere"
         raise UserError(what, code="export-failed")
-    with writing_folder(target) as aside:
-        _unfinished.add(aside)
+    with ExitStack() as stack:
+        with _signal_waits():
+            aside = stack.enter_context(writing_folder(target))
+            _unfinished.add(aside)
         try:
             yield aside
         finally:
@@ -79,6 +96,10 @@ def end_unfinished(*_: object) -> None:
     An exception would do only where no library has called back into Python: it would arrive as an
     error of theirs.
     """
+    global _has_to_end
+    _has_to_end = True
+    if _is_beginning:
+        return
     for folder in _unfinished:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(128 + signal.SIGTERM)
