@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -53,19 +52,16 @@ def global_norm(
     return total.sqrt()
 
 
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0
-) -> None:
-    """Divide gradients in place by the loss ``scale``, and scale them down if their norm (without
-    the scale) exceeds ``limit``.
+def clip_divisor(norm: torch.Tensor, limit: float, scale: float = 1.0) -> torch.Tensor:
+    """What gradients have to be divided by to remove the loss ``scale``, and to have at most the
+    norm ``limit``: fp32, ().
+
+    Args:
+        norm: of all gradients, without the scale. If it is not finite, neither is the result.
     """
-    if math.isinf(limit) and scale == 1:
-        return
-    # Scaling is elementwise, so each rank scales its own shards. The factor stays on the device:
-    # reading it would wait.
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
-    torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    # Fused AdamW divides while it reads a gradient, so clipping costs no pass over memory of its
+    # own. The divisor stays on the device: reading it would wait.
+    return torch.clamp((norm + 1e-6) / limit, min=1.0).float() * scale
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from training.model.window_attention import pool_windows
 from training.monitoring import StepMetrics
 from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
-from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
+from training.parallelism.gradients import clip_divisor, global_norm, reduce_partial_gradients
 from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses
 from training.run.bad_steps import BadStep
 from training.run.context import RunContext
@@ -129,9 +129,11 @@ def optimizer_step(
 
         # One norm over all shards and stages, the same number on every rank, so that all clip
         # alike. Gradients still carry the loss scale: the norm is divided by it here, the gradients
-        # as they are clipped.
+        # by fused AdamW as it reads them.
         norm = global_norm(parameters, strategy.stage_group) / scale.scale
-        clip_gradients(parameters, norm, limit=config.clip_norm or math.inf, scale=scale.scale)
+        strategy.local_optimizer.grad_scale = clip_divisor(
+            norm, config.clip_norm or math.inf, scale.scale
+        )
 
         # If the norm is not finite, fused AdamW finds `found_inf` set and leaves weights, moments
         # and its step count as they are. The flag stays on the device; the host reads the norm a

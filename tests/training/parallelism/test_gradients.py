@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.processes import here, run_on_ranks
-from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
+from training.parallelism.gradients import clip_divisor, global_norm, reduce_partial_gradients
 
 
 def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
@@ -20,7 +20,7 @@ def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
-def _mixed() -> tuple[float, float, float]:
+def _mixed() -> tuple[float, float]:
     """Plain, copied, shared out over one dimension and over two: of two stages with 2 x 1 ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     dp, stage = mesh["dp"], mesh["pp"].get_local_rank()
@@ -34,14 +34,12 @@ def _mixed() -> tuple[float, float, float]:
     norm = global_norm(placed, mesh["pp"].get_group())
     squares = sum(part.square().sum() for part in whole)
     dist.all_reduce(squares, group=mesh["pp"].get_group())
-    clip_gradients(placed, norm, limit=1.0)
-    return norm.item(), squares.sqrt().item(), global_norm(placed, mesh["pp"].get_group()).item()
+    return norm.item(), squares.sqrt().item()
 
 
 def test_a_value_held_by_several_ranks_counts_once_and_stages_add_up() -> None:
-    for norm, expected, clipped in run_on_ranks(4, _mixed):
+    for norm, expected in run_on_ranks(4, _mixed):
         assert norm == pytest.approx(expected, rel=1e-6)
-        assert clipped == pytest.approx(1.0, rel=1e-5)
 
 
 def _partial() -> list[float]:
@@ -57,19 +55,21 @@ def test_parts_of_a_copied_parameters_gradient_are_summed() -> None:
     assert run_on_ranks(2, _partial) == [[3.0, 3.0, 3.0]] * 2
 
 
-def test_without_a_limit_gradients_stay_to_the_bit() -> None:
-    parameter = _with_gradient(torch.tensor([3.0, 4.0]))
-
-    clip_gradients([parameter], global_norm([parameter]), limit=float("inf"))
-
-    assert parameter.grad.tolist() == [3.0, 4.0]
+def _as_updated_with(gradient: list[float], limit: float, scale: float = 1.0) -> list[float]:
+    """The gradient that fused AdamW computes its moments from."""
+    parameter = _with_gradient(torch.tensor(gradient))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.grad_scale = clip_divisor(global_norm([parameter]) / scale, limit, scale)
+    optimizer.step()
+    return (optimizer.state[parameter]["exp_avg"] * 10).tolist()
 
 
 def test_a_norm_under_the_limit_changes_nothing_and_one_over_it_all_alike() -> None:
-    small, large = _with_gradient(torch.tensor([0.3, 0.4])), _with_gradient(torch.tensor([30.0, 40.0]))
+    assert _as_updated_with([0.3, 0.4], limit=1.0) == pytest.approx([0.3, 0.4])
+    assert _as_updated_with([30.0, 40.0], limit=1.0) == pytest.approx([0.6, 0.8])
+    assert _as_updated_with([30.0, 40.0], limit=float("inf")) == pytest.approx([30.0, 40.0])
 
-    clip_gradients([small], global_norm([small]), limit=1.0)
-    clip_gradients([large], global_norm([large]), limit=1.0)
 
-    assert small.grad.tolist() == pytest.approx([0.3, 0.4])
-    assert large.grad.tolist() == pytest.approx([0.6, 0.8])
+def test_the_loss_scale_is_divided_out_and_counts_toward_no_limit() -> None:
+    assert _as_updated_with([0.3 * 1024, 0.4 * 1024], limit=1.0, scale=1024.0) == pytest.approx([0.3, 0.4])
+    assert _as_updated_with([30.0, 40.0], limit=1.0, scale=10.0) == pytest.approx([0.6, 0.8])
