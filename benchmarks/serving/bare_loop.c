@@ -26,7 +26,13 @@ static int32_t repeat_tile(void) {
     ints sum[INT_ROWS][INT_VECTORS];
     UNROLL for (int r = 0; r < INT_ROWS; r++)
         UNROLL for (int v = 0; v < INT_VECTORS; v++) sum[r][v] = i_start(weight_sum);
+#ifdef CENTRED_LOOP
+    static const int16_t centres[INPUTS];
+    const Linear layer = {.inputs = INPUTS, .weight = weight, .weight_sum = weight_sum};
+    for (int repeat = 0; repeat < REPEATS; repeat++) centred_loop(INT_ROWS, &layer, 0, centres, activation, sum);
+#else
     for (int repeat = 0; repeat < REPEATS; repeat++) inner_loop(INT_ROWS, INT_VECTORS, weight, activation, INPUTS, sum);
+#endif
     vec total = v_splat(0.f);
     UNROLL for (int r = 0; r < INT_ROWS; r++)
         UNROLL for (int v = 0; v < INT_VECTORS; v++) total = v_add(total, i_to_float(sum[r][v]));

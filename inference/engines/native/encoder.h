@@ -23,6 +23,7 @@
  *   ints            16 int32 sums            i_to_float
  *   i_start         the initial value of the sums, computed from the layer's 16 weight sums
  *   activations, weights, four_inputs, four_weights, i_dot  to add four more products to each sum; or all of inner_loop
+ *   centred_loop    optional, with CENTRED_LOOP, for tiles of one vector: inner_loop for outputs that have centres
  *   transpose       BLOCK rows of BLOCK floats become columns of out, out_stride apart; rows from `rows` on are read as 0
  *   INT_ROWS x INT_VECTORS, FLOAT_ROWS x FLOAT_VECTORS  how many sums fit into the registers: rows x vectors of 16 outputs
  *   RUN_SHARE       the name of the function that this file defines
@@ -150,6 +151,15 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
 }
 #endif
 
+#ifdef CENTRED_LOOP
+/* The centres of the 16 outputs from `column` on, or NULL. */
+INLINE const int16_t *centres_of(const Linear *layer, int column) {
+    if (!layer->centres) return NULL;
+    const int16_t *centres = layer->centres + (size_t)column * 2 * (layer->inputs / CENTRED);
+    return *centres == NO_CENTRES ? NULL : centres;
+}
+#endif
+
 /* A tile's height must be a constant if its sums are to stay in registers. */
 #ifdef ANY_HEIGHT
 #define UNROLL_ROWS
@@ -171,7 +181,12 @@ INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue e
     UNROLL_ROWS for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = row_start(sum[r][v], scales[r].sum);
 #endif
-    inner_loop(rows, vectors, weight, q, inputs, sum);
+#ifdef CENTRED_LOOP
+    const int16_t *centres = centres_of(layer, column);
+    if (centres) centred_loop(rows, layer, column, centres, q, sum);
+    else
+#endif
+        inner_loop(rows, vectors, weight, q, inputs, sum);
     UNROLL for (int v = 0; v < vectors; v++) {
         const int at = column + v * LANES;
         vec scale = v_load(layer->scale + at), bias = v_load(layer->bias + at);

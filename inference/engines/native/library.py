@@ -21,6 +21,7 @@ class LinearStruct(ctypes.Structure):
         ("scale", _POINTER),
         ("weight_sum", _POINTER),
         ("bias", _POINTER),
+        ("centres", _POINTER),
     ]
 
 
@@ -125,6 +126,7 @@ def load_library() -> ctypes.CDLL:
     for function, result, arguments in (
         ("instruction_set", ctypes.c_char_p, [_INT]),
         ("fill_rotation", None, [_POINTER, _INT, _INT, _POINTER]),
+        ("fill_centres", None, [_POINTER, _INT, _INT, _POINTER]),
         ("open_pool", _POINTER, [ctypes.POINTER(ModelStruct), _INT, ctypes.c_char_p]),
         ("close_pool", None, [_POINTER]),
         ("open_session", ctypes.POINTER(SessionStruct), [_POINTER]),

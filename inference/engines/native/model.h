@@ -48,7 +48,7 @@ enum { ROW_BLOCK = 48, MOST_ROWS = ROW_BLOCK * 3 / 2 };
 /* Activations are quantised to 0 to 182 and weights to -45 to 45, so that four products fit into 16 bits: a processor
  * without VNNI then widens to 32 bits once per eight inputs. This is as exact as 0 to 255 and -63 to 63, of which only
  * two products fit: rows have outliers, so they need more levels than the weights of an output. */
-enum { ACTIVATION_MAX = 182, WEIGHT_MAX = 45 };
+enum { ACTIVATION_MAX = 182, WEIGHT_MAX = 45, ACTIVATION_CENTRE = ACTIVATION_MAX / 2 };
 _Static_assert(4 * ACTIVATION_MAX * WEIGHT_MAX <= INT16_MAX, "four products must fit into int16");
 
 /* y = x W^T + bias with int8 weights, packed as [outputs / 16][inputs / 4][16][4]. */
@@ -58,7 +58,12 @@ typedef struct {
     const float *scale;        /* (outputs,) */
     const int32_t *weight_sum; /* (outputs,): sum of the output's weights */
     const float *bias;         /* (outputs,) */
+    /* (outputs / 16, inputs / CENTRED, 32), or NULL: see fill_centres in kernels.c. */
+    const int16_t *centres;
 } Linear;
+
+/* How many inputs share a centre, and what the first centre of 16 outputs is if they have none. */
+enum { CENTRED = 32, NO_CENTRES = INT16_MIN };
 
 typedef struct {
     const float *gain, *bias;

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from inference.engines import native
 from inference.engines.base import TokenBatch, forward_passes
 from inference.engines.native.engine import NativeEngine
-from inference.engines.native.library import instruction_sets, library_path
+from inference.engines.native.library import instruction_sets, library_path, load_library
 from inference.engines.native.quantize import FILE_NAME, write_native
 from inference.engines.native.shared import SharedEncoder, encoder_key
 from tests.inference.engines import native_models
@@ -33,6 +33,7 @@ from tests.inference.engines.native_models import (
     MODELS,
     POSITIONS,
     VOCABULARY,
+    bert,
     distilbert,
     modernbert,
     random_texts,
@@ -91,6 +92,30 @@ def test_every_instruction_set_gives_the_same_bits_for_all_of_ag_news(make_engin
         expected, *others = (engine.logits(batch) for engine in engines)
         for found in others:
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.skipif("avx2" not in instruction_sets(), reason="only the kernel for AVX2 has centres")
+def test_sums_of_16_products_have_the_bits_of_plain_c(make_engine: MakeEngine) -> None:
+    model = randomise(bert())  # most outputs have centres, because their weights are normally distributed
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".encoder.layer." in name and parameter.ndim == 2:
+                parameter[16:32] = parameter[16:32].sign()  # and these have none: all are as large as can be
+    texts = random_texts([*LENGTHS, *range(1, 12)])
+    fast, plain = (make_engine(model, 2, instructions)[0] for instructions in ("avx2", "plain"))
+    for batch in (texts, texts[:1], texts[3:5]):
+        found, expected = (engine.logits(TokenBatch.of(batch), 2) for engine in (fast, plain))
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_outputs_have_centres_only_if_16_products_fit_into_int16() -> None:
+    weight = np.zeros((2, 8, 16, 4), np.int8)  # (outputs / 16, inputs / 4, 16, 4)
+    weight[:, ::2, 3, :2] = -45  # 8 of the 16 weights of a sum: 182 x 360 is the range of an int16
+    weight[1, 1, 3, 1] = 1
+    centres = np.empty((2, 32), np.int16)
+    load_library().fill_centres(weight.ctypes.data, 32, 32, centres.ctypes.data)
+    assert centres[0].tolist() == [91 * 360 if i == 6 else 0 for i in range(32)]
+    assert centres[1, 0] == np.iinfo(np.int16).min
 
 
 @pytest.fixture(scope="module")
