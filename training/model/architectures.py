@@ -100,7 +100,7 @@ class Architecture:
         return hidden
 
     def can_pack(self, network: PreTrainedModel, device: torch.device) -> bool:
-        """Whether :meth:`logits` takes a :class:`Packing` instead of a mask, and is faster with it."""
+        """Whether :meth:`logits` takes a :class:`Packing` instead of a mask, and gains by it."""
         return False
 
     def logits(
