@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 DEMO := checkpoints/demo
 MODEL ?= checkpoints/distilbert_agnews
-# Rows for the benchmark of gpu-check: a folder with AG News' train.csv and test.csv.
+# Rows for the benchmarks of gpu-check: a folder with AG News' train.csv and test.csv.
 GPU_DATA ?= common/sample_news
 GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=
@@ -115,11 +115,13 @@ test-locked: $(INSTALLED) ## Run the tests of serving and deployment with the ve
 	PYTHONPATH=$(CURDIR) build/locked/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" tests/inference tests/deployment
 
 # PyTorch is asked for GPUs without a CUDA context, which a process that forks must not have.
-gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure on it; without one, say what was left out (10 minutes)
+gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure training on it; without one, say what was left out (10 minutes)
 	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -rs -m gpu $(GPU_TESTS)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$(BIN)/python -m benchmarks.one_or_two_processes --device gpu --data $(GPU_DATA); \
-	else echo "Left out: the GPU table of benchmarks/one_or_two_processes.md, since this machine has no CUDA GPU."; fi
+		$(BIN)/python -m benchmarks.one_or_two_processes --device gpu --data $(GPU_DATA) && \
+		CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m benchmarks.training_throughput --device gpu --dataset $(GPU_DATA); \
+	else echo "Left out: the GPU tables of benchmarks/one_or_two_processes.md and benchmarks/training_throughput.md," \
+		"since this machine has no CUDA GPU."; fi
 
 lint: $(INSTALLED_DEV) ## Check style and types of mistakes
 	$(BIN)/ruff check .

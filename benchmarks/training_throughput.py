@@ -1,4 +1,4 @@
-"""How fast does training run on this machine's CPU, compared with the usual training loops?
+"""How fast does training run on this machine, compared with the usual training loops?
 
 Writes a page of tables, and next to it the rounds as JSON, from which the page is written after
 every round: sizes and datasets measured earlier stay on it.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, training_on_gpu
 from benchmarks.processes import Layout, last_line, run_ranks
 from benchmarks.variants import VARIANTS, epoch_rank, matmul_rank
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SIZES, VOCABULARY, Workload, make_workload
@@ -86,6 +86,10 @@ def main() -> None:
     if options.startup:
         seconds = measure_startup(options.rounds)
         put(options.output, STARTUP, {"facts": facts, "seconds": seconds})
+        return
+    if options.device == "gpu":
+        for section in training_on_gpu.measure(options, facts):
+            put(options.output, training_on_gpu.SECTION, section)
         return
     layouts = {text: Layout.parse(text) for text in options.layouts}
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
@@ -216,17 +220,25 @@ def new_section(facts: dict[str, str], workload: Workload, options: Namespace) -
 
 
 def put(path: Path, name: str, section: dict[str, Any]) -> None:
-    """Replace the section of that name, and write the page from all of them, start-up last."""
+    """Replace the section of that name, and write the page from all of them."""
     results = harness.read_results(path.with_suffix(".json")) | {name: section}
-    names = sorted(results, key=lambda name: (name == STARTUP, name))
-    text = harness.introduction(MODULE, "Training throughput", INTRODUCTION) + "\n".join(
-        render(results[name]) for name in names
+    harness.write_page(path, page(results), results)
+
+
+def page(results: dict[str, Any]) -> str:
+    """The sections on CPUs, then GPUs, which may not have been measured, then start-up."""
+    results = {training_on_gpu.SECTION: {}} | results
+    names = sorted(
+        results, key=lambda name: (name == STARTUP, name == training_on_gpu.SECTION, name)
     )
-    harness.write_page(path, text, results)
+    text = harness.introduction(MODULE, "Training throughput", INTRODUCTION)
+    return text + "\n".join(render(results[name]) for name in names)
 
 
 def render(section: dict[str, Any]) -> str:
     """A section of the page."""
+    if not section or "peak" in section:
+        return training_on_gpu.render(section)
     if "seconds" in section:
         seconds = section["seconds"]
         row = [
@@ -372,6 +384,12 @@ def _scaling(section: dict[str, Any]) -> str:
 def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="training_throughput.md", rounds=5)
     add = parser.add_argument
+    add(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="gpu: fill that section (default: cpu)",
+    )
     add("--size", choices=SIZES, default="minilm", help="of the model (default: minilm)")
     add(
         "--dataset",

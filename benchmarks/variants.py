@@ -27,11 +27,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_workload
+from benchmarks.workload import MAX_LENGTH, SEED, Workload, read_workload
 from training.config import TrainConfig
 from training.data.batching import (
     DataShard,
     LengthBucketSampler,
+    Padding,
     Targets,
     micro_batches_of_rank,
     pad,
@@ -43,6 +44,7 @@ from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
 from training.model.precision import DTYPES
+from training.parallelism.blocks import length_multiple
 from training.parallelism.ddp import DDPStrategy
 from training.run.state import AverageMeter
 from training.run.step import StepLog, StepRecord, optimizer_step
@@ -53,6 +55,7 @@ WARMUP = 0.06
 CLIP_NORM = 1.0
 MATMUL_SIZE = 2048
 MATMUL_REPEATS = 12
+STEPS_PER_LOG = 25  # on a GPU
 
 
 @dataclass
@@ -72,10 +75,10 @@ class Epoch:
         # All ranks start together, or the first one would count its wait for the others' imports.
         if dist.is_initialized():
             dist.barrier()
-        self.seconds = -time.perf_counter()
+        self.seconds = -_now()
 
     def stop(self) -> None:
-        self.seconds += time.perf_counter()
+        self.seconds += _now()
 
     def count(self, batch: torch.Tensor) -> None:
         rows, length = batch.shape
@@ -87,11 +90,18 @@ class Epoch:
         self.squares += sum(length**2 for length in lengths)
 
 
-def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
+def _now() -> float:
+    # Calls to a GPU return before it has computed anything.
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def epoch_rank(folder: str, variant: str, device: str = "cpu") -> dict[str, Any]:
     """Warm up on other rows with another copy of the model, then time an epoch."""
     transformers_logging.set_verbosity_error()
     workload = read_workload(Path(folder))
-    with join_ranks("cpu") as ranks:
+    with join_ranks(device) as ranks:
         # The warm-up trains a copy of the model that is thrown away: the timed epoch starts from
         # the written weights, with allocator, thread pools and connections warm.
         VARIANTS[variant].run(workload, workload.warmup, ranks)
@@ -136,7 +146,7 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
         else None
     )
     loader = DataLoader(
-        dataset, GLOBAL_BATCH // ranks.world_size, shuffle=sampler is None, sampler=sampler
+        dataset, workload.global_batch // ranks.world_size, shuffle=sampler is None, sampler=sampler
     )
     bare = _network(workload)
     model = DistributedDataParallel(bare) if ranks.is_distributed else bare
@@ -172,17 +182,19 @@ def trainer(
     sampling: str = "random",
     *,
     packed: bool = False,
+    attention: str = "sdpa",
     **settings: Any,
 ) -> Epoch:
     """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison
     needs otherwise.
 
     ``packed``: of a language model, rows are blocks instead of texts, as its example script makes
-    them. ``settings``: more of its training arguments.
+    them. ``attention``: its implementation, by transformers' name. ``settings``: more of its
+    training arguments.
     """
-    batch = GLOBAL_BATCH
+    batch = workload.global_batch
     if packed:
-        rows, batch = _packed(rows)
+        rows, batch = _packed(rows, batch)
     texts = [
         rows.ids[start:stop].tolist()
         for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)
@@ -210,7 +222,7 @@ def trainer(
 
     arguments = TrainingArguments(
         output_dir=str(workload.folder / "trainer"),
-        use_cpu=True,
+        use_cpu=ranks.device.type == "cpu",
         per_device_train_batch_size=batch // ranks.world_size,
         num_train_epochs=1,
         learning_rate=LEARNING_RATE,
@@ -222,7 +234,7 @@ def trainer(
         # Otherwise it multiplies a classifier's loss and gradients by the number of ranks, before
         # clipping.
         average_tokens_across_devices=workload.is_language_model,
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=ranks.device.type != "cpu",
         eval_strategy="no",
         save_strategy="no",
         logging_strategy="no",
@@ -231,13 +243,24 @@ def trainer(
         seed=SEED,
         **settings,
     )
-    loop = Trainer(_network(workload), arguments, counted, dataset, callbacks=[_Clock(epoch)])
+    loop = Trainer(
+        _network(workload, attention), arguments, counted, dataset, callbacks=[_Clock(epoch)]
+    )
     epoch.loss.update(loop.train().training_loss)
     return epoch
 
 
-def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str = "fp32") -> Epoch:
-    """The step of ``training.run.trainer.Trainer``, without its progress bar, its log files and its checkpoints."""
+def ours(
+    workload: Workload,
+    rows: TokenizedRows,
+    ranks: Ranks,
+    precision: str = "fp32",
+    *,
+    joined: bool = True,
+) -> Epoch:
+    """The step of ``training.run.trainer.Trainer``, without its progress bar, its log files and its
+    checkpoints. ``joined``: without padding, where that is possible.
+    """
     model = NewsClassifier(
         len(workload.label_names),
         str(workload.model_folder),
@@ -246,35 +269,41 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     )
     config = TrainConfig(
         task=workload.task,
-        batch_size=GLOBAL_BATCH // ranks.world_size,
+        batch_size=workload.global_batch // ranks.world_size,
         clip_norm=CLIP_NORM,
         seed=SEED,
     )
-    strategy, batch_size = DDPStrategy(model, config, ranks, precision), GLOBAL_BATCH
+    strategy, batch_size = DDPStrategy(model, config, ranks, precision), workload.global_batch
+    if not joined:
+        strategy.why_padded, model.packs_rows = "to compare", False
+    padding = Padding(length_multiple(config, ranks.device.type), MAX_LENGTH)
     if workload.is_language_model:
-        rows, batch_size = _packed(rows)
+        rows, batch_size = _packed(rows, batch_size)
     # Only ours groups rows by length without being asked, so this belongs to what is compared.
     sampler = LengthBucketSampler(rows.lengths, batch_size, SEED)
-    # As the trainer does after every step: the ranks agree on the loss, which costs them an
-    # all-reduce.
     log = StepLog(ranks)
     epoch = Epoch()
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
-        micro_batches = micro_batches_of_rank(
-            rows, batch, DataShard(ranks.rank, ranks.world_size), targets=Targets(model.task)
+        shard = DataShard(ranks.rank, ranks.world_size)
+        # A step has one micro-batch here: the whole share of this rank.
+        (micro_batch,) = micro_batches_of_rank(
+            rows, batch, shard, padding=padding, targets=Targets(model.task)
         )
         learning_rate = _rate(step, len(sampler))
-        result = optimizer_step(strategy, micro_batches, step, learning_rate)
-        # A step has one micro-batch here: the whole share of this rank.
+        on_device = strategy.to_device(micro_batch)
+        result = optimizer_step(strategy, [on_device], step, learning_rate)
         if packing := model.dropout_stream.packing:
             epoch.count_packed(packing.lengths)
         else:
-            epoch.count(micro_batches[0].input_ids)
-        tokens, local_rows = int(rows.lengths[batch].sum()), micro_batches[0].rows
+            epoch.count(micro_batch.input_ids)
+        tokens, local_rows = int(rows.lengths[batch].sum()), micro_batch.rows
         log.add(StepRecord(step, 1, learning_rate, batch, tokens, local_rows, result))
-        metrics = log.sync(0.0, {}).steps
-        epoch.loss.update(metrics[0].loss, len(batch))
+        # As the trainer does: on CPUs the ranks agree on the loss after every step, which costs an
+        # all-reduce, and on GPUs, where it would make the host wait, about once per second.
+        if ranks.device.type == "cpu" or step % STEPS_PER_LOG == 0 or step == len(sampler):
+            for metrics in log.sync(0.0, {}).steps:
+                epoch.loss.update(metrics.loss, metrics.rows)
     epoch.stop()
     return epoch
 
@@ -299,18 +328,20 @@ def _targets(workload: Workload, rows: TokenizedRows) -> np.ndarray:
     )
 
 
-def _packed(rows: TokenizedRows) -> tuple[TokenizedRows, int]:
+def _packed(rows: TokenizedRows, global_batch: int) -> tuple[TokenizedRows, int]:
     """The texts as blocks, and how many of them have as many tokens as a global batch of texts."""
     offsets = Blocks(MAX_LENGTH, end=None).offsets(len(rows.ids))
     # As many tokens per step as with texts, or the runs would take different numbers of steps. An
     # even number, because two ranks share it.
-    size = round(GLOBAL_BATCH * rows.lengths.mean() / MAX_LENGTH / 2) * 2
+    size = round(global_batch * rows.lengths.mean() / MAX_LENGTH / 2) * 2
     return TokenizedRows(rows.ids, offsets, np.zeros(len(offsets) - 1, np.int64), 0), size
 
 
-def _network(workload: Workload) -> PreTrainedModel:
+def _network(workload: Workload, attention: str = "sdpa") -> PreTrainedModel:
     kind = LlamaForCausalLM if workload.is_language_model else DistilBertForSequenceClassification
-    model = kind.from_pretrained(workload.model_folder, dtype=torch.float32)
+    model = kind.from_pretrained(
+        workload.model_folder, dtype=torch.float32, attn_implementation=attention
+    )
     return model.train()
 
 
@@ -343,6 +374,11 @@ VARIANTS = {
     "trainer-grouped-bf16": Variant(
         "`transformers.Trainer`, length grouping, bf16", _grouped(bf16=True), "bf16"
     ),
+    "trainer-flash-bf16": Variant(
+        "`transformers.Trainer`, length grouping, bf16, FlashAttention-2",
+        _grouped(bf16=True, attention="flash_attention_2"),
+        "bf16",
+    ),
     "trainer-compiled-bf16": Variant(
         "`transformers.Trainer`, length grouping, bf16, `torch_compile`",
         _grouped(bf16=True, torch_compile=True),
@@ -359,5 +395,11 @@ VARIANTS = {
     "ours": Variant("**ours**", ours, is_ours=True),
     "ours-bf16": Variant(
         "**ours, bf16**", lambda *given: ours(*given, precision="bf16"), "bf16", is_ours=True
+    ),
+    "ours-padded-bf16": Variant(
+        "ours, bf16, rows padded",
+        lambda *given: ours(*given, precision="bf16", joined=False),
+        "bf16",
+        is_ours=True,
     ),
 }

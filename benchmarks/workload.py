@@ -35,7 +35,7 @@ from training.tasks import TASKS, Classification
 
 GLOBAL_BATCH = 64
 MAX_LENGTH = 128
-WARMUP_ROWS = 3 * GLOBAL_BATCH
+WARMUP_STEPS = 3
 VOCABULARY = 30522
 SEED = 42
 
@@ -98,6 +98,7 @@ class Workload:
     dataset: str
     task: str
     label_names: list[str]
+    global_batch: int
     timed: TokenizedRows
     warmup: TokenizedRows
 
@@ -126,6 +127,7 @@ def make_workload(
     tokenizer: str,
     num_rows: int,
     task: str = Classification.name,
+    global_batch: int = GLOBAL_BATCH,
 ) -> Workload:
     """Tokenise rows and write random weights into ``folder``.
 
@@ -133,9 +135,10 @@ def make_workload(
         size: a key of ``SIZES``.
         dataset: as for training: ``sample`` or a folder in AG News' layout.
         tokenizer: a folder, a ``tokenizer.json``, or ``tiny`` for one trained on the dataset.
-        num_rows: rows of the timed epoch; fewer, in full batches, if the dataset has fewer.
+        num_rows: rows of the timed epoch, repeated if the dataset has fewer.
         task: a key of ``TASKS``; with multi_label, each row has its one label of the dataset; of a
             language model, a row is a text, which its end token ends.
+        global_batch: rows per step.
 
     Raises:
         UserError: no such data or tokenizer, or too few rows.
@@ -146,20 +149,20 @@ def make_workload(
     if len(found) > VOCABULARY:
         message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"
         raise UserError(message, code="benchmark-input")
-    # Full batches alone, so that every step of every variant takes as many rows.
-    most = (len(data.train) - WARMUP_ROWS) // GLOBAL_BATCH * GLOBAL_BATCH
-    if most < GLOBAL_BATCH:
+    warmup_rows = WARMUP_STEPS * global_batch
+    most = len(data.train) - warmup_rows
+    if most < global_batch:
         message = (
-            f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} "
+            f"--dataset {dataset}: {len(data.train)} rows; at least {warmup_rows + global_batch} "
             "needed"
         )
         raise UserError(message, code="rows-too-few")
     if most < num_rows:
-        report(f"{data.name}: timing {most} rows, not {num_rows}: the others are needed to warm up")
+        report(f"{data.name}: {most} rows are timed repeatedly: the others are needed to warm up")
     # Drawn with a fixed seed, so that runs on different days time the same rows; warm-up rows come
     # from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
-    timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
+    timed, warmup = np.resize(order[:most], num_rows), order[most:]
     # A data set has training and test rows and nothing else, so the warm-up's rows take the test's
     # place.
     chosen = TextData(
@@ -177,7 +180,8 @@ def make_workload(
         write_language_model(folder / "model", size)
     else:
         write_weights(folder / "model", size, len(data.label_names), TASKS[task].problem_type.name)
-    (folder / "workload.json").write_text(json.dumps({"size": size, "key": key, "task": task}))
+    about = {"size": size, "key": key, "task": task, "global_batch": global_batch}
+    (folder / "workload.json").write_text(json.dumps(about))
     return read_workload(folder)
 
 
@@ -191,6 +195,7 @@ def read_workload(folder: Path) -> Workload:
         tokens.name,
         about["task"],
         tokens.label_names,
+        about["global_batch"],
         tokens.train,
         tokens.test,
     )

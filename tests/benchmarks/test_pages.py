@@ -101,6 +101,32 @@ def test_one_machine_fills_its_table_and_leaves_the_others(tmp_path: Path) -> No
     assert path.with_suffix(".png").stat().st_size > 1000
 
 
+def test_the_share_of_a_gpus_peak_counts_what_is_computed_of_real_tokens() -> None:
+    from benchmarks import training_on_gpu, training_throughput  # Hugging Face's trainer takes seconds to import
+
+    rows, length, width, blocks = 10, 50, 768, 6
+    tokens, squares = rows * length, rows * length**2
+    section = {"facts": {}, "rows": rows, "tokens": tokens, "squares": squares, "peak": 1e12}
+    # Twelve matrices of (width, width) per token and block, and two products in attention; backward costs twice as
+    # much as forward, and each multiplication comes with an addition.
+    block = tokens * 12 * width**2 + 2 * squares * width
+    # Ours computes keys and values alone for all tokens of the last block, and the rest for one token per row.
+    last = tokens * 2 * width**2 + rows * 10 * width**2 + 2 * rows * length * width
+
+    assert training_on_gpu.mfu(section, "trainer-grouped-bf16", 2.0) == pytest.approx(6 * blocks * block / 2e12)
+    expected = 6 * ((blocks - 1) * block + last) / 2e12
+    assert training_on_gpu.mfu(section, "ours-bf16", 2.0) == pytest.approx(expected)
+
+    run = {"seconds": 2.0, "cells": tokens, "squares": squares, "loss": 1.0}
+    rounds = [{"trainer-grouped-bf16": run | {"cells": 2 * tokens}, "ours-bf16": run | {"seconds": 1.0}}]
+    page = training_throughput.page({training_on_gpu.SECTION: section | {"rounds": rounds}})
+    trainer, ours = table_rows(page)
+    assert trainer[1:5] == ["5", "5 to 5", "1.00", "50.0%"]
+    assert ours[1:] == ["10", "10 to 10", "2.00", "0.0%", f"{2 * expected:.1%}", "1.000"]
+    assert training_on_gpu.EMPTY not in page
+    assert training_on_gpu.EMPTY in training_throughput.page({})
+
+
 def test_rows_are_drawn_with_a_fixed_seed(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

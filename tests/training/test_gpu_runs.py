@@ -14,6 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import here, run_on_ranks
+from tests.training.parallelism.small_models import small_model
+from tests.training.parallelism.small_runs import take_steps
+from training.config import TrainConfig
+from training.model.attention import FLASH_CAPABILITY, flash_attention
+from training.model.packing import Packing
+from training.parallelism.ddp import DDPStrategy
 from training.parallelism.float8 import LEAST_CAPABILITY
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +30,10 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU, and this m
 needs_float8 = pytest.mark.skipif(
     not HAS_GPU or torch.cuda.get_device_capability() < LEAST_CAPABILITY,
     reason="needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer), and this machine has none",
+)
+needs_flash = pytest.mark.skipif(
+    HAS_GPU and torch.cuda.get_device_capability() < FLASH_CAPABILITY,
+    reason="needs a GPU of compute capability 8.0 or more (Ampere or newer)",
 )
 # Dropout on GPUs draws other masks than on the CPU, so only what does not depend on them is compared: the loss at the
 # beginning, and that it falls.
@@ -87,16 +98,76 @@ def test_one_rank_trains_under_ddp_with_the_backend_of_its_device(start: Callabl
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+def _losses_of_joined_and_padded_rows(precision: str) -> tuple[list[float], list[float]]:
+    ranks, found = here(DEVICE), []
+    for is_joined in (True, False):
+        # Dropout's masks are those of padded rows on the CPU, but not in the fused kernels of GPUs. On the CPU, rows
+        # are joined for its sake.
+        model = small_model("distilbert", dropout=0.0 if HAS_GPU else 0.1)
+        strategy = DDPStrategy(model, TrainConfig(max_length=48), ranks, precision)
+        assert strategy.why_padded == ""
+        model.packs_rows = is_joined
+        found.append(take_steps(strategy, range(1, 6), ranks=ranks))
+        assert bool(model.dropout_stream.packing) is is_joined
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=needs_gpu)])
+@needs_flash
+def test_joined_rows_have_the_losses_of_padded_ones(precision: str) -> None:
+    joined, padded = run_on_ranks(1, _losses_of_joined_and_padded_rows, precision)[0]
+
+    assert joined == pytest.approx(padded, rel=FIRST_LOSS[precision])
+
+
+def _attention_with_dropout() -> tuple[float, float, bool]:
+    # Equal scores, and values of 1: an output is the share of the weights that were kept, scaled.
+    packing = Packing(torch.ones(16, 64, dtype=torch.int64), torch.device("cuda"))
+    zeros = torch.zeros(1, 12, packing.tokens, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append(flash_attention(zeros, zeros, zeros + 1, packing, dropout=0.1).float())
+    return found[0].mean().item(), found[0].std().item(), torch.equal(*found)
+
+
+@needs_gpu
+@needs_flash
+def test_joined_rows_drop_the_share_that_was_asked_for_and_the_same_with_the_same_seed() -> None:
+    mean, std, is_repeated = run_on_ranks(1, _attention_with_dropout)[0]
+
+    assert mean == pytest.approx(1, abs=5e-3)
+    # Of 64 weights, each 0 or 1 / 0.9.
+    assert std == pytest.approx((0.1 / 0.9 / 64) ** 0.5, rel=0.05)
+    assert is_repeated
+
+
 def _checkpoints(output: Path) -> list[str]:
     folder = output.with_name(output.name + ".run") / "checkpoints"
     return sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+# In bf16 rows are joined, so that attention is another kernel.
+@pytest.mark.parametrize(
+    ("how", "precision"), [(signal.SIGKILL, "fp32"), (signal.SIGTERM, "bf16")], ids=["killed", "stopped"]
+)
 def test_a_run_that_was_ended_on_its_device_resumes_to_the_same_weights(
-    launch: Callable[..., Any], tmp_path: Path, how: signal.Signals
+    launch: Callable[..., Any], tmp_path: Path, how: signal.Signals, precision: str
 ) -> None:
-    flags = ("--device", DEVICE, "--batch_size", 8, "--save_every", 2, "--epochs", 8, "--log_every", 60)
+    flags = (
+        "--device",
+        DEVICE,
+        "--precision",
+        precision,
+        "--batch_size",
+        8,
+        "--save_every",
+        2,
+        "--epochs",
+        8,
+        "--log_every",
+        60,
+    )
     undisturbed, ended_early = tmp_path / "undisturbed", tmp_path / "model"
     assert launch(1, *flags, "--output_dir", undisturbed).process.returncode == 0
 

@@ -99,8 +99,8 @@ class Architecture:
             hidden = block(hidden, **context)
         return hidden
 
-    def can_pack(self, network: PreTrainedModel) -> bool:
-        """Whether :meth:`logits` takes a :class:`Packing` instead of a mask."""
+    def can_pack(self, network: PreTrainedModel, device: torch.device) -> bool:
+        """Whether :meth:`logits` takes a :class:`Packing` instead of a mask, and gains by it."""
         return False
 
     def logits(
@@ -122,9 +122,11 @@ class FirstTokenArchitecture(Architecture):
 
     last_block_work = KEYS_AND_VALUES
 
-    def can_pack(self, network: PreTrainedModel) -> bool:
-        # Without dropout, PyTorch's fused attention takes a whole padded batch and keeps no
-        # weights.
+    def can_pack(self, network: PreTrainedModel, device: torch.device) -> bool:
+        if device.type != "cpu":
+            return True
+        # Without dropout, PyTorch's fused attention for CPUs takes a whole padded batch and keeps
+        # no weights.
         block = network.get_submodule(self.blocks)[0]
         return any(block.get_submodule(name).p > 0 for name in self.family.attention_dropout)
 

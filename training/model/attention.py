@@ -1,5 +1,8 @@
 """Attention for ``transformers``, with the masks of :class:`RowDropout` on the CPU.
 
+On a GPU, joined rows are attended to by FlashAttention (Dao, arXiv 2307.08691), and padded ones by
+the kernel that PyTorch chooses.
+
 While training on the CPU, rows are attended to a few at a time, so that their weights stay in the
 processor's cache from the scores to the product with the values, and the same in the backward pass.
 Over a whole batch each of these operations would write its weights to memory and read them back.
@@ -18,10 +21,14 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from common.errors import first_line
 from training.model.dropout import RowDropout
 from training.model.packing import Packing
+from training.model.precision import DTYPES
 
 ROW_ATTENTION = "row_dropout"
+FLASH_CAPABILITY = (8, 0)  # Ampere, the first generation that FlashAttention-2 runs on
+FLASH_TOLERANCE = 0.05  # of the largest value; bf16 has 8 bits, so one rounding is at most 0.004
 # Attention weights computed together, half a megabyte in fp32. Measured with 12 heads and 50 tokens
 # on an EPYC, forward and backward: 21 ms for 32 rows, 27 ms with a quarter of it, which is one row
 # at a time, and 29 to 42 ms with the whole batch at once.
@@ -63,6 +70,8 @@ def row_attention(
         (batch, queries, heads, head size), and None for the weights.
     """
     packing = attention_mask if isinstance(attention_mask, Packing) else None
+    if packing and query.device.type != "cpu":
+        return flash_attention(query, key, value, packing, scaling, dropout), None
     drop = _mask_of_weights(module, query) if dropout > 0 else None
     is_causal = (
         attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
@@ -87,6 +96,99 @@ def row_attention(
     draws = _draws(drop, query, key, plan) if drop else None
     bias = None if attention_mask is None or packing else _bias(query, attention_mask)
     return _RowAttention.apply(query, key, value, bias, draws, plan), None
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention within each of several joined rows, in bf16 or fp16; dropout draws from PyTorch's
+    generator.
+
+    Args:
+        query, key, value: (1, heads, tokens, size), or of each row's first query (rows, heads, 1,
+            size).
+
+    Returns:
+        (1, tokens, heads, size), or of first queries (rows, 1, heads, size).
+    """
+    # (tokens, heads, size), a view: as the projections have written them.
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    # Where each row's queries begin: with its tokens, or one row after the other.
+    offsets, longest = packing.offsets, max(packing.lengths)
+    if len(query) == 1:
+        of_queries, most_queries = offsets, longest
+    else:
+        of_queries = torch.arange(len(offsets), dtype=torch.int32, device=offsets.device)
+        most_queries = 1
+    # Private, since no public function does it in PyTorch 2.11 to 2.13: varlen_attn has no dropout,
+    # and scaled_dot_product_attention of jagged tensors spends its time in Python (12 heads, 128
+    # tokens, forward and backward without the kernel itself: 13 ms on an EPYC, against 0.7 ms).
+    context = torch.ops.aten._flash_attention_forward(
+        *(q, k, v),
+        *(of_queries, offsets, most_queries, longest),
+        dropout,
+        is_causal=False,
+        return_debug_mask=False,
+        scale=scaling,
+    )[0]
+    return context.unflatten(0, (len(query), -1))
+
+
+def why_no_flash_attention(device: torch.device, precision: str, heads: int, size: int) -> str:
+    """Why joined rows cannot be attended to on this GPU; empty if they can be.
+
+    ``heads``, ``size``: of the model's attention, and the size of each head.
+    """
+    if precision == "fp32":
+        return "FlashAttention computes in bf16 or fp16 only, and this run is in fp32"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLASH_CAPABILITY:
+        has = ".".join(map(str, capability))
+        return f"FlashAttention needs compute capability 8.0 or more, and this GPU has {has}"
+    return why_flash_attention_fails(device, DTYPES[precision], heads, size)
+
+
+def why_flash_attention_fails(
+    device: torch.device, dtype: torch.dtype, heads: int, size: int
+) -> str:
+    """Try it on two small rows, forward and backward; empty if it gives what padded rows get.
+
+    PyTorch may be built without it, it may take no heads of this size, and as it is private, a
+    later version may call it differently: then a run is slower, instead of failing or being wrong.
+    """
+    packing = Packing(torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]), device)
+    # Not drawn, so that the model's random numbers are those of a run without this test.
+    numbers = torch.arange(3 * heads * packing.tokens * size, dtype=torch.float32)
+    states = numbers.sin().view(3, 1, heads, packing.tokens, size).to(device, dtype)
+    states.requires_grad_()
+
+    def of_each_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        parts = (part.split(packing.lengths, dim=2) for part in (query, key, value))
+        found = [F.scaled_dot_product_attention(*row) for row in zip(*parts, strict=True)]
+        return torch.cat(found, dim=2).transpose(1, 2)
+
+    try:
+        with torch.autocast(device.type, enabled=False):
+            flash_attention(*states, packing, dropout=0.5)
+            found, expected = flash_attention(*states, packing), of_each_row(*states)
+            # The gradients of the sum of squares: those of all three depend on all values.
+            pairs = [(found, expected)]
+            pairs += zip(
+                *(torch.autograd.grad(out.square().sum(), states) for out in (found, expected)),
+                strict=True,
+            )
+        is_same = all(
+            bool((one - other).abs().max() <= FLASH_TOLERANCE * other.abs().max())
+            for one, other in pairs
+        )
+    except Exception as error:  # of any kind: PyTorch has several for a missing kernel
+        return f"FlashAttention does not work here ({first_line(error)})"
+    return "" if is_same else "FlashAttention gives other values here than PyTorch's own attention"
 
 
 def _mask_of_weights(module: nn.Module, query: torch.Tensor) -> RowDropout | None:

@@ -203,8 +203,8 @@ class NewsClassifier(nn.Module):
     def _adopt(self, network: nn.Module, task: Task) -> None:
         self.task = task
         self.network = network
-        # Whether to compute real tokens only while training. A strategy sets it that runs whole
-        # blocks, not compiled, on the CPU; gradients and dropout masks are those of padded rows.
+        # Whether to compute real tokens only while training. DDP sets it, where it can; gradients
+        # and dropout masks are those of padded rows.
         self.packs_rows = False
         self.dropout_stream = use_row_dropout(network)
         # Private attributes, because transformers 5 has no public way to ask which families take
@@ -237,9 +237,12 @@ class NewsClassifier(nn.Module):
         vocabulary).
 
         The mask is 1 for a token and 0 for padding at the end of a row; None if nothing is padded.
+        If rows are joined, it is on the CPU, whatever the device.
         """
         if self.architecture:
-            self.dropout_stream.packing = self._packing(attention_mask)
+            self.dropout_stream.packing = self._packing(attention_mask, input_ids.device)
+            if attention_mask is not None:
+                attention_mask = attention_mask.to(input_ids.device)
             mask = self.dropout_stream.packing or attention_mask
             return self.architecture.logits(self.network, input_ids, mask)
         attention_mask = mask_of(input_ids, attention_mask)
@@ -261,12 +264,14 @@ class NewsClassifier(nn.Module):
             return self.network(input_ids=input_ids, attention_mask=attention_mask, **more).logits
         return self.network(input_ids, attention_mask)
 
-    def _packing(self, attention_mask: torch.Tensor | None) -> Packing | None:
+    def _packing(self, attention_mask: torch.Tensor | None, device: torch.device) -> Packing | None:
         """How to join the rows of a batch without padding; None if they stay padded."""
-        may_pack = self.packs_rows and self.training and self.architecture.can_pack(self.network)
+        may_pack = self.packs_rows and self.training
         if not may_pack or attention_mask is None or len(attention_mask) < 2:
             return None
-        return Packing(attention_mask)
+        if not self.architecture.can_pack(self.network, device):
+            return None
+        return Packing(attention_mask, device)
 
     @torch.inference_mode()
     def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:

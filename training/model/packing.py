@@ -6,6 +6,8 @@ from itertools import accumulate
 
 import torch
 
+CPU = torch.device("cpu")
+
 
 class Packing:
     """Where the tokens of a padded batch of several rows are when its rows are joined.
@@ -18,15 +20,22 @@ class Packing:
         shape: rows, and the length to which they are padded.
         lengths: tokens of each row, (rows,).
         starts: at which token each row begins, and the last one ends, (rows + 1,).
+        offsets: the same as a tensor, int32, on the device, as FlashAttention's kernels take it.
     """
 
-    def __init__(self, attention_mask: torch.Tensor) -> None:
-        """``attention_mask``: (rows, seq), 1 for a token; on the CPU, since lengths are read."""
+    def __init__(self, attention_mask: torch.Tensor, device: torch.device = CPU) -> None:
+        """``attention_mask``: (rows, seq), 1 for a token. On the CPU, since lengths are read: to ask
+        a GPU for them, the host would wait until it has computed all that is queued.
+        ``device``: that of the states.
+        """
+        attention_mask = attention_mask.cpu()
         self.shape = tuple(attention_mask.shape)
         # Of each token, its index in the padded batch.
-        self._index = attention_mask.flatten().nonzero().squeeze(1)
+        self._index = _moved(attention_mask.flatten().nonzero().squeeze(1), device)
         self.lengths: list[int] = attention_mask.sum(dim=1).tolist()
         self.starts = [0, *accumulate(self.lengths)]
+        self._starts = _moved(torch.tensor(self.starts), device)
+        self.offsets = self._starts.int()
 
     @property
     def tokens(self) -> int:
@@ -38,7 +47,7 @@ class Packing:
 
     def first_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, hidden) -> (rows, 1, hidden)."""
-        return states[0, self.starts[:-1]][:, None]
+        return states[0, self._starts[:-1]][:, None]
 
     def groups(self, tokens_at_once: int) -> list[slice]:
         """Consecutive rows of equal length, together no more tokens than that, unless it is one row."""
@@ -56,3 +65,9 @@ class Packing:
         """
         part = states[0, :, self.starts[group.start] : self.starts[group.stop]]
         return part.unflatten(1, (group.stop - group.start, -1)).transpose(0, 1)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Pinned, so that the host does not wait for the copy.
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)

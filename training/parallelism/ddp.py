@@ -7,12 +7,15 @@ Distributed", arXiv 2006.15704.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training.data.batching import MicroBatch
+from training.model.attention import why_no_flash_attention
 from training.model.classifier import NewsClassifier, to_fp32
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression
@@ -32,9 +35,8 @@ class DDPStrategy(Strategy):
         model.to(self.ranks.device).train()
         to_fp32(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
-        # A new number of tokens would be compiled again. GPUs were not tried: their lengths are
-        # rounded up, and to read them would make the host wait.
-        model.packs_rows = self.ranks.device.type == "cpu" and not self.config.compile
+        self.why_padded = self._why_padded(model)
+        model.packs_rows = not self.why_padded
         self.unsynchronized_model = model  # only the backward pass waits for other ranks
         self.replica: nn.Module = model
         self.embedding_rows: EmbeddingRows | None = None
@@ -48,11 +50,8 @@ class DDPStrategy(Strategy):
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
                     model, self.embedding_rows.names
                 )
-            self.replica = DistributedDataParallel(
-                model,
-                device_ids=[self.ranks.device] if on_gpu else None,
-                gradient_as_bucket_view=True,
-            )
+            # Without device_ids, with which it would move the mask to the GPU: see `to_device`.
+            self.replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
             # A step does it itself, under every strategy (Strategy.broadcast_buffers). DDP would
             # also send constants. The argument for it was renamed in torch 2.13.
             self.replica.broadcast_buffers = False
@@ -64,6 +63,26 @@ class DDPStrategy(Strategy):
         if self.compression:
             self.compression.attach(self.replica)
         return [model]
+
+    def _why_padded(self, model: NewsClassifier) -> str:
+        """Why rows are not joined without padding; empty if they are."""
+        device = self.ranks.device
+        if self.config.compile:
+            return "--compile would compile each new number of tokens"
+        if device.type == "cpu":
+            return ""  # the model decides, by its dropout
+        if not (model.architecture and model.architecture.can_pack(model.network, device)):
+            return "only the rows of DistilBERT and BERT are joined"
+        heads = model.config.num_attention_heads
+        size = model.config.hidden_size // heads
+        return why_no_flash_attention(device, self.precision, heads, size)
+
+    def to_device(self, batch: MicroBatch) -> MicroBatch:
+        if self.why_padded:
+            return super().to_device(batch)
+        # The lengths of joined rows are read from the mask, which therefore stays on the CPU.
+        moved = super().to_device(replace(batch, attention_mask=None))
+        return replace(moved, attention_mask=batch.attention_mask)
 
     def _fix_bucket_order(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients.

@@ -96,6 +96,8 @@ class Strategy:
         self.loss_scale = LossScale(enabled=precision == "fp16")
         self.task, self.head = model.task, model.head
         self.gradient_checks_left = config.check_gradient_sync
+        # Why rows are padded while training; empty if they are joined (``training.model.packing``).
+        self.why_padded = "only --strategy ddp and zero1 join rows"
         # Set by the strategies that have one.
         self.pipeline: Any = None  # its schedule runs forward and backward over all micro-batches
         # The ranks that hold the other stages of the pipeline.
@@ -148,6 +150,10 @@ class Strategy:
     def begin_step(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_factor"]
+
+    def to_device(self, batch: MicroBatch) -> MicroBatch:
+        """A micro-batch where :meth:`forward` takes it."""
+        return batch.to(self.ranks.device)
 
     def seed_dropout(self, step: int, first_row: int) -> None:
         """Make dropout a function of seed, step and row, so that it is the same on any number of ranks."""

@@ -171,9 +171,8 @@ def _trial_of(
 
     def try_rows(memory: _Memory, rows: int) -> tuple[float, float] | None:
         memory.restart()
-        batch = _full_batch(rows, strategy.config.max_length, target, strategy.task).to(
-            ranks.device
-        )
+        batch = _full_batch(rows, strategy.config.max_length, target, strategy.task)
+        batch = strategy.to_device(batch)
         seconds = math.inf
         try:
             # Twice: the second pass adds to the gradients of the first, as accumulation does, and

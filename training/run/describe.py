@@ -14,6 +14,7 @@ from training.data.report import lengths_in_words, run_lengths
 from training.distributed.ranks import Ranks
 from training.model.pooling import MEAN
 from training.monitoring.records import format_time
+from training.parallelism.strategy import Strategy
 from training.run.budget import expect_accuracy
 from training.run.context import RunContext, StepPlan
 
@@ -71,6 +72,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
         "Layout": context.strategy.describe(),
         "Device": describe_device(ranks),
         "Precision": context.precision,
+        **describe_padding(context.strategy),
         **size,
         **_head(context),
         **_steps(context),
@@ -136,6 +138,14 @@ def describe_warmup(config: TrainConfig, plan: StepPlan) -> dict[str, str]:
         "Warm-up": f"--warmup {config.warmup:g} is longer than the run of {steps}, so the learning rate only reaches "
         f"{peak * plan.total_steps / int(config.warmup):.3g}; give a share of the run, such as --warmup 0.06"
     }
+
+
+def describe_padding(strategy: Strategy) -> dict[str, str]:
+    """Whether a GPU computes padding, and why; a language model's blocks have none."""
+    if strategy.ranks.device.type != "cuda" or strategy.config.is_language_model:
+        return {}
+    why = strategy.why_padded
+    return {"Padding": f"computed: {why}" if why else "none: rows are joined, with FlashAttention"}
 
 
 def _reads(context: RunContext) -> dict[str, str]:

@@ -84,7 +84,7 @@ def train_step(
                 teacher=context.data.teacher,
             ),
         )
-        on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
+        on_device = [strategy.to_device(micro_batch) for micro_batch in micro_batches]
 
     # A function of the step alone, so a resumed run needs no scheduler state.
     learning_rate = learning_rate_at(

@@ -44,7 +44,7 @@ def flops_per_token(model: NewsClassifier, length: int) -> float:
 
 def peak_flops(ranks: Ranks, precision: str) -> float:
     """Operations per second of all ranks' devices together; a collective call."""
-    return sum(ranks.gather(_peak_of(ranks.device, precision)))
+    return sum(ranks.gather(peak_of_device(ranks.device, precision)))
 
 
 def gpu_utilization(device: torch.device) -> float | None:
@@ -63,7 +63,8 @@ def gpu_utilization(device: torch.device) -> float | None:
         return None
 
 
-def _peak_of(device: torch.device, precision: str) -> float:
+def peak_of_device(device: torch.device, precision: str) -> float:
+    """Operations per second of its matrix products: from the data sheet, if it is known."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower()
         for gpu in GPUS.values():

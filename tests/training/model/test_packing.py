@@ -18,7 +18,7 @@ from training.config import TrainConfig
 from training.distributed.ranks import Ranks
 from training.model import attention
 from training.model.classifier import NewsClassifier
-from training.model.packing import Packing
+from training.model.packing import CPU, Packing
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.ddp import DDPStrategy
 
@@ -72,11 +72,11 @@ def test_rows_stay_padded_where_packing_saves_nothing(tmp_path: Path) -> None:
     drops, _ = packed_and_padded(save_encoder(tmp_path / "drops", "bert", dropout=0.1))
     never_drops, _ = packed_and_padded(save_encoder(tmp_path / "never", "bert"))
 
-    assert drops._packing(mask)
-    assert drops._packing(None) is None  # nothing is padded
-    assert drops._packing(mask[:1]) is None
-    assert drops.eval()._packing(mask) is None
-    assert never_drops._packing(mask) is None
+    assert drops._packing(mask, CPU)
+    assert drops._packing(None, CPU) is None  # nothing is padded
+    assert drops._packing(mask[:1], CPU) is None
+    assert drops.eval()._packing(mask, CPU) is None
+    assert never_drops._packing(mask, CPU) is None
 
 
 def test_other_families_stay_padded(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def take_steps(
     for number in numbers:
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
         share = micro_batches_of_rank(rows, batch, strategy.data_shard, accumulation, speeds=speeds)
-        moved = [micro_batch.to(ranks.device) for micro_batch in share]
+        moved = [strategy.to_device(micro_batch) for micro_batch in share]
         result = optimizer_step(strategy, moved, number, learning_rate=1e-3)
         losses.append(ranks.sum_(result.loss.clone()).item())
         if norms is not None:

@@ -8,8 +8,7 @@ from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaConfig, L
 
 from training.distributed.group import join_ranks
 from training.model.classifier import NewsClassifier
-from training.run import utilization
-from training.run.utilization import flops_per_token, peak_flops
+from training.run.utilization import flops_per_token, peak_flops, peak_of_device
 from training.tasks import MASKED_SHARE, CausalLanguageModel, MaskedLanguageModel
 
 VOCABULARY, WIDTH, WIDE, BLOCKS, LENGTH = 100, 16, 40, 3, 32
@@ -39,7 +38,7 @@ def test_a_table_that_is_also_the_head_multiplies_for_what_is_predicted_but_posi
 def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
 
-    assert utilization._peak_of(torch.device("cuda"), "bf16") == 989e12
+    assert peak_of_device(torch.device("cuda"), "bf16") == 989e12
 
 
 def test_the_peak_of_a_processor_is_measured_and_that_of_all_ranks_added_up() -> None:
