@@ -121,6 +121,14 @@ class AlarmState:
     def evidence(self) -> float:
         return float(self.money.mean()) if self.money.size else 0.0
 
+    def evidence_by_score(self) -> dict[str, float]:
+        """The part that each score has in the evidence."""
+        found: dict[str, float] = {}
+        for game, money in enumerate(self.money.sum(axis=1) / max(1, self.money.size)):
+            score = self.alarm.score_of_game(game)
+            found[score] = found.get(score, 0.0) + float(money)
+        return found
+
     def add(self, chunks: Iterable[Sequence[int]]) -> float:
         """Play on with chunks, each as `ChunkCounts.take` gives it.
 
@@ -141,10 +149,7 @@ class AlarmState:
         return most
 
     def _moved(self) -> str:
-        by_score: dict[str, float] = {}
-        for game, money in enumerate(self.money.sum(axis=1)):
-            score = self.alarm.score_of_game(game)
-            by_score[score] = by_score.get(score, 0.0) + money
+        by_score = self.evidence_by_score()
         return max(by_score, key=by_score.__getitem__, default="")
 
     def to_json(self) -> str:
