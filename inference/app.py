@@ -66,6 +66,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    if parts.observer is not None:
+        parts.observer.start()
     if parts.line is not None and parts.line.has_model:
         await parts.models.load_or_log()
     else:
@@ -96,6 +98,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         ending.cancel()
     await _abandon(tasks, server, parts)
     await parts.models.close()
+    if parts.observer is not None:  # now that all is answered
+        await asyncio.to_thread(parts.observer.close)
     parts.log.write_refused()
     if parts.line is not None:
         following.cancel()

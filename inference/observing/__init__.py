@@ -1,0 +1,1 @@
+"""What a server counts about the texts that it answers, and what follows from these counts."""
