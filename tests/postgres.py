@@ -7,6 +7,7 @@ import os
 import pwd
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -14,8 +15,9 @@ from types import TracebackType
 class PostgresServer:
     """Started by ``with``; the programs refuse to run as root, so root starts them as ``nobody``."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        # Not in pytest's folder, which each run of pytest closes to everyone but its owner.
+        self._folder = Path(tempfile.mkdtemp(prefix="postgres-"))
         self._numbers = itertools.count()
         self._as_user: list[str] = []
 
@@ -27,10 +29,6 @@ class PostgresServer:
             self._as_user = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
             for folder in (data, self._folder):
                 os.chown(folder, nobody.pw_uid, nobody.pw_gid)
-            # Folders of tests are closed to everyone but their owner.
-            for parent in self._folder.parents:
-                if parent.stat().st_uid == 0 and parent != Path("/") and str(parent) != "/tmp":
-                    parent.chmod(parent.stat().st_mode | 0o011)
         self._run("initdb", "--pgdata", data, "--auth", "trust", "--username", "tests", "--no-sync")
         settings = f"-c listen_addresses= -c unix_socket_directories={self._folder} -c fsync=off"
         self._run("pg_ctl", "start", "--wait", "--pgdata", data, "--options", settings, "--log", data / "log")
@@ -40,6 +38,7 @@ class PostgresServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._run("pg_ctl", "stop", "--wait", "--pgdata", self._folder / "data", "--mode", "fast")
+        shutil.rmtree(self._folder)
 
     def new_database(self) -> str:
         """The address of an empty database."""

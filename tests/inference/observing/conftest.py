@@ -12,11 +12,11 @@ from tests.postgres import PostgresServer
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+def postgres() -> Iterator[PostgresServer]:
     pytest.importorskip("psycopg")
     if shutil.which("initdb") is None:
         pytest.skip("needs PostgreSQL's server programs (initdb)")
-    with PostgresServer(tmp_path_factory.mktemp("postgres")) as server:
+    with PostgresServer() as server:
         yield server
 
 
