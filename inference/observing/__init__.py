@@ -1,0 +1,1 @@
+"""What a server counts about the texts it classifies, and what people correct."""
