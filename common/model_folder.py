@@ -20,7 +20,7 @@ from typing import Any
 
 from common.encoders import max_positions
 from common.errors import ModelLoadError, first_line
-from common.files import sha256_of
+from common.files import sha256_of, write_json
 from common.problem_types import (
     DEFAULT_THRESHOLD,
     MULTI_LABEL,
@@ -648,13 +648,13 @@ class Manifest:
     # `max_disagreement`, the promise; `small`, with the SHA-256 of its manifest; and what was
     # measured.
     cascade: dict[str, Any] = field(default_factory=dict)
+    # What `python -m loop.verdict` found when it compared this artefact with the one before it, and
+    # the SHA-256 of that record.
+    verdict: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    content = json.dumps(
-        {"format": MANIFEST_FORMAT, **asdict(manifest)}, indent=2, ensure_ascii=False
-    )
-    (folder / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST_FILE, {"format": MANIFEST_FORMAT, **asdict(manifest)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -670,7 +670,8 @@ def read_manifest(folder: Path) -> Manifest:
     values: dict[str, Any] = {}
     for one in fields(Manifest):
         kind = kinds.get(str(one.type), list if str(one.type).startswith("list") else dict)
-        optional = one.name in ("calibration", "reference", "cascade")  # later than the format
+        # later than the format
+        optional = one.name in ("calibration", "reference", "cascade", "verdict")
         values[one.name] = content.get(one.name, {} if optional else None)
         if not isinstance(values[one.name], kind):
             raise ModelLoadError(path, f"{one.name} must be a {kind.__name__}", EXPORT_AGAIN)

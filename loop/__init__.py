@@ -1,0 +1,1 @@
+"""From corrections to a better model: review, retrain, compare, promote."""
