@@ -8,6 +8,7 @@ measured.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -190,6 +191,17 @@ def weights_file(model: Path) -> Path:
         return model
     names = (WEIGHTS_FILE, OLD_WEIGHTS_FILE)
     return next((model / name for name in names if (model / name).is_file()), model / WEIGHTS_FILE)
+
+
+def weights_sha256(model: Path) -> str:
+    """The SHA-256 of the weights that training wrote.
+
+    Raises:
+        ModelLoadError: there are none.
+    """
+    if not (file := weights_file(model)).is_file():
+        raise ModelLoadError(model, "no such model", "name a model folder or an artefact")
+    return sha256_of(file)
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -643,6 +655,9 @@ class Manifest:
     # `max_disagreement`, the promise; `small`, with the SHA-256 of its manifest; and what was
     # measured.
     cascade: dict[str, Any] = field(default_factory=dict)
+    # Of a candidate: what its comparison with the model that it would replace has found, see
+    # `common.verdicts`.
+    verdict: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -665,7 +680,7 @@ def read_manifest(folder: Path) -> Manifest:
     values: dict[str, Any] = {}
     for one in fields(Manifest):
         kind = kinds.get(str(one.type), list if str(one.type).startswith("list") else dict)
-        optional = one.name in ("calibration", "cascade")  # later than the format
+        optional = one.name in ("calibration", "cascade", "verdict")  # later than the format
         values[one.name] = content.get(one.name, {} if optional else None)
         if not isinstance(values[one.name], kind):
             raise ModelLoadError(path, f"{one.name} must be a {kind.__name__}", EXPORT_AGAIN)
@@ -720,6 +735,26 @@ def describe_source(name: str, weights: Path, described: Iterable[str] = ()) -> 
             if (weights.parent / name).is_file()
         },
     }
+
+
+def revision_of(folder: Path) -> str:
+    """The revision under which a server shows this model folder or artefact.
+
+    Raises:
+        ModelLoadError: it is neither.
+    """
+    inside = (folder / engine for engine in PRECISIONS)
+    found = next((one for one in (folder, *inside) if is_artefact(one)), None)
+    if found is None:
+        return weights_sha256(folder)[:12]
+    manifest = read_manifest(found)
+    revision = manifest.source["weights_sha256"][:12]
+    if not manifest.cascade:
+        return revision
+    # Of a cascade both models count, and from which probability on the small one answers.
+    small = read_manifest(found / SMALL_FOLDER).source["weights_sha256"][:12]
+    parts = f"{revision} {small} {float(manifest.cascade['threshold'])}"
+    return hashlib.sha256(parts.encode()).hexdigest()[:12]
 
 
 def is_from(manifest: Manifest, weights: Path) -> bool:

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "common": {"common"},
     "training": {"training", "common"},
     "inference": {"inference", "common"},
+    "loop": {"loop", "common"},
     "learn": {"learn", "training", "common"},
     "deployment": {"deployment", "training", "inference", "common"},
     "benchmarks": {"benchmarks", "deployment", "learn", "training", "inference", "common"},
@@ -27,6 +28,7 @@ ENTRY_POINTS = {
     "inference.score",
     "inference.fetch",
     "inference.cascade",
+    "loop.promote",
     *("learn.check",),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,13 @@ from common.escaping import some_of
 from common.files import sha256_of
 from common.hardware import Hardware
 from common.memory import release_free_memory
-from common.model_folder import MANIFEST_FILE, SMALL_FOLDER, is_artefact, read_manifest
+from common.model_folder import (
+    MANIFEST_FILE,
+    SMALL_FOLDER,
+    is_artefact,
+    read_manifest,
+    revision_of,
+)
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
 from inference.engines.answering import Answering, Prediction, Wanted
@@ -188,8 +193,7 @@ class ModelLoader:
         if is_artefact(folder) and read_manifest(folder).cascade:
             self.cascade = Cascade.read(folder, hardware, self)
             reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"
-            parts = (revision, self.cascade.small.info["revision"], str(self.cascade.threshold))
-            revision = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+            revision = revision_of(folder)
         self.info: dict[str, str] = {
             "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
             "engine": loaded.engine.name,

@@ -1,0 +1,1 @@
+"""From a served model's stream to a better model: review, retrain, compare, promote."""
