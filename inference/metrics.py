@@ -111,7 +111,9 @@ class ModelMetrics:
         for result in ("served", "refused"):
             self.reloads.labels(result)
         self._model = gauge(
-            "model_info", "1 for the model that is served.", "name", "revision", "engine"
+            "model_info",
+            "1 for the model that is served.",
+            *("name", "revision", "engine", "replaces"),
         )
         self._label_children: dict[str, Counter] = {}
 
@@ -157,10 +159,11 @@ class ModelMetrics:
     def checked(self, result: str) -> None:
         self._checks[result].inc()
 
-    def serves(self, name: str, revision: str, engine: str) -> None:
+    def serves(self, name: str, revision: str, engine: str, replaces: str) -> None:
+        """``replaces``: the revision that a verdict lets it replace; empty if none does."""
         # The labels of the model before would stay as a second series that is 1.
         self._model.clear()
-        self._model.labels(name, revision, engine).set(1)
+        self._model.labels(name, revision, engine, replaces).set(1)
 
     def tokenized(self, texts: int, seconds: float) -> None:
         self._tokenized.inc(texts)

@@ -265,7 +265,8 @@ class ServedModel:
             # it has seen: the old one lives until its last answer, and only then its threads end.
             before, self._current, self.path = self._current, served, path
             self._count_load("served")
-            self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
+            info = model.info
+            self._metrics.serves(served.name, info["revision"], info["engine"], model.replaces)
             is_calibrated = model.answering.calibration is not None
             logger.info(
                 "serving %s: %s%s",

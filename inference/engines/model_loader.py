@@ -25,6 +25,7 @@ from common.model_folder import (
 )
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
+from common.verdicts import may_replace
 from inference.engines.answering import Answering, Prediction, Wanted
 from inference.engines.base import TokenBatch, scores_of
 from inference.engines.selection import load_model
@@ -152,6 +153,7 @@ class ModelLoader:
         encoder: What computes it together with other models; None before `share_encoder`, and for
             engines that cannot.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
+        replaces: The revision of the model that its verdict lets it replace; empty without one.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name),
             ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
             SHA-256 of the weights that training wrote; of a cascade, of both and the threshold)
@@ -159,6 +161,7 @@ class ModelLoader:
     """
 
     tokens_per_second: float | None = None
+    replaces = ""
     cascade: Cascade | None = None
     encoder: SharedEncoder | None = None
 
@@ -190,12 +193,15 @@ class ModelLoader:
         self.tokens_per_second = loaded.tokens_per_second
         folder = loaded.saved.path
         revision, reason = loaded.revision, loaded.reason
-        if is_artefact(folder) and read_manifest(folder).cascade:
+        manifest = read_manifest(folder) if is_artefact(folder) else None
+        if manifest is not None:
+            self.replaces = may_replace(folder, manifest)
+        if manifest is not None and manifest.cascade:
             self.cascade = Cascade.read(folder, hardware, self)
             reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"
             revision = revision_of(folder)
         self.info: dict[str, str] = {
-            "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
+            "name": _name(path) if manifest is None else manifest.source["name"],
             "engine": loaded.engine.name,
             "reason": reason,
             "precision": loaded.precision,

@@ -81,7 +81,7 @@ def _server_page(model_folder: Path) -> str:
 def _page_of_several_models() -> str:
     metrics = ServerMetrics()
     news = metrics.of_model("news")
-    news.serves("news", "0123456789ab", "native int8")
+    news.serves("news", "0123456789ab", "native int8", "")
     news.predicted([("World", 0.9)], truncated=False)
     return metrics.render("")[0].decode()
 

@@ -20,7 +20,7 @@ from loop import promote
 from loop.promote import LiveFolder, NotSwitched
 from tests.http_servers import JsonHandler, served_answers
 from tests.inference.cascades import make_artefact_with_head, make_cascade
-from tests.inference.servers import Server, running
+from tests.inference.servers import Server, metric, running
 from tests.processes import free_port, wait_until
 
 KEY = "open sesame"
@@ -105,6 +105,7 @@ def test_a_promotion_and_its_roll_back_lose_no_request(
             wait_until(lambda: len(statuses) > 20)
             run(new, "--live", live, "--server", server.address)
             assert server.client.get("/model").json()["revision"] == revision_of(artefacts[1])
+            assert metric(server.client, "model_info", replaces=old) == 1
             run("--back", "--live", live, "--server", server.address)
             assert server.client.get("/model").json()["revision"] == old
             before = len(statuses)
