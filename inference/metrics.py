@@ -105,6 +105,13 @@ class ModelMetrics:
             "result",
         )
         self._checks = {name: checks.labels(name) for name in ("same", "differs")}
+        shadow = counter(
+            "shadow_texts",
+            "Texts drawn for the candidate in shadow: whether it gave the same label; dropped, if "
+            "the server was busy or the candidate failed.",
+            "result",
+        )
+        self._shadow = {name: shadow.labels(name) for name in ("same", "differs", "dropped")}
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
         # Shown as 0 from the start: to Prometheus, a series that appears with 1 has not increased.
@@ -158,6 +165,9 @@ class ModelMetrics:
 
     def checked(self, result: str) -> None:
         self._checks[result].inc()
+
+    def in_shadow(self, result: str, texts: int = 1) -> None:
+        self._shadow[result].inc(texts)
 
     def serves(self, name: str, revision: str, engine: str, replaces: str) -> None:
         """``replaces``: the revision that a verdict lets it replace; empty if none does."""

@@ -35,10 +35,13 @@ async def classify(
         HTTPException: 503, the texts do not fit into the memory budget.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: from the queue.
     """
-    return cast(
+    answers = cast(
         "list[Answer]",
         await classify_some(request, parts, served, texts, name, num_required=len(texts)),
     )
+    if served.shadow is not None:
+        served.shadow.saw(texts, answers)
+    return answers
 
 
 async def classify_some(

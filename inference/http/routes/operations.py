@@ -93,7 +93,10 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     """Describe the default model: where it comes from, what it can say, how good it is,
     and what runs it.
     """
-    return ModelResponse.of(parts.served_model.require().model)
+    served = parts.served_model.require()
+    described = ModelResponse.of(served.model)
+    described.shadow = served.shadow.record if served.shadow else None
+    return described
 
 
 @router.get(

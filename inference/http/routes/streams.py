@@ -233,6 +233,8 @@ class StreamResponse(Response):
         note(self._context, [answer])
         self._num_refused = 0
         request, served, wanted = line
+        if served.shadow is not None:
+            served.shadow.saw([text_of(request, self._parts.settings)], [answer])
         return render(self._parts, served, answer, request.top_k, wanted)
 
     def _error(self, error: Exception) -> dict[str, Any]:
