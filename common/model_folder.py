@@ -20,7 +20,7 @@ from typing import Any
 
 from common.encoders import max_positions
 from common.errors import ModelLoadError, first_line
-from common.files import sha256_of
+from common.files import sha256_of, write_json
 from common.problem_types import (
     DEFAULT_THRESHOLD,
     MULTI_LABEL,
@@ -655,16 +655,13 @@ class Manifest:
     # `max_disagreement`, the promise; `small`, with the SHA-256 of its manifest; and what was
     # measured.
     cascade: dict[str, Any] = field(default_factory=dict)
-    # Of a candidate: what its comparison with the model that it would replace has found, see
-    # `common.verdicts`.
+    # What `python -m loop.verdict` found when it compared this artefact with the one before it, and
+    # the SHA-256 of that record.
     verdict: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    content = json.dumps(
-        {"format": MANIFEST_FORMAT, **asdict(manifest)}, indent=2, ensure_ascii=False
-    )
-    (folder / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST_FILE, {"format": MANIFEST_FORMAT, **asdict(manifest)})
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import glob
+import hashlib
 import itertools
 import json
 import re
@@ -1084,6 +1085,21 @@ def _target(where: str, cell: Any, class_of: dict[str, int], problem_type: Probl
     if isinstance(label, float):
         return label
     return class_of[label] if isinstance(label, str) else tuple(class_of[name] for name in label)
+
+
+def hash_of(rows: Iterable[Sequence[Any]]) -> str:
+    """SHA-256 of rows in their order, one JSON list per line: the text or texts, and what is right
+    if that is known.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, ensure_ascii=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def public_name(dataset: str) -> str:
+    """Of a path only the end: the folder above it is nobody's business in a published model."""
+    return "/".join(Path(dataset).parts[-2:])
 
 
 def evenly_spread(count: int, limit: int | None) -> list[int]:

@@ -13,16 +13,18 @@ and all that it costs is that such a text is left out. From there on the hashes 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import ModelLoadError
 from common.files import writing_whole
-from common.model_folder import SEEN_TEXTS_FILE, file_inside
+from common.model_folder import PRECISIONS, SEEN_TEXTS_FILE, file_inside, is_artefact
 from common.text import Text, folded, texts_in
 
 MANY_TEXTS = 2**20
@@ -90,6 +92,42 @@ class SeenTexts:
         if not (hashes[1:] > hashes[:-1]).all():
             raise ModelLoadError(path, "is damaged: its hashes are not in ascending order", _REMEDY)
         return cls(hashes)
+
+
+def unseen(
+    models: Sequence[Path], texts: Sequence[Text]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
+    """The places of the texts that none of the models has seen, of equal ones the first; of those
+    that one has; and how many are left out, by why. Only if every model knows what it has seen is
+    there a number for `seen_in_training`.
+    """
+    known = [seen for model in models if (seen := seen_by(model))]
+    is_seen = np.zeros(len(texts), dtype=bool)
+    for seen in known:
+        is_seen |= seen.which_seen(texts)
+    # A text that is there twice would count as two witnesses.
+    first_at: dict[Any, int] = {}
+    for i, text in enumerate(texts):
+        first_at.setdefault(folded(text), i)
+    is_first = np.zeros(len(texts), dtype=bool)
+    is_first[list(first_at.values())] = True
+    left_out = {"repeated": int((~is_first & ~is_seen).sum())}
+    if known:
+        name = "seen_in_training" if len(known) == len(models) else "seen_by_one_model"
+        left_out[name] = int(is_seen.sum())
+    return np.flatnonzero(is_first & ~is_seen), np.flatnonzero(is_seen), left_out
+
+
+def seen_by(path: Path) -> SeenTexts | None:
+    """What a model has seen in training; None if nobody knows."""
+    # X.pt and its artefact X.native lie beside the model folder X; other artefacts lie inside it.
+    # An artefact may also have a copy of the file itself.
+    folders = [path]
+    if is_artefact(path):
+        folders.append(path.parent)
+    if path.is_file() or path.suffix.removeprefix(".") in PRECISIONS:
+        folders.append(path.with_suffix(""))
+    return next(filter(None, map(SeenTexts.read, folders)), None)
 
 
 def _fault_in(data: bytes) -> str:

@@ -1,10 +1,10 @@
 """What a verdict in an artefact's manifest says, and whether it is about this artefact and about
 the model that is live.
 
-A verdict is the record of a comparison: ``verdict`` (PROMOTE, HOLD or REJECT), ``parent`` and
-``candidate`` with the SHA-256 of the trained weights and of the exported model file of each, what
-was measured, and ``sha256`` of all that. The hash shows what was changed by accident or by hand; it
-is no signature, so the folder has to come from somebody who is trusted.
+A verdict is the record that `python -m loop.verdict` writes: ``verdict`` (PROMOTE, HOLD or REJECT),
+``artefact`` and ``parent`` with the identities of the new model and the old one, what was measured,
+and ``sha256`` of all that. The hash shows what was changed by accident or by hand; it is no
+signature, so the folder has to come from somebody who is trusted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import ForeseenError, ModelLoadError
-from common.model_folder import EXPORT_AGAIN, MANIFEST_FILE, Manifest
+from common.errors import ForeseenError
+from common.model_folder import (
+    DESCRIPTION_FILES,
+    FAMILIARITY_FILE,
+    METRICS_FILE,
+    Manifest,
+    read_manifest,
+)
 
-PROMOTE, HOLD = "PROMOTE", "HOLD"
+PROMOTE, HOLD, REJECT = "PROMOTE", "HOLD", "REJECT"
+# What an artefact has besides its model.
+_OTHER_FILES = {*DESCRIPTION_FILES, FAMILIARITY_FILE, METRICS_FILE}
 _JUDGE = "compare it with the live model: python -m loop.verdict"
 
 
@@ -35,19 +43,15 @@ class Undecided(NotPromoted):
     exit_code = 10
 
 
-def identity_of(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """What tells an artefact from every other one: ``weights_sha256``, of the weights that training
-    wrote, and ``file_sha256``, of the model file that was exported from them.
-
-    Raises:
-        ModelLoadError: the manifest lists no model file.
-    """
-    # model_int8.safetensors, model.onnx, or model.bin beside a small model.xml.
-    models = [one for name, one in manifest.files.items() if name.startswith("model")]
-    if not models:
-        raise ModelLoadError(folder / MANIFEST_FILE, "lists no model file", EXPORT_AGAIN)
-    file = max(models, key=lambda one: one["bytes"])
-    return {"weights_sha256": manifest.source["weights_sha256"], "file_sha256": file["sha256"]}
+def identity_of(manifest: Manifest) -> dict[str, str]:
+    """Which artefact this is: the weights it was made from, and the file of its model."""
+    files = {name: one for name, one in manifest.files.items() if name not in _OTHER_FILES}
+    model = max(files.values(), key=lambda one: one["bytes"], default={"sha256": ""})
+    return {
+        "name": str(manifest.source.get("name", "")),
+        "weights_sha256": str(manifest.source["weights_sha256"]),
+        "model_sha256": str(model["sha256"]),
+    }
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
@@ -56,40 +60,58 @@ def digest_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def verdict_in(folder: Path, name: Path | None = None) -> dict[str, Any]:
+    """The verdict in the manifest of an artefact; empty if there is none.
+
+    ``name``: what to call the folder, if it is a copy of another one.
+
+    Raises:
+        NotPromoted: it was changed, or is about another artefact.
+    """
+    manifest = read_manifest(folder)
+    record = manifest.verdict
+    if not record:
+        return {}
+    if record.get("sha256") != digest_of(record):
+        raise NotPromoted(f"{name or folder}: the verdict in its manifest was changed; {_JUDGE}")
+    if record.get("artefact") != identity_of(manifest):
+        what = "the verdict in its manifest is about another artefact"
+        raise NotPromoted(f"{name or folder}: {what}; {_JUDGE}")
+    return record
+
+
 def refuse_unless_promoted(
-    folder: Path, manifest: Manifest, live: Sequence[Mapping[str, str]] | None
-) -> None:
-    """Check that the verdict lets this artefact replace the live one.
+    folder: Path, live: Sequence[Mapping[str, str]], name: Path | None = None
+) -> dict[str, Any]:
+    """Check that the verdict lets this artefact replace the live model; returns the verdict.
 
     Args:
-        live: the identities of the live model's artefacts; None if it does not matter which they
-            are.
+        live: the identities of the live model's artefacts.
+        name: as in `verdict_in`.
 
     Raises:
         Undecided: the verdict is HOLD.
-        NotPromoted: it is another one than PROMOTE, was changed, or is about other models.
+        NotPromoted: there is none, or another one than PROMOTE, or it is about other models.
     """
-    record = manifest.verdict
+    shown, record = name or folder, verdict_in(folder, name)
     if not record:
-        raise NotPromoted(f"{folder}: has no verdict; {_JUDGE}")
-    if record.get("sha256") != digest_of(record):
-        raise NotPromoted(f"{folder}: its verdict was changed after it was written; {_JUDGE}")
-    if record.get("candidate") != identity_of(folder, manifest):
-        raise NotPromoted(f"{folder}: its verdict is about another model file; {_JUDGE}")
-    if live is not None and record.get("parent") not in live:
+        raise NotPromoted(f"{shown}: has no verdict; {_JUDGE}")
+    if record.get("parent") not in live:
         raise NotPromoted(
-            f"{folder}: its verdict compares it with another model than the live one; {_JUDGE}"
+            f"{shown}: its verdict compares it with another model than the live one; {_JUDGE}"
         )
     found = record.get("verdict")
     if found != PROMOTE:
         kind = Undecided if found == HOLD else NotPromoted
-        raise kind(f"{folder}: its verdict is {found!r:.80}, and only PROMOTE lets it go live")
+        raise kind(f"{shown}: its verdict is {found!r:.80}, and only PROMOTE lets it go live")
+    return record
 
 
-def may_replace(folder: Path, manifest: Manifest) -> str:
+def may_replace(folder: Path) -> str:
     """The revision of the model that a valid verdict lets this artefact replace; empty if none."""
     try:
-        refuse_unless_promoted(folder, manifest, None)
-        return str(manifest.verdict["parent"]["weights_sha256"])[:12]
-    except (ForeseenError, KeyError, TypeError):
+        record = verdict_in(folder)
+        parent = record["parent"]["weights_sha256"] if record.get("verdict") == PROMOTE else ""
+    except (NotPromoted, KeyError, TypeError):
         return ""
+    return str(parent)[:12]

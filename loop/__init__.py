@@ -1,1 +1,1 @@
-"""From a served model's stream to a better model: review, retrain, compare, promote."""
+"""From corrections to a better model: review, retrain, compare, promote."""

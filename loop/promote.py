@@ -34,12 +34,10 @@ from common.files import (
 from common.model_folder import (
     MANIFEST_FILE,
     PRECISIONS,
-    Manifest,
     file_inside,
     is_artefact,
     revision_of,
     verified_manifest,
-    weights_sha256,
 )
 from common.verdicts import NotPromoted, identity_of, refuse_unless_promoted
 from loop.running_server import NoAnswer, NotServed, RunningServer
@@ -224,21 +222,18 @@ def _manifests(folder: Path) -> dict[str, str]:
 
 
 def identities_of(live: Path) -> list[dict[str, str]]:
-    """Of every form in which a server may run this model, with its files verified.
+    """Of every artefact that a server may run of this model, with its files verified.
 
     Raises:
         ModelLoadError: a file is missing or was changed.
     """
-    if not (artefacts := _artefacts(live)):
-        digest = weights_sha256(live)
-        return [{"weights_sha256": digest, "file_sha256": digest}]
-    return [identity_of(one, verified_manifest(one, None)) for one in artefacts]
+    return [identity_of(verified_manifest(one, None)) for one in _artefacts(live)]
 
 
 def refuse_unjudged(
     new: Path, live: list[dict[str, str]] | None, name: Path | None = None
-) -> list[Manifest]:
-    """Check a candidate's files and its verdict; returns the manifests that have one.
+) -> str | None:
+    """Check a candidate's files and its verdict; returns the SHA-256 of that.
 
     Args:
         live: the identities of what is live; None if nothing is, and no verdict is needed.
@@ -251,14 +246,16 @@ def refuse_unjudged(
     found = {one: verified_manifest(one, None) for one in _artefacts(new)}
     for path in new.rglob("*"):
         file_inside(new, str(path.relative_to(new)))
-    judged = {one: manifest for one, manifest in found.items() if manifest.verdict}
-    if live is not None:
-        if not judged:
-            raise NotPromoted(f"{name or new}: {_NO_VERDICT}")
-        for folder, manifest in judged.items():
-            shown = folder if name is None else name / folder.relative_to(new)
-            refuse_unless_promoted(shown, manifest, live)
-    return list(judged.values())
+    if live is None:
+        return None
+    judged = [one for one, manifest in found.items() if manifest.verdict]
+    if not judged:
+        raise NotPromoted(f"{name or new}: {_NO_VERDICT}")
+    # Of the same weights, other artefacts may have none: an export has compared them.
+    records = [
+        refuse_unless_promoted(one, live, name and name / one.relative_to(new)) for one in judged
+    ]
+    return str(records[0]["sha256"])
 
 
 def promote(new: Path, live: LiveFolder, server: RunningServer | None) -> None:
@@ -278,12 +275,12 @@ def promote(new: Path, live: LiveFolder, server: RunningServer | None) -> None:
             server.reload(revision_of(live.path))
         return
     parents = None if is_first else identities_of(live.path)
-    judged = refuse_unjudged(new, parents)
+    verdict = refuse_unjudged(new, parents)
     if server is not None and not is_first:
         server.refuse_unless_serving(revision_of(live.path), live.path)
     version = live.add(new, parents)
     before = None if is_first else live.current or live.adopt()
-    live.note("promote", before, version, judged[0].verdict.get("sha256") if judged else None)
+    live.note("promote", before, version, verdict)
     _switch(live, before, version, server)
     print(f"promoted: {live.path} is version {version} now, before it was {before or 'nothing'}")
 

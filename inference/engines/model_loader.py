@@ -195,7 +195,7 @@ class ModelLoader:
         revision, reason = loaded.revision, loaded.reason
         manifest = read_manifest(folder) if is_artefact(folder) else None
         if manifest is not None:
-            self.replaces = may_replace(folder, manifest)
+            self.replaces = may_replace(folder)
         if manifest is not None and manifest.cascade:
             self.cascade = Cascade.read(folder, hardware, self)
             reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"

@@ -4,10 +4,8 @@ scores of the artefact itself, since it is what will answer.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,16 +20,14 @@ from common.files import writing_folder
 from common.model_folder import (
     FAMILIARITY_FILE,
     MANIFEST_FILE,
-    PRECISIONS,
     SavedModel,
     describe_files,
-    is_artefact,
     read_manifest,
     write_manifest,
 )
-from common.rows import Columns, LabelledRows, evenly_spread
-from common.seen_texts import SeenTexts
-from common.text import Text, TextTokenizer, counted, folded, texts_in
+from common.rows import Columns, LabelledRows, evenly_spread, hash_of, public_name
+from common.seen_texts import unseen
+from common.text import Text, TextTokenizer, counted, texts_in
 from inference.engines.base import Engine, scores_of
 from inference.engines.selection import load_model
 
@@ -125,45 +121,10 @@ def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[
             for name, described in describe_files(folder).items()
             if name in {*manifest.files, FAMILIARITY_FILE}
         }
-        write_manifest(folder, replace(manifest, calibration=record, files=files))
+        # A verdict was about the artefact with its earlier calibration.
+        write_manifest(folder, replace(manifest, calibration=record, files=files, verdict={}))
         load_model(folder)  # the same checks as at every later start
     return record
-
-
-def unseen(
-    models: Sequence[Path], texts: Sequence[Text]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
-    """The places of the texts that none of the models has seen, of equal ones the first; of those
-    that one has; and how many are left out, by why. Only if every model knows what it has seen is
-    there a number for `seen_in_training`.
-    """
-    known = [seen for model in models if (seen := _seen_by(model))]
-    is_seen = np.zeros(len(texts), dtype=bool)
-    for seen in known:
-        is_seen |= seen.which_seen(texts)
-    # A text that is there twice would count as two witnesses.
-    first_at: dict[Any, int] = {}
-    for i, text in enumerate(texts):
-        first_at.setdefault(folded(text), i)
-    is_first = np.zeros(len(texts), dtype=bool)
-    is_first[list(first_at.values())] = True
-    left_out = {"repeated": int((~is_first & ~is_seen).sum())}
-    if known:
-        name = "seen_in_training" if len(known) == len(models) else "seen_by_one_model"
-        left_out[name] = int(is_seen.sum())
-    return np.flatnonzero(is_first & ~is_seen), np.flatnonzero(is_seen), left_out
-
-
-def _seen_by(path: Path) -> SeenTexts | None:
-    """What a model has seen in training; None if nobody knows."""
-    # X.pt and its artefact X.native lie beside the model folder X; other artefacts lie inside it.
-    # An artefact may also have a copy of the file itself.
-    folders = [path]
-    if is_artefact(path):
-        folders.append(path.parent)
-    if path.is_file() or path.suffix.removeprefix(".") in PRECISIONS:
-        folders.append(path.with_suffix(""))
-    return next(filter(None, map(SeenTexts.read, folders)), None)
 
 
 def _familiarity(
@@ -191,21 +152,6 @@ def _familiarity(
     held_out = [(ids, calibrated(scores_of(answered.engine, ids))) for ids in samples]
     training_ids = [one.ids for one in tokenizer.encode(known) if not one.blank]
     return familiarity.fit(saved.problem_type, training_ids, held_out, tokenizer.highest_id + 1)
-
-
-def hash_of(rows: Iterable[Sequence[Any]]) -> str:
-    """SHA-256 of rows in their order, one JSON list per line: the text or texts, and what is right
-    if that is known.
-    """
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, ensure_ascii=True).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def public_name(dataset: str) -> str:
-    """Of a path only the end: the folder above it is nobody's business in a published model."""
-    return "/".join(Path(dataset).parts[-2:])
 
 
 def columns_of(metadata: Mapping[str, Any], *, reads_pairs: bool) -> Columns:

@@ -32,17 +32,15 @@ from common.model_folder import (
     read_saved_model,
     write_manifest,
 )
-from common.rows import Target
+from common.rows import Target, hash_of, public_name
+from common.seen_texts import unseen
 from common.text import Text, counted, texts_in
 from inference.engines.base import scores_of
 from inference.engines.model_loader import Cascade, ModelLoader
 from inference.engines.self_test import measure_speed
 from inference.exporting.calibrating import (
-    hash_of,
     lines_about,
     lines_about_texts,
-    public_name,
-    unseen,
 )
 from inference.exporting.comparison import TURN_TEXTS
 from inference.exporting.stages import Stages, replaced_whole
@@ -233,7 +231,7 @@ def write_cascade(
             record = _record(cascade, agreement, certifying) | _described(pair, folder)
             if promised.accuracy:
                 record["accuracy"] = promised.accuracy
-            changed = {"cascade": record, "calibration": promised.calibration}
+            changed = {"cascade": record, "calibration": promised.calibration, "verdict": {}}
             write_manifest(folder, replace(pair.manifests[0], **changed))
             ModelLoader(folder)  # the same checks as at every later start
     passed_on = record["passed_on"]

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from common.model_folder import SavedModel
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from common.rows import LabelledRows
+from common.rows import LabelledRows, public_name
 from common.text import Text, in_one_line
 from inference.engines.answering import spread_of
 from inference.engines.base import Engine, scores_of
-from inference.exporting.calibrating import public_name
 
 # Long enough that a turn is more than warming up, short enough that both engines see the same
 # machine load.

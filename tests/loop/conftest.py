@@ -1,5 +1,5 @@
-"""The tiny model of the serving tests, which these tests compare, promote and serve."""
+"""A tiny model with its artefact, as the tests of serving make it."""
 
-from tests.inference.conftest import model_folder
+from tests.inference.conftest import model_folder, rows_file
 
-__all__ = ["model_folder"]
+__all__ = ["model_folder", "rows_file"]

@@ -50,8 +50,8 @@ def judge(tmp_path: Path) -> Judge:
         manifest = read_manifest(folder)
         record = {
             "verdict": "PROMOTE",
-            "parent": identity_of(parent, read_manifest(parent)),
-            "candidate": identity_of(folder, manifest),
+            "parent": identity_of(read_manifest(parent)),
+            "artefact": identity_of(manifest),
             **changes,
         }
         write_manifest(folder, replace(manifest, verdict=record | {"sha256": digest_of(record)}))
@@ -168,8 +168,8 @@ def test_a_server_that_serves_another_folder_is_not_reloaded(artefacts: list[Pat
     [
         ({"verdict": "HOLD"}, "its verdict is 'HOLD'", 10),
         ({"verdict": "REJECT"}, "its verdict is 'REJECT'", 11),
-        ({"parent": {"weights_sha256": "0" * 64, "file_sha256": "0" * 64}}, "another model than the live one", 11),
-        ({"candidate": {"weights_sha256": "0" * 64, "file_sha256": "0" * 64}}, "about another model file", 11),
+        ({"parent": {"weights_sha256": "0" * 64}}, "another model than the live one", 11),
+        ({"artefact": {"weights_sha256": "0" * 64}}, "about another artefact", 11),
     ],
 )
 def test_a_model_whose_verdict_does_not_allow_it_changes_nothing(
@@ -191,7 +191,7 @@ def test_a_verdict_that_was_changed_by_hand_is_refused(artefacts: list[Path], li
     manifest = read_manifest(new)
     write_manifest(new, replace(manifest, verdict=manifest.verdict | {"verdict": "PROMOTE"}))
 
-    with pytest.raises(NotPromoted, match="was changed after it was written"):
+    with pytest.raises(NotPromoted, match="the verdict in its manifest was changed"):
         run(new, "--live", live)
 
 

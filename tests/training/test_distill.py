@@ -418,7 +418,7 @@ def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
         f"error: --export: the model in {tmp_path / 'model'} is complete and is kept: python -m inference.export"
         in error
     )
-    assert "[serving-command-failed]" in error
+    assert "[command-failed]" in error
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 

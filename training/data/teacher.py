@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from common.commands import run_module
 from common.errors import UserError
 from common.escaping import some_of
 from common.files import sha256_of, writing_whole
@@ -35,7 +36,6 @@ from training.data.dataset import TextData
 from training.data.kept import digest_of, kept, measured
 from training.data.tokenized import TokenizedData
 from training.distributed.ranks import Ranks
-from training.serving_commands import run_command_of_serving
 from training.tasks import TASKS
 
 # Raise it whenever the same teacher may answer the same texts differently.
@@ -211,9 +211,7 @@ def _compute(
         flags += ["--probabilities"] if teacher.problem_type is not REGRESSION else []
         # It keeps finished parts beside its output. So the next start continues one that was
         # interrupted, and machines that share the cache share the work.
-        run_command_of_serving(
-            "inference.score", [str(asked), str(answered), *flags], what, say, quiet=True
-        )
+        run_module("inference.score", [str(asked), str(answered), *flags], what, say, quiet=True)
         about = {"teacher": str(teacher.path), "labels": teacher.labels}
         write_arrays(file, {"answers": _read_answers(name, answered, teacher, len(texts))}, about)
         for left_over in (asked, answered, Path(f"{answered}.job.json")):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.commands import run_module
 from common.errors import TrainingFailure, UserError, first_line
 from common.files import write_csv
 from common.model_folder import CLEANING_KEY
@@ -40,7 +41,6 @@ from training.run.describe import describe_environment
 from training.run.extend import Change, measure_change
 from training.run.hints import Evidence, hints_of, trust_in
 from training.run.suspects import notes_on_suspects
-from training.serving_commands import run_command_of_serving
 from training.tasks.task import RowAnswer
 
 
@@ -272,7 +272,7 @@ def export_model(config: TrainConfig) -> None:
     """
     flag = f"--export: the model in {config.output_dir} is complete and is kept"
     print(f"--export: python -m inference.export {shlex.quote(str(config.output_dir))}", flush=True)
-    run_command_of_serving("inference.export", [str(config.output_dir)], flag, print)
+    run_module("inference.export", [str(config.output_dir)], flag, print)
 
 
 def _load_best_or_fail(context: RunContext) -> EpochMetrics:

@@ -1,5 +1,5 @@
-"""Commands of the serving half, which a run starts as a user would: the two halves share no code
-but ``common/``.
+"""Commands of another part, which are started as a user would: the parts share no code but
+``common/``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from common.errors import UserError
@@ -19,20 +19,24 @@ _ERROR = re.compile(r"error: (?P<message>.*?)(?: \[[a-z-]+\])?$")
 STOP_SECONDS = 10.0
 
 
-def run_command_of_serving(
+def run_module(
     module: str,
     arguments: Sequence[str],
     flag: str,
     say: Callable[[str], None],
     *,
     quiet: bool = False,
-) -> None:
+    also_good: Collection[int] = (),
+) -> int:
     """Run ``python -m MODULE ARGUMENTS`` to its end; it is stopped if this process is asked to
     stop.
 
     What it prints to stderr, such as its progress, is passed on line by line to ``say``, except its
     error; its stdout is this process's, or with ``quiet`` nobody's. ``flag``: what asked for it,
     for errors.
+
+    Returns:
+        Its exit code: 0, or one of ``also_good``.
 
     Raises:
         UserError: it failed; the message is its own error.
@@ -61,11 +65,10 @@ def run_command_of_serving(
     except BaseException:
         _stop(process)
         raise
-    if code:
+    if code and code not in also_good:
         reason = error["message"] if error else last or f"it ended with exit code {code}"
-        raise UserError(
-            f"{flag}: python -m {module} failed: {reason}", code="serving-command-failed"
-        )
+        raise UserError(f"{flag}: python -m {module} failed: {reason}", code="command-failed")
+    return code
 
 
 def _environment() -> dict[str, str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.commands import run_module
 from common.errors import StopAsked, UserError
-from training.serving_commands import run_command_of_serving
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_its_lines_are_passed_on_and_its_error_becomes_the_error_of_the_run(prog
     said: list[str] = []
 
     with pytest.raises(UserError, match=r"^--distill a: python -m program failed: too far off$"):
-        run_command_of_serving("program", [], "--distill a", said.append)
+        run_module("program", [], "--distill a", said.append)
     assert said == ["10 rows", "20 rows", "  oil"]
 
 
@@ -36,7 +36,7 @@ def test_without_an_error_line_its_last_words_or_its_exit_code_are_the_reason(
     program.write_text(code)
 
     with pytest.raises(UserError, match=f"failed: {reason}$"):
-        run_command_of_serving("program", [], "--export", lambda line: None)
+        run_module("program", [], "--export", lambda line: None)
 
 
 def test_it_is_stopped_when_the_run_is_asked_to_stop(program: Path) -> None:
@@ -50,6 +50,6 @@ def test_it_is_stopped_when_the_run_is_asked_to_stop(program: Path) -> None:
         raise StopAsked(75, quiet=True)
 
     with pytest.raises(StopAsked):
-        run_command_of_serving("program", [], "--distill a", stop)
+        run_module("program", [], "--distill a", stop)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)

@@ -1,0 +1,160 @@
+"""`python -m loop.verdict` on two real artefacts, and its record in the manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from common.model_folder import read_manifest
+from common.seen_texts import SeenTexts
+from common.verdicts import NotPromoted, verdict_in
+from inference import export
+from loop import verdict
+from loop.record import Artefact
+from tests.processes import run_python
+
+MakeModel = Callable[[float], Path]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def make_model(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """The tiny model, with so much added to the score of its first label, and its artefact."""
+
+    def make(shift: float) -> Path:
+        folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("models") / f"tiny{shift:g}"))
+        weights = load_file(folder / "model.safetensors")
+        weights["classifier.bias"][0] += shift
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        few = ["--rows", str(rows_file), "--limit", "99", "--max_drop", "100"]
+        export.main([str(folder), *few])
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def old(make_model: MakeModel) -> Path:
+    return make_model(0.0)
+
+
+@pytest.fixture(scope="module")
+def worse(make_model: MakeModel) -> Path:
+    """Answers with the first label too often."""
+    return make_model(1.5)
+
+
+@pytest.fixture(scope="module")
+def rejected(old: Path, worse: Path, rows_file: Path) -> Any:
+    return run_python(["-m", "loop.verdict", old, worse, "--rows", rows_file])
+
+
+def test_a_worse_model_is_rejected_with_a_table_a_line_and_a_code(rejected: Any) -> None:
+    assert rejected.returncode == 11, rejected.stderr
+    *table, line = rejected.stdout.splitlines()
+    assert line.startswith("REJECT: ")
+    assert "less accurate, which is not by chance" in line
+    assert max(map(len, table[: next(i for i, one in enumerate(table) if one.startswith("└")) + 1])) <= 80
+    assert "No model knows what it has seen in training" in rejected.stdout
+
+
+def test_the_record_names_both_artefacts_and_the_rows_and_is_hashed(rejected: Any, old: Path, worse: Path) -> None:
+    record = verdict_in(Artefact.at(worse).folder)
+
+    assert record["verdict"] == "REJECT"
+    assert record["parent"] == Artefact.at(old).identity
+    assert record["artefact"] == Artefact.at(worse).identity
+    assert record["parent"]["weights_sha256"] != record["artefact"]["weights_sha256"]
+    assert record["rows"] + record["left_out"]["repeated"] == 400
+    assert len(record["rows_sha256"]) == len(record["sha256"]) == 64
+
+
+def test_a_record_that_was_changed_or_moved_is_refused(rejected: Any, old: Path, worse: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Artefact.at(worse).folder, tmp_path / "artefact"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+
+    def refusal(**changed: Any) -> str:
+        (folder / "manifest.json").write_text(json.dumps(manifest | changed))
+        with pytest.raises(NotPromoted) as caught:
+            verdict_in(folder)
+        return str(caught.value)
+
+    assert "was changed" in refusal(verdict=manifest["verdict"] | {"verdict": "PROMOTE"})
+    source = json.loads((Artefact.at(old).folder / "manifest.json").read_text())["source"]
+    assert "is about another artefact" in refusal(source=source)
+
+
+def test_an_artefact_with_a_verdict_is_loaded_and_a_new_export_drops_it(
+    rejected: Any, worse: Path, rows_file: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(worse, tmp_path / "model"))
+    folder = Artefact.at(model).folder
+    assert read_manifest(folder).verdict
+
+    export.main([str(folder), "--rows", str(rows_file)])  # only the calibration
+
+    assert read_manifest(folder).calibration
+    assert verdict_in(folder) == {}
+
+
+def test_rows_that_a_model_was_trained_on_are_left_out(old: Path, worse: Path, rows_file: Path, tmp_path: Path) -> None:
+    texts = [row["text"] for row in _rows(rows_file)]
+    new = Path(shutil.copytree(worse, tmp_path / "new"))
+    SeenTexts.of(texts[:100]).write(new)
+    options = verdict._parse_arguments([str(old), str(new), "--rows", str(rows_file)])
+
+    rows = verdict._read_rows(options, Artefact.at(old), Artefact.at(new))
+
+    assert not {*rows.texts} & {*texts[:100]}
+    assert rows.left_out["seen_by_one_model"] >= 100
+    assert "Only one of the models knows what it has seen" in rows.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["gone", "NEW", "--rows", "ROWS"], "gone: no such model"),
+        (["OLD", "OLD", "--rows", "ROWS"], "is the same artefact as"),
+        (["BARE", "NEW", "--rows", "ROWS"], "has no exported artefact"),
+        (["OLD", "NEW", "--rows", "gone.csv"], "gone.csv: no such file"),
+        (["OLD", "NEW", "--rows", "BAD"], "Weather"),
+        (["OLD", "NEW"], "--rows"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    arguments: list[str], error: str, old: Path, worse: Path, model_folder: Path, rows_file: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("text,label\nRain until noon,Weather\n")
+    places = {"OLD": old, "NEW": worse, "BARE": model_folder, "ROWS": rows_file, "BAD": bad}
+
+    with pytest.raises(verdict.UserError) as caught:
+        verdict.main([str(places.get(one, one)) for one in arguments])
+
+    assert error in caught.value.line
+    assert "\n" not in caught.value.line
+
+
+def test_a_slower_or_larger_model_is_doubted_but_not_by_figures_of_another_machine(old: Path, worse: Path) -> None:
+    before, after = (read_manifest(Artefact.at(one).folder) for one in (old, worse))
+    before.speed.update(after_texts_per_second=300.0)
+    after.speed.update(after_texts_per_second=100.0)
+    after.size.update(after_bytes=3 * before.size["after_bytes"])
+
+    doubts, notes = verdict._doubts(before, after)
+    assert doubts == ["it is 3.0 times as large; 2 times are allowed", "it is 3.0 times as slow"]
+    assert notes == []
+
+    after.speed.update(processor="another")
+    doubts, [note] = verdict._doubts(before, after)
+    assert doubts == ["it is 3.0 times as large; 2 times are allowed"]
+    assert "so they are not compared" in note
