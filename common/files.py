@@ -98,10 +98,7 @@ def replace_folder(aside: Path, target: Path) -> None:
     old = target.with_name(f".{target.name}.old")
     # Swapping the two folders in one step means that a reader finds one or the other. If the file
     # system cannot do that, there is no target for the moment between two renames.
-    libc = ctypes.CDLL(None, use_errno=True)
-    both = _AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target)
-    can_swap = target.exists() and hasattr(libc, "renameat2")
-    if can_swap and libc.renameat2(*both, _RENAME_EXCHANGE) == 0:
+    if target.exists() and swap(aside, target):
         _remove(aside)  # the older folder has this name now
     else:
         if target.exists():
@@ -116,6 +113,13 @@ def replace_folder(aside: Path, target: Path) -> None:
     # Unless the two were swapped, the older folder is still there until the rename is on disk.
     sync_folder(target.parent)
     _remove(old)
+
+
+def swap(one: Path, other: Path) -> bool:
+    """Exchange what two names mean, in one step; False if this file system cannot do that."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    both = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other)
+    return hasattr(libc, "renameat2") and libc.renameat2(*both, _RENAME_EXCHANGE) == 0
 
 
 @contextmanager

@@ -194,6 +194,17 @@ def weights_file(model: Path) -> Path:
     return next((model / name for name in names if (model / name).is_file()), model / WEIGHTS_FILE)
 
 
+def weights_sha256(model: Path) -> str:
+    """The SHA-256 of the weights that training wrote.
+
+    Raises:
+        ModelLoadError: there are none.
+    """
+    if not (file := weights_file(model)).is_file():
+        raise ModelLoadError(model, "no such model", "name a model folder or an artefact")
+    return sha256_of(file)
+
+
 def file_inside(folder: Path, name: str) -> Path:
     """A file of a model folder, which may be a link only to files of the same model.
 
@@ -727,6 +738,22 @@ def describe_source(name: str, weights: Path, described: Iterable[str] = ()) -> 
             if (weights.parent / name).is_file()
         },
     }
+
+
+def revision_of(folder: Path) -> str:
+    """The revision under which a server shows this model folder or artefact.
+
+    Raises:
+        ModelLoadError: it is neither.
+    """
+    inside = (folder / engine for engine in PRECISIONS)
+    found = next((one for one in (folder, *inside) if is_artefact(one)), None)
+    if found is None:
+        return weights_sha256(folder)[:12]
+    manifest = read_manifest(found)
+    if not manifest.cascade:
+        return manifest.source["weights_sha256"][:12]
+    return cascade_sha256(manifest, read_manifest(found / SMALL_FOLDER))[:12]
 
 
 def is_from(manifest: Manifest, weights: Path) -> bool:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -189,6 +190,13 @@ def queries(route: Route, path: str, seconds: int) -> dict[str, str]:
     }
 
 
+def models_query(route: Route) -> str:
+    """The question which models the servers of both Services have."""
+    which = f'namespace="{route.namespace}", service=~"{route.stable}|{route.canary}"'
+    by = "service, model_name, revision, replaces"
+    return f"count by ({by}) (distrinews_model_info{{{which}}} == 1)"
+
+
 def measure(prometheus: str, route: Route, path: str, seconds: int) -> dict[str, Measured]:
     """What the servers of both Services did in the last seconds, by Service.
 
@@ -210,14 +218,41 @@ def measure(prometheus: str, route: Route, path: str, seconds: int) -> dict[str,
 
 
 def _ask(prometheus: str, query: str) -> dict[str, float]:
+    values = {one["service"]: value for one, value in _series(prometheus, query)}
+    # A quantile over buckets without requests is NaN.
+    return {service: value for service, value in values.items() if math.isfinite(value)}
+
+
+def _series(prometheus: str, query: str) -> list[tuple[dict[str, str], float]]:
     try:
         answer = fetch_json(f"{prometheus}/api/v1/query?{urlencode({'query': query})}")
         result = answer["data"]["result"]
-        values = {one["metric"]["service"]: float(one["value"][1]) for one in result}
+        found = [(dict(one["metric"]), float(one["value"][1])) for one in result]
+        if not all("service" in labels for labels, _ in found):
+            raise LookupError("a series has no label service")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise Unanswered(first_line(error)) from error
-    # A quantile over buckets without requests is NaN.
-    return {service: value for service, value in values.items() if math.isfinite(value)}
+    return found
+
+
+def unjudged(route: Route, models: Sequence[Mapping[str, str]]) -> str | None:
+    """Which model of the canary has no verdict that lets it replace the stable one; None if each
+    has one, or is the same model.
+
+    ``models``: the labels of `models_query`.
+    """
+    stable: dict[str, set[str]] = {}
+    for one in models:
+        if one["service"] == route.stable:
+            stable.setdefault(one.get("model_name", ""), set()).add(one.get("revision", ""))
+    for one in models:
+        live = stable.get(one.get("model_name", ""), set())
+        if one["service"] == route.canary and live.isdisjoint(
+            (one.get("revision", ""), one.get("replaces", ""))
+        ):
+            revision, others = one.get("revision"), ", ".join(sorted(live)) or "of no such model"
+            return f"it serves revision {revision}, which no verdict lets replace {others}"
+    return None
 
 
 def main() -> None:
@@ -255,6 +290,7 @@ def _check_ready(route: Route, options: argparse.Namespace) -> None:
         # Once, before anything changes: a wrong address or namespace is a mistake in the command,
         # and no reason to roll back.
         found = measure(options.prometheus, route, options.path, _SHORTEST_WINDOW_S)
+        models = [labels for labels, _ in _series(options.prometheus, models_query(route))]
     except Unanswered as error:
         raise UserError(
             f"--prometheus {options.prometheus}: no answer ({error})", code="canary-route"
@@ -266,6 +302,10 @@ def _check_ready(route: Route, options: argparse.Namespace) -> None:
                 f"{service} in {route.namespace}: {what}; see its pods and monitor",
                 code="canary-route",
             )
+    if what := unjudged(route, models):
+        raise UserError(
+            f"{route.canary}: {what}; compare them: python -m loop.verdict", code="not-promoted"
+        )
 
 
 def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measured) -> Measured:

@@ -111,7 +111,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _abandon(loads: set[asyncio.Task[None]], server: Any, parts: Parts) -> None:
     """Give up loads that still run: they load a model that nobody will use."""
-    if not loads:
+    if not loads and not parts.models.is_changing:  # also while a candidate is loaded for shadow
         return
     # Their threads cannot be stopped, and Python would free what they still use; so the process
     # ends at once, without the interpreter's own end.
@@ -119,7 +119,7 @@ async def _abandon(loads: set[asyncio.Task[None]], server: Any, parts: Parts) ->
         parts.lifecycle.exit_code = 0
     for task in loads:
         task.cancel()
-    await asyncio.wait(loads)
+    await asyncio.gather(*loads, return_exceptions=True)
 
 
 async def _end_once_dead(server: Any, parts: Parts) -> None:

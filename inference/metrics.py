@@ -113,13 +113,22 @@ class ModelMetrics:
             "result",
         )
         self._checks = {name: checks.labels(name) for name in ("same", "differs")}
+        shadow = counter(
+            "shadow_texts",
+            "Texts drawn for the candidate in shadow: whether it gave the same label; dropped, if "
+            "the server was busy or the candidate failed.",
+            "result",
+        )
+        self._shadow = {name: shadow.labels(name) for name in ("same", "differs", "dropped")}
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
         # Shown as 0 from the start: to Prometheus, a series that appears with 1 has not increased.
         for result in ("served", "refused"):
             self.reloads.labels(result)
         self._model = gauge(
-            "model_info", "1 for the model that is served.", "name", "revision", "engine"
+            "model_info",
+            "1 for the model that is served.",
+            *("name", "revision", "engine", "replaces"),
         )
         self._label_children: dict[str, Counter] = {}
         self._observed = counter("observed_texts", "Texts whose counts are in the store.")
@@ -203,10 +212,14 @@ class ModelMetrics:
     def checked(self, result: str) -> None:
         self._checks[result].inc()
 
-    def serves(self, name: str, revision: str, engine: str) -> None:
+    def in_shadow(self, result: str, texts: int = 1) -> None:
+        self._shadow[result].inc(texts)
+
+    def serves(self, name: str, revision: str, engine: str, replaces: str) -> None:
+        """``replaces``: the revision that a verdict lets it replace; empty if none does."""
         # The labels of the model before would stay as a second series that is 1.
         self._model.clear()
-        self._model.labels(name, revision, engine).set(1)
+        self._model.labels(name, revision, engine, replaces).set(1)
 
     def tokenized(self, texts: int, seconds: float) -> None:
         self._tokenized.inc(texts)

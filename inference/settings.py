@@ -61,6 +61,18 @@ class Settings(BaseModel):
         "With it, models have the names of their folders, also if there is only one at the start. "
         "Empty: MODEL_CHECKPOINT, if that is a folder of models; otherwise PUT is refused.",
     )
+    shadow: Path | None = Field(
+        default=None,
+        description="A candidate that answers a share of the default model's texts too, after the "
+        "answer and only while the server has time, [to compare the two](loop.md#shadow). Empty: "
+        "none.",
+    )
+    shadow_share: float = Field(
+        default=0.05,
+        gt=0,
+        le=1,
+        description="The share of texts that SHADOW answers too, such as 5% or 0.05.",
+    )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
         description="What runs the model. auto takes the fastest artefact beside the model, else "
@@ -303,6 +315,19 @@ class Settings(BaseModel):
     @classmethod
     def _in_small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
+
+    @field_validator("shadow_share", mode="before")
+    @classmethod
+    def _a_share(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            share = share_or_name(value)
+        except ValueError as error:
+            raise PydanticCustomError("shadow_share", "{why}", {"why": str(error)}) from None
+        if isinstance(share, str):
+            raise PydanticCustomError("shadow_share", "must be a share, such as 5% or 0.05")
+        return share
 
     @field_validator("api_key")
     @classmethod

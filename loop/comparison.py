@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from common.calibration import Floats, binomial_tail, calibration_error
 from common.text import counted
-
-PROMOTE, HOLD, REJECT = "PROMOTE", "HOLD", "REJECT"
+from common.verdicts import HOLD, PROMOTE, REJECT
 
 CONFIDENCE = 0.95
 _QUANTILE = 1.644854  # of the normal distribution, for one side

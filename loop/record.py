@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +9,6 @@ from typing import Any
 
 from common.errors import UserError
 from common.model_folder import (
-    DESCRIPTION_FILES,
-    FAMILIARITY_FILE,
-    METRICS_FILE,
     PRECISIONS,
     Manifest,
     SavedModel,
@@ -25,9 +20,7 @@ from common.model_folder import (
     write_manifest,
 )
 from common.problem_types import SINGLE_LABEL
-
-# What an artefact has besides its model.
-_OTHER_FILES = {*DESCRIPTION_FILES, FAMILIARITY_FILE, METRICS_FILE}
+from common.verdicts import digest_of, identity_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +77,6 @@ class Artefact:
         return int(self.manifest.size.get("after_bytes") or 0)
 
 
-def identity_of(manifest: Manifest) -> dict[str, str]:
-    """Which artefact this is: the weights it was made from, and the file of its model."""
-    files = {name: one for name, one in manifest.files.items() if name not in _OTHER_FILES}
-    model = max(files.values(), key=lambda one: one["bytes"], default={"sha256": ""})
-    return {
-        "name": str(manifest.source.get("name", "")),
-        "weights_sha256": str(manifest.source["weights_sha256"]),
-        "model_sha256": str(model["sha256"]),
-    }
-
-
 def write_verdict(new: Artefact, record: Mapping[str, Any]) -> dict[str, Any]:
     """Write the record of a verdict, with its SHA-256, into the manifest of the new artefact.
 
@@ -105,35 +87,10 @@ def write_verdict(new: Artefact, record: Mapping[str, Any]) -> dict[str, Any]:
         what = "changed while it was compared; run the same command again"
         raise UserError(f"{new.folder}: {what}", code="model-unusable")
     signed = {**record, "artefact": new.identity}
-    signed["sha256"] = _sha256_of(signed)
+    signed["sha256"] = digest_of(signed)
     try:
         write_manifest(new.folder, replace(new.manifest, verdict=signed))
     except OSError as error:
         what = f"the verdict cannot be written ({error.strerror})"
         raise UserError(f"{new.folder}: {what}", code="not-writable") from error
     return signed
-
-
-def verdict_in(folder: Path) -> dict[str, Any]:
-    """The record in the manifest of an artefact; empty if there is none.
-
-    Raises:
-        UserError: it was changed, or is about another artefact.
-    """
-    manifest = read_manifest(folder)
-    record = manifest.verdict
-    if not record:
-        return {}
-    what = ""
-    if record.get("sha256") != _sha256_of(record):
-        what = "the verdict in its manifest was changed"
-    elif record.get("artefact") != identity_of(manifest):
-        what = "the verdict in its manifest is about another artefact"
-    if what:
-        raise UserError(f"{folder}: {what}; run python -m loop.verdict", code="model-unusable")
-    return record
-
-
-def _sha256_of(record: Mapping[str, Any]) -> str:
-    content = {name: value for name, value in record.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -28,7 +28,7 @@ ENTRY_POINTS = {
     "inference.score",
     "inference.fetch",
     "inference.cascade",
-    *("learn.check", "loop.retrain", "loop.verdict"),
+    *("learn.check", "loop.promote", "loop.retrain", "loop.verdict"),
 }
 
 

@@ -33,8 +33,8 @@ _SHORTEST_RETRY_S = 0.05
 _FIRST_PASSED_ON = 0.2
 _SHARE_WEIGHT = 0.005
 # If the queue is longer than these shares of the longest wait, few of the small model's answers are
-# checked, and none.
-_BUSY_ABOVE = 0.02
+# checked, and none. Above the first, nothing is read in shadow either.
+BUSY_ABOVE = 0.02
 _NO_CHECKS_ABOVE = 0.25
 
 
@@ -99,6 +99,16 @@ class Classifier:
     def queue_seconds(self) -> float:
         """Seconds until everything accepted will be answered, at the measured speed."""
         return self._unanswered_tokens / self.tokens_per_second
+
+    @property
+    def load(self) -> float:
+        """The length of the queue, as a share of the longest wait."""
+        return self.queue_seconds / self._max_wait_s
+
+    @property
+    def workers(self) -> Workers:
+        """What runs its passes."""
+        return self._workers
 
     @property
     def _unanswered_tokens(self) -> float:
@@ -322,8 +332,8 @@ class Classifier:
             self._passed_on += _SHARE_WEIGHT * (passes - self._passed_on)
             # How many texts are checked depends on how busy the server is, but not on how this one
             # will be answered, so it does not change what the checks prove.
-            load = self.queue_seconds / self._max_wait_s
-            if load < _NO_CHECKS_ABOVE and self._audit.draws(passes, is_busy=load > _BUSY_ABOVE):
+            load = self.load
+            if load < _NO_CHECKS_ABOVE and self._audit.draws(passes, is_busy=load > BUSY_ABOVE):
                 passed_on.append(self._check(caller, result, threshold))
         if passes:
             caller.queued = None

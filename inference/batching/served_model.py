@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -22,6 +22,7 @@ from common.memory import limit_memory_pools, release_free_memory
 from inference.batching.audit import Audit
 from inference.batching.batcher import Workers
 from inference.batching.classifier import Classifier
+from inference.batching.shadow import Shadow
 from inference.batching.stage import QueueLimits
 from inference.batching.tokenizing import TokenizerThreads
 from inference.engines.answering import NOTHING_MORE, Wanted
@@ -46,6 +47,7 @@ class Served:
     metrics: ModelMetrics
     # What COVERAGE and MAX_ERROR add to answers where a request asks for nothing else.
     wanted: Wanted = NOTHING_MORE
+    shadow: Shadow | None = None
 
 
 def wanted_of(model: ModelLoader, path: Path, settings: Settings) -> Wanted:
@@ -127,6 +129,9 @@ class ServedModel:
         self._was_refused = False
         self._loading = among.loading if among else asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
+        # The candidate that is to answer a share of the texts too.
+        self.shadow_path: Path | None = None
+        self._adding_shadow: asyncio.Task[None] | None = None
         readings: tuple[tuple[str, str, Callable[[Classifier], float]], ...] = (
             ("queue_tokens", "Tokens that wait for a forward pass.", lambda c: c.queued_tokens),
             (
@@ -188,7 +193,9 @@ class ServedModel:
         classifier = self._current.classifier
         if classifier.health.needs_restart:
             return classifier.health.failure
-        silent_s = max(classifier.heartbeat_age_s, classifier.health.broken_s)
+        # A pass in shadow that hangs keeps workers from this model, too.
+        in_shadow = self._current.shadow.heartbeat_age_s if self._current.shadow else 0.0
+        silent_s = max(classifier.heartbeat_age_s, classifier.health.broken_s, in_shadow)
         if silent_s <= self._dead_after_s:
             return None
         return (
@@ -267,7 +274,8 @@ class ServedModel:
             # it has seen: the old one lives until its last answer, and only then its threads end.
             before, self._current, self.path = self._current, served, path
             self._count_load("served")
-            self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
+            info = model.info
+            self._metrics.serves(served.name, info["revision"], info["engine"], model.replaces)
             is_calibrated = model.answering.calibration is not None
             logger.info(
                 "serving %s: %s%s",
@@ -278,7 +286,32 @@ class ServedModel:
             )
         if before is not None:
             self._retire(before)
+        if self.shadow_path is not None:
+            # Nothing waits for it: with several workers, not even the start of this one.
+            self._adding_shadow = asyncio.create_task(self._add_shadow(served, self.shadow_path))
         return served
+
+    async def _add_shadow(self, served: Served, path: Path) -> None:
+        async with self._loading:
+            if self._current is not served:
+                return
+            try:
+                candidate = await _in_background(lambda: self._load_model(path, self._engine))
+                weight = self._among.weight if self._among else 1.0
+                shadow = Shadow(
+                    candidate,
+                    served.model,
+                    served.classifier,
+                    self._metrics,
+                    self._limits,
+                    self._settings.shadow_share,
+                    weight,
+                )
+            except Exception as error:
+                logger.error("SHADOW: %s: nothing is in shadow: %s", path, first_line(error))
+                return
+            self._current = replace(served, shadow=shadow)
+            logger.info("%s is in shadow of %s", candidate.info["revision"], served.name)
 
     def _serving(self, model: ModelLoader, wanted: Wanted) -> Served:
         among = self._among
@@ -305,6 +338,8 @@ class ServedModel:
 
     async def close(self) -> None:
         """Answer what was accepted, and stop."""
+        if self._adding_shadow is not None:
+            self._adding_shadow.cancel()
         if self._current is not None:
             self._retire(self._current)
         if self._draining:
@@ -359,6 +394,8 @@ def refusal_of(path: Path, error: Exception) -> ModelLoadError:
 
 async def _drain(served: Served) -> None:
     await served.classifier.drain()
+    if served.shadow is not None:
+        served.shadow.close()
     served.classifier.close()
     served.model.leave_encoder()
     del served

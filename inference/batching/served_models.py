@@ -127,6 +127,7 @@ class ServedModels:
             only = ServedModel(settings, metrics, load_model, counts_loads=counts_loads)
             self.all = {"": only}
         self.default = next(iter(self.all.values()))
+        self.default.shadow_path = settings.shadow
 
     def _one_of_several(self, name: str, path: Path) -> ServedModel:
         weight = self._weights.get(name, 1.0)

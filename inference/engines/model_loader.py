@@ -18,13 +18,14 @@ from common.memory import release_free_memory
 from common.model_folder import (
     CERTIFY_AGAIN,
     MANIFEST_FILE,
-    cascade_sha256,
     is_artefact,
     read_manifest,
+    revision_of,
     small_artefact,
 )
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, texts_in
+from common.verdicts import may_replace
 from inference.engines.answering import Answering, Prediction, Wanted
 from inference.engines.base import TokenBatch, scores_of
 from inference.engines.selection import load_model
@@ -149,6 +150,7 @@ class ModelLoader:
         encoder: What computes it together with other models; None before `share_encoder`, and for
             engines that cannot.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
+        replaces: The revision of the model that its verdict lets it replace; empty without one.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name),
             ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
             SHA-256 of the weights that training wrote; of a cascade, of both and the threshold)
@@ -156,6 +158,7 @@ class ModelLoader:
     """
 
     tokens_per_second: float | None = None
+    replaces = ""
     cascade: Cascade | None = None
     reference: Mapping[str, Any] = {}
     encoder: SharedEncoder | None = None
@@ -191,11 +194,11 @@ class ModelLoader:
         manifest = read_manifest(folder) if is_artefact(folder) else None
         if manifest is not None:
             self.reference = manifest.reference
+            self.replaces = may_replace(folder)
         if manifest is not None and manifest.cascade:
             self.cascade = Cascade.read(folder, hardware, self)
-            small = self.cascade.small.info
-            reason += f"; {small['name']} answers the texts that it is sure of"
-            revision = cascade_sha256(manifest, read_manifest(Path(small["path"])))[:12]
+            reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"
+            revision = revision_of(folder)
         self.info: dict[str, str] = {
             "name": manifest.source["name"] if manifest else _name(path),
             "engine": loaded.engine.name,

@@ -408,6 +408,12 @@ class ModelResponse(BaseModel):
         "probability on, the largest share of texts that the model itself would answer otherwise, "
         "and on how many texts that was certified.",
     )
+    shadow: dict[str, Any] | None = Field(
+        default=None,
+        description="In GET /model: the candidate in SHADOW, how many texts this process has "
+        "compared since both were loaded, and how often it gave the same label, also by the label "
+        "of the served model.",
+    )
     engine: dict[str, Any] = Field(
         description="What runs it, in which precision, and why that was picked."
     )

@@ -511,7 +511,9 @@ class Supervisor:
             if number != slot:
                 listening.close()
 
-    def _loaded(self, *_: object) -> ModelLoader:
+    def _loaded(self, path: Path, engine: str) -> ModelLoader:
+        if path != self._settings.model_checkpoint:  # the candidate in shadow
+            return self._load_model(path, engine)
         if isinstance(self._model, Exception):
             raise self._model
         return self._model
@@ -685,4 +687,6 @@ def _loaded_and_told_to_serve(
     word = encode(Serve())
     if connection.recv(len(word), socket.MSG_WAITALL) != word:
         raise SystemExit(0)
-    return lambda *_: model
+    return lambda path, engine: (
+        model if path == settings.model_checkpoint else load_model(path, engine)
+    )

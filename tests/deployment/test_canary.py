@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-from deployment.canary import Route, queries
+from deployment.canary import Route, models_query, queries
 from tests.deployment.documented import REPOSITORY
 from tests.deployment.manifests import only
 from tests.deployment.promql import shown_by_all
@@ -66,6 +66,8 @@ class World:
     address: str = ""
     # requests, failed, p99_s and ready of each Service
     told: dict[str, dict[str, float]] = field(default_factory=dict)
+    # the labels of the model of each Service
+    models: dict[str, dict[str, str]] = field(default_factory=dict)
     answers: Callable[[], bool] = lambda: True
     asked: list[str] = field(default_factory=list)
 
@@ -97,7 +99,8 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     good = {"requests": 1000.0, "failed": 2.0, "p99_s": 0.2, "ready": 2.0}
-    world = World(tmp_path, told={STABLE: dict(good), CANARY: dict(good)})
+    models = {STABLE: {"revision": "old"}, CANARY: {"revision": "new", "replaces": "old"}}
+    world = World(tmp_path, told={STABLE: dict(good), CANARY: dict(good)}, models=models)
     (tmp_path / "kubectl").write_text(f"#!{sys.executable}\n{KUBECTL}")
     (tmp_path / "kubectl").chmod(0o755)
     (tmp_path / "route.json").write_text(json.dumps(only("gateway", "HTTPRoute")))
@@ -115,6 +118,8 @@ def world(tmp_path: Path) -> Iterator[World]:
             for service, values in world.told.items()
             if kind in values
         ]
+        if kind == "models":
+            result = [{"metric": {"service": one, **world.models[one]}, "value": [0, "1"]} for one in world.models]
         return {"status": "success", "data": {"resultType": "vector", "result": result}}
 
     with served_answers(prometheus) as world.address:
@@ -122,6 +127,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 KINDS = {
+    "models": r"count by .*distrinews_model_info",
     "ready": r"sum by \(service\) \(distrinews_model_ready",
     "failed": r".*status=~\"5",
     "requests": r"sum by \(service\) \(increase",
@@ -286,6 +292,30 @@ def test_a_canary_that_is_not_ready_gets_no_request(world: World) -> None:
     assert world.canary_weights() == []
 
 
+@pytest.mark.parametrize(
+    ("canary", "is_allowed"),
+    [
+        ({"revision": "new", "replaces": "old"}, True),
+        ({"revision": "old"}, True),  # new code, and the same model
+        ({"revision": "new"}, False),
+        ({"revision": "new", "replaces": "older"}, False),
+        ({"revision": "old", "model_name": "spam"}, False),
+    ],
+)
+def test_a_canary_whose_model_no_verdict_lets_replace_the_stable_one_gets_no_request(
+    world: World, canary: dict[str, str], is_allowed: bool
+) -> None:
+    world.models[CANARY] = canary
+
+    done = world.run()
+
+    if is_allowed:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "no verdict lets replace" in error_line(done, 2)
+        assert world.canary_weights() == []
+
+
 def test_a_rule_with_a_third_backend_is_refused(world: World) -> None:
     route = world.route()
     route["spec"]["rules"][0]["backendRefs"].append({"name": "third", "port": 80})
@@ -294,14 +324,15 @@ def test_a_rule_with_a_third_backend_is_refused(world: World) -> None:
     assert "has backends other than" in error_line(world.run(), 2)
 
 
-QUERIES = queries(Route("distrinews", "news", STABLE, CANARY), "/predict", 60)
+ROUTE = Route("distrinews", "news", STABLE, CANARY)
+QUERIES = queries(ROUTE, "/predict", 60)
 
 
 def test_the_questions_are_about_metrics_and_labels_that_the_server_has(model_folder: Path) -> None:
     shown = shown_by_all(model_folder)
     added_by_the_operator = {"namespace", "service"}
-    for query in QUERIES.values():
-        name = re.search(r"distrinews_\w+", query)[0]
+    for query in (*QUERIES.values(), models_query(ROUTE)):
+        name = re.search(r"distrinews_\w+", query.partition("{")[0])[0]
         assert set(re.findall(r"(\w+)=~?\"", query)) <= shown[name] | added_by_the_operator
 
 

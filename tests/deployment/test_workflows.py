@@ -78,7 +78,7 @@ def test_every_target_and_script_that_a_workflow_calls_exists(path: Path) -> Non
         assert set(words.split()) <= targets, words
     for script in re.findall(r"(?:deployment|tests)/[\w/.-]+\.py", commands):
         assert (ROOT / script).is_file(), script
-    for module in re.findall(r"python -m ((?:training|inference)[\w.]+)", commands):
+    for module in re.findall(r"python -m ((?:training|inference|loop)[\w.]+)", commands):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
 
 
@@ -355,6 +355,28 @@ def test_a_release_takes_a_model_of_one_commit(runner: Runner, model: str) -> No
     else:
         assert done.returncode == 2
         assert done.stderr == f"error: RELEASE_MODEL={model}: must end in @ and the 40 digits of a commit\n"
+
+
+@pytest.mark.parametrize("released", ["", "v0.9.0"])
+def test_a_release_takes_only_a_model_that_a_verdict_lets_replace_the_released_one(
+    runner: Runner, released: str
+) -> None:
+    download = "mkdir -p build/released/model; touch build/released/model/model.safetensors"
+    runner.tool("gh", f'case "$2" in list) echo {released};; download) {download};; esac')
+    runner.tool("tar")
+    (runner.folder / "build/model").mkdir(parents=True)
+    step = "Refuse a model that no verdict lets replace the released one"
+
+    done = runner.run(_command("release", "model", step), PYTHONPATH=str(ROOT), GH_TOKEN="t")
+
+    if released:
+        assert done.returncode == 11
+        assert done.stderr.startswith("error: build/model: has no verdict")
+        verified = next(one for one in runner.calls if one.startswith("gh attestation verify build/released/"))
+        assert verified.endswith("/Alice/News/.github/workflows/release.yml@refs/tags/v0.9.0")
+    else:
+        assert done.returncode == 0, done.stderr
+        assert len(runner.calls) == 1
 
 
 def test_an_image_that_nobody_signed_is_not_deployed(released: Runner) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from inference.errors import SettingsError
 from inference.settings import Settings
 
 
@@ -38,3 +39,16 @@ def test_a_key_that_no_header_can_carry_starts_no_server(monkeypatch: pytest.Mon
 
 def test_every_setting_says_what_it_does() -> None:
     assert all(field.description for field in Settings.model_fields.values())
+
+
+@pytest.mark.parametrize(("given", "share"), [("5%", 0.05), ("0.2", 0.2), ("100%", 1.0)])
+def test_a_share_may_be_in_percent(monkeypatch: pytest.MonkeyPatch, given: str, share: float) -> None:
+    monkeypatch.setenv("SHADOW_SHARE", given)
+    assert Settings.from_environment().shadow_share == share
+
+
+@pytest.mark.parametrize("given", ["0", "101%", "some"])
+def test_a_share_of_none_or_of_more_than_all_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("SHADOW_SHARE", given)
+    with pytest.raises(SettingsError, match="SHADOW_SHARE"):
+        Settings.from_environment()

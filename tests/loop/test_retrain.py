@@ -15,11 +15,12 @@ import pytest
 from common.errors import UserError
 from common.rows import LabelledRows
 from common.seen_texts import SeenTexts
+from common.verdicts import verdict_in
 from inference import export
 from inference.observing.store import Feedback, Store
 from loop import retrain
 from loop.new_rows import NewRows, Reviewed, read_reviewed, reviewed_in_store
-from loop.record import Artefact, verdict_in
+from loop.record import Artefact
 
 LABELS = ["calm", "storm"]
 

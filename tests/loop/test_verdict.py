@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from common.model_folder import read_manifest
 from common.seen_texts import SeenTexts
+from common.verdicts import NotPromoted, verdict_in
 from inference import export
 from loop import verdict
-from loop.record import Artefact, verdict_in
+from loop.record import Artefact
 from tests.processes import run_python
 
 MakeModel = Callable[[float], Path]
@@ -83,7 +84,7 @@ def test_a_record_that_was_changed_or_moved_is_refused(rejected: Any, old: Path,
 
     def refusal(**changed: Any) -> str:
         (folder / "manifest.json").write_text(json.dumps(manifest | changed))
-        with pytest.raises(verdict.UserError) as caught:
+        with pytest.raises(NotPromoted) as caught:
             verdict_in(folder)
         return str(caught.value)
 

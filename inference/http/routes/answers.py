@@ -43,6 +43,8 @@ async def classify(
         context = RequestContext.of(request.scope)
         caller = context.allowance.caller
         parts.observer.saw(served, context.request_id, caller, texts, answers)
+    if served.shadow is not None:
+        served.shadow.saw(texts, answers)
     return answers
 
 

@@ -94,7 +94,9 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     and what runs it.
     """
     served = parts.served_model.require()
-    return ModelResponse.of(served.model, await parts.observed(served))
+    described = ModelResponse.of(served.model, await parts.observed(served))
+    described.shadow = served.shadow.record if served.shadow else None
+    return described
 
 
 @router.get(
