@@ -18,6 +18,7 @@ from common.model_folder import read_manifest, revision_of, verified_manifest, w
 from common.verdicts import NotPromoted, Undecided, digest_of, identity_of
 from loop import promote
 from loop.promote import LiveFolder, NotSwitched
+from loop.record import Artefact, write_verdict
 from tests.http_servers import JsonHandler, served_answers
 from tests.inference.cascades import make_artefact_with_head, make_cascade
 from tests.inference.servers import Server, metric, running
@@ -284,6 +285,15 @@ def test_check_only_says_whether_a_model_may_go_live(artefacts: list[Path], live
     with pytest.raises(Undecided):
         run(judge(artefacts[1], live, verdict="HOLD"), "--live", live, "--check")
     assert not live.with_name("live.versions").exists()
+
+
+def test_the_record_that_a_comparison_writes_is_what_a_promotion_reads(artefacts: list[Path], live: Path) -> None:
+    new = Path(shutil.copytree(artefacts[1], live.with_name("new")))
+    write_verdict(Artefact.at(new), {"verdict": "PROMOTE", "parent": Artefact.at(live).identity})
+
+    run(new, "--live", live)
+
+    assert revision_of(live) == revision_of(new)
 
 
 def test_the_revision_of_a_folder_is_the_one_that_a_server_shows(artefacts: list[Path], tmp_path: Path) -> None:
