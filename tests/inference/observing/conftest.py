@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from tests.postgres import PostgresServer
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+def postgres() -> Iterator[PostgresServer]:
     pytest.importorskip("psycopg")
     if shutil.which("initdb") is None:
         pytest.skip("needs PostgreSQL's server programs (initdb)")
-    with PostgresServer(tmp_path_factory.mktemp("postgres")) as server:
+    # Not in pytest's folder, which another run that starts meanwhile closes to all but its user.
+    with tempfile.TemporaryDirectory(prefix="postgres") as folder, PostgresServer(Path(folder)) as server:
         yield server
 
 
