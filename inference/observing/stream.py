@@ -39,6 +39,7 @@ _MOST_CALLERS = 32
 # While the store fails: chunks for the alarm, and tallies, that wait.
 _MOST_CHUNKS = 4_096
 _MOST_TALLIES = 120
+_FOLDED_AT_ONCE = 256  # texts
 _FOLD_S, _FLUSH_S, _TIDY_S, _COMPLAIN_S = 0.25, 5.0, 60.0, 60.0
 _END_S = 15.0
 # Minutes within which "now" lies, of a line that says what has moved.
@@ -349,7 +350,16 @@ class Observer:
 
     def _fold(self) -> None:
         while self._waiting:
-            entry = self._waiting.popleft()
+            entries: list[_Entry] = []
+            num_texts = 0
+            while self._waiting and num_texts < _FOLDED_AT_ONCE:
+                entries.append(self._waiting.popleft())
+                num_texts += len(entries[-1].texts)
+            self._try(functools.partial(_find_familiarity, entries))
+            self._count_all(entries)
+
+    def _count_all(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
             self._left[0] += len(entry.texts)
             self._left[1] += entry.num_chars
             try:
@@ -431,6 +441,22 @@ class Observer:
         for key in self._watched.keys() - current:
             if not self._watched[key].tallies:
                 del self._watched[key]
+
+
+def _find_familiarity(entries: Iterable[_Entry]) -> None:
+    """Of all texts of each model together, which takes a quarter of the time of pass by pass."""
+    passes = {
+        id(one.values.of_pass): one.values.of_pass
+        for entry in entries
+        for one in entry.answers
+        if one.values.of_pass is not None
+    }
+    # The two models of a cascade have answered some each.
+    by_answering: defaultdict[int, list[Any]] = defaultdict(list)
+    for one in passes.values():
+        by_answering[id(one.answering)].append(one)
+    for some in by_answering.values():
+        type(some[0]).compute(some)
 
 
 def _advance(watched: Watched, now: float) -> Callable[[str | None], str]:

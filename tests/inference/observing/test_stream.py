@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from inference.batching.cache import Values
+from inference.batching.cache import FamiliarityOfPass, Values, values_of
 from inference.engines.answering import NOTHING_MORE, Answering, OneLabelAnswering, SeveralLabelsAnswering
+from inference.engines.base import TokenBatch
+from inference.engines.model_loader import ModelLoader
 from inference.metrics import ModelMetrics
 from inference.observing.store import Store
 from inference.observing.stream import Observer, Watched
@@ -290,3 +292,21 @@ def test_a_text_is_kept_only_if_it_may_be_and_goes_after_its_time(path: Path) ->
     with _observing(path, keep_texts_s=0.01):
         wait_until(lambda: not store.texts("news"))
     store.close()
+
+
+def test_the_familiarity_of_several_passes_at_once_is_that_of_each_to_the_bit() -> None:
+    model = ModelLoader(REPOSITORY / "checkpoints" / "news")
+    texts = ["Shares fall on Wall Street", "Goal!", "zxcv qwer", "Ministers meet in Geneva for talks on a cease-fire."]
+    encoded = [one.ids for one in model.tokenizer.encode(texts)]
+
+    def passes() -> list[list[Values]]:
+        batches = [TokenBatch.of(encoded[:1]), TokenBatch.of(encoded[1:]), TokenBatch.of(encoded)]
+        return [values_of(model.answering, batch, model.engine.logits(batch, 1)) for batch in batches]
+
+    alone = [[one.familiarity for one in values] for values in passes()]
+    together = passes()
+    together[1][0].familiarity  # noqa: B018  (this pass is known already)
+    FamiliarityOfPass.compute([values[0].of_pass for values in together])
+
+    assert [vars(values[0].of_pass)["values"] for values in together] == alone
+    assert len(set(alone[2])) == 4
