@@ -27,6 +27,7 @@ from inference.http.request_gate import RequestGate
 from inference.http.request_log import configure_logging
 from inference.http.routes import (
     explain,
+    feedback,
     gateways,
     hub,
     models,
@@ -44,7 +45,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, gateways, open_inference, models, operations, pages)
+_GROUPS = (predict, explain, feedback, hub, gateways, open_inference, models, operations, pages)
 
 
 @asynccontextmanager
@@ -96,6 +97,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         ending.cancel()
     await _abandon(tasks, server, parts)
     await parts.models.close()
+    if parts.feedback is not None:
+        # Nobody sends any more: the port is closed, and requests in progress are answered.
+        await asyncio.to_thread(parts.feedback.close)
     parts.log.write_refused()
     if parts.line is not None:
         following.cancel()

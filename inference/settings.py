@@ -242,6 +242,12 @@ class Settings(BaseModel):
         description="Origins, comma-separated (https://example.org), whose pages may call this "
         "server from a browser; * for all. Empty: none but its own.",
     )
+    observe: str = Field(
+        default="",
+        description="Where `POST /feedback` records corrections: a path that ends in .sqlite, or "
+        "postgresql://USER:PASSWORD@HOST/DATABASE if several servers share it; 1 is "
+        "observed.sqlite in the working directory. Empty: off.",
+    )
     drain_seconds: float = Field(
         default=1,
         ge=0,
@@ -363,6 +369,11 @@ class Settings(BaseModel):
         room for other fields.
         """
         return 3 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
+
+    @property
+    def observed_at(self) -> str | None:
+        """The address of the store, if the server observes."""
+        return "observed.sqlite" if self.observe == "1" else self.observe or None
 
     @property
     def allowed_origins(self) -> list[str]:

@@ -38,6 +38,11 @@ _MOST_KEYS = 2
 _CHECK_INTERVAL_S = 1.0
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
+# What requests are counted under that need no key.
+ANONYMOUS = "anonymous"
+# Characters of a key's name that its requests are counted under: enough to tell keys apart.
+_CALLER_CHARS = 12
+
 Refusal = tuple[int, str, str, float | None]
 ReportTaken = Callable[[str, str, float | None, float], None]
 
@@ -50,12 +55,13 @@ class Allowance:
     """What is left to the client of one request; the request itself has used up one text.
 
     ``limiter``: keeps the client's bucket, None without a limit; ``client``: the bucket's name;
-    ``per_second``: the client's own rate.
+    ``per_second``: the client's own rate; ``caller``: what its texts are counted under.
     """
 
     limiter: RateLimiter | None = None
     client: str = ""
     per_second: float | None = None
+    caller: str = ANONYMOUS
 
     def require(self) -> None:
         """Raise `RateLimitedError` while the client has taken more than its rate allows."""
@@ -119,7 +125,8 @@ class RequestLimits:
         if key is None:
             return self._refuse_guess(address, len(given))
         is_limited = self._is_limited or key.per_second is not None
-        return self._admit(self._by_key if is_limited else None, key.name, key.per_second)
+        limiter = self._by_key if is_limited else None
+        return self._admit(limiter, key.name, key.per_second, key.name[:_CALLER_CHARS])
 
     def _refuse_guess(self, address: str, num_keys: int) -> Refusal:
         # Each key is a guess. A request without any is none, and cheap to refuse; it counts only
@@ -130,14 +137,18 @@ class RequestLimits:
         return 401, "unauthorized", line, None
 
     def _admit(
-        self, limiter: RateLimiter | None, client: str, per_second: float | None = None
+        self,
+        limiter: RateLimiter | None,
+        client: str,
+        per_second: float | None = None,
+        caller: str = ANONYMOUS,
     ) -> Allowance | Refusal:
         if limiter is None:
-            return Allowance()
+            return Allowance(caller=caller)
         if wait_s := limiter.wait_s(client, 1, per_second):
             return 429, "rate_limited", _USED_UP, wait_s
         limiter.take(client, 1, per_second)
-        return Allowance(limiter, client, per_second)
+        return Allowance(limiter, client, per_second, caller)
 
 
 # ---------------------------------------------------------------- how much

@@ -23,6 +23,7 @@ from inference.http.request_context import RequestContext
 from inference.http.request_log import RequestLog
 from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
+from inference.observing.feedback import FeedbackWriter
 from inference.settings import Settings
 
 # Where the path says which of several models is asked, and where the body may.
@@ -103,6 +104,7 @@ class Parts:
     body_budget: BodyBudget
     stream_budget: BodyBudget  # a part of it
     models: ServedModels
+    feedback: FeedbackWriter | None
     line: SupervisorLine | None  # for one of several workers
 
     @classmethod
@@ -143,6 +145,7 @@ class Parts:
             # always have room.
             stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
             models=ServedModels(settings, metrics, load_model, counts_loads=line is None),
+            feedback=FeedbackWriter(address) if (address := settings.observed_at) else None,
             line=line,
         )
 

@@ -93,7 +93,7 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     """Describe the default model: where it comes from, what it can say, how good it is,
     and what runs it.
     """
-    return ModelResponse.of(parts.served_model.require().model)
+    return ModelResponse.of(parts.served_model.require().model, parts.settings)
 
 
 @router.get(
@@ -150,7 +150,7 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
     else:
         try:
             await parts.models.load()
-            return ModelResponse.of(parts.served_model.require().model)
+            return ModelResponse.of(parts.served_model.require().model, parts.settings)
         except ModelLoadError as error:
             outcome = ReloadRefused(str(error))
     match outcome:
