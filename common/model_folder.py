@@ -638,6 +638,9 @@ class Manifest:
     # What `common.calibration.fit` found on held-out rows, with their hash and date, and under
     # `familiarity` what `common.familiarity.fit` found. Older artefacts have none.
     calibration: dict[str, Any] = field(default_factory=dict)
+    # Of those rows, as `inference.observing.reference` keeps them for a comparison with the texts of
+    # a stream: of models that give one label only. Older artefacts have none.
+    reference: dict[str, Any] = field(default_factory=dict)
     # Of a cascade, whose small model lies in the folder SMALL_FOLDER beside this manifest:
     # `threshold`, the least probability with which it answers; `stricter`, the thresholds after it;
     # `max_disagreement`, the promise; `small`, with the SHA-256 of its manifest; and what was
@@ -665,7 +668,7 @@ def read_manifest(folder: Path) -> Manifest:
     values: dict[str, Any] = {}
     for one in fields(Manifest):
         kind = kinds.get(str(one.type), list if str(one.type).startswith("list") else dict)
-        optional = one.name in ("calibration", "cascade")  # later than the format
+        optional = one.name in ("calibration", "reference", "cascade")  # later than the format
         values[one.name] = content.get(one.name, {} if optional else None)
         if not isinstance(values[one.name], kind):
             raise ModelLoadError(path, f"{one.name} must be a {kind.__name__}", EXPORT_AGAIN)

@@ -67,6 +67,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    if parts.observer is not None:
+        parts.observer.start()
     if parts.line is not None and parts.line.has_model:
         await parts.models.load_or_log()
     else:
@@ -97,9 +99,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         ending.cancel()
     await _abandon(tasks, server, parts)
     await parts.models.close()
-    if parts.feedback is not None:
-        # Nobody sends any more: the port is closed, and requests in progress are answered.
-        await asyncio.to_thread(parts.feedback.close)
+    for one in (parts.feedback, parts.observer):  # now that all is answered
+        if one is not None:
+            await asyncio.to_thread(one.close)
     parts.log.write_refused()
     if parts.line is not None:
         following.cancel()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -50,8 +51,15 @@ _MOST = (
     "distrinews_cascade_evidence",
     "distrinews_cascade_threshold",
     "distrinews_cascade_tightened",
+    # All processes read the same store.
+    "distrinews_drift_alarm",
+    "distrinews_drift_evidence",
+    "distrinews_estimated_accuracy",
+    "distrinews_estimated_accuracy_high",
+    "distrinews_estimated_accuracy_low",
     "distrinews_model_info",
     "distrinews_queue_seconds",
+    "distrinews_reference_accuracy",
     "process_max_fds",
     "python_info",
 )
@@ -114,6 +122,23 @@ class ModelMetrics:
             "model_info", "1 for the model that is served.", "name", "revision", "engine"
         )
         self._label_children: dict[str, Counter] = {}
+        self._observed = counter("observed_texts", "Texts whose counts are in the store.")
+        self._unseen = counter(
+            "unseen_texts", "Texts that were answered, but not counted: too many waited."
+        )
+        about = "Share of right answers, estimated without labels; absent if it cannot be known."
+        self._accuracy = {
+            "accuracy": gauge("estimated_accuracy", about, "window"),
+            "low": gauge("estimated_accuracy_low", "Where its 90% interval begins.", "window"),
+            "high": gauge("estimated_accuracy_high", "Where its 90% interval ends.", "window"),
+        }
+        self._reference_accuracy = gauge(
+            "reference_accuracy", "Share of right answers on the rows kept for comparison; else 0."
+        )
+        self._drift_evidence = gauge(
+            "drift_evidence", "Evidence that texts have changed; an alarm at 1,000,000.", "what"
+        )
+        self._drift_alarm = gauge("drift_alarm", "1 for a day after the alarm; 0 if not observed.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"distrinews_{name}", text, labels, registry=self.registry)
@@ -150,6 +175,27 @@ class ModelMetrics:
         self._abstained.labels(reason).inc()
         if truncated:
             self._truncated.inc()
+
+    def observed(self, texts: int) -> None:
+        self._observed.inc(texts)
+
+    def unseen(self, texts: int) -> None:
+        self._unseen.inc(texts)
+
+    def saw(self, summary: Mapping[str, Any]) -> None:
+        """Show what `inference.observing.summary` says; what it cannot say stays as it was."""
+        for window in ("hour", "day", "week"):
+            for figure, gauge in self._accuracy.items():
+                if (value := summary.get(window, {}).get(figure)) is not None:
+                    gauge.labels(window).set(value)
+                elif window in summary:
+                    with suppress(KeyError):  # it was not there
+                        gauge.remove(window)
+        self._reference_accuracy.set(summary.get("reference_accuracy", 0.0))
+        if alarm := summary.get("alarm"):
+            self._drift_alarm.set(float(alarm["active"]))
+            for what, evidence in alarm["by_score"].items():
+                self._drift_evidence.labels(what).set(evidence)
 
     def answered_by(self, model: str) -> None:
         self._by_stage[model].inc()

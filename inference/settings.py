@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -21,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from common.errors import invalid_value, share_or_name
 from common.hardware import Hardware
 from inference.errors import SettingsError
+from inference.observing.store import is_postgres
 
 # JSON may spell one character as two escapes of six bytes each ("\ud83d\ude00").
 _MAX_BYTES_PER_CHAR = 12
@@ -28,6 +30,9 @@ _JSON_OVERHEAD_BYTES = 64 * 1024
 _LINE_OVERHEAD_BYTES = 1024
 _JSON_OVERHEAD_VALUES = 1024
 MOST_WORKERS = 256
+_OBSERVED = "observed.sqlite"
+_DURATION = re.compile(r"(\d{1,6})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
 class Settings(BaseModel):
@@ -242,12 +247,6 @@ class Settings(BaseModel):
         description="Origins, comma-separated (https://example.org), whose pages may call this "
         "server from a browser; * for all. Empty: none but its own.",
     )
-    observe: str = Field(
-        default="",
-        description="Where `POST /feedback` records corrections: a path that ends in .sqlite, or "
-        "postgresql://USER:PASSWORD@HOST/DATABASE if several servers share it; 1 is "
-        "observed.sqlite in the working directory. Empty: off.",
-    )
     drain_seconds: float = Field(
         default=1,
         ge=0,
@@ -266,6 +265,25 @@ class Settings(BaseModel):
         default="info",
         description="What is logged, as JSON lines on standard output. info has one line per "
         "request; warning has only what needs attention.",
+    )
+    observe: str = Field(
+        default="",
+        repr=False,  # it may hold a password
+        description="Where the server [counts what it sees](#what-the-server-sees) and keeps "
+        "corrections: 1 for the file observed.sqlite in the working directory, the path of an "
+        ".sqlite file, or postgresql://USER:PASSWORD@HOST/DATABASE for several servers together "
+        "(needs the `postgres` extra). Empty: nothing is counted.",
+    )
+    keep_texts: str = Field(
+        default="",
+        description="How long texts may be kept for review, such as 12h or 7d, up to 2,000 per "
+        "hour and model; then they are deleted. Needs OBSERVE. Empty: no text is ever kept.",
+    )
+    observe_mb: float = Field(
+        default=256,
+        ge=1,
+        description="Most that counts, kept texts and corrections may take on the disk, in MiB. "
+        "The oldest texts go first, then the oldest counts; corrections are never deleted.",
     )
     otel_endpoint: str = Field(
         default="",
@@ -307,6 +325,27 @@ class Settings(BaseModel):
                 raise PydanticCustomError("max_error", "{why}", {"why": str(error)}) from None
         return value.strip()
 
+    @field_validator("observe")
+    @classmethod
+    def _a_place_for_counts(cls, value: str) -> str:
+        value = value.strip()
+        if value in ("", "1") or value.endswith(".sqlite") or is_postgres(value):
+            return value
+        line = "must be 1, the path of an .sqlite file, or postgresql://USER@HOST/DATABASE"
+        raise PydanticCustomError("observe", line)
+
+    @field_validator("keep_texts")
+    @classmethod
+    def _a_duration(cls, value: str, info: ValidationInfo) -> str:
+        value = value.strip()
+        if value and not _DURATION.fullmatch(value):
+            raise PydanticCustomError(
+                "keep_texts", "must be a duration such as 90s, 30m, 12h or 7d"
+            )
+        if value and not info.data.get("observe"):
+            raise PydanticCustomError("keep_texts", "needs OBSERVE, which says where; set that too")
+        return value
+
     @field_validator("model_name")
     @classmethod
     def _a_part_of_an_address(cls, value: str) -> str:
@@ -345,6 +384,17 @@ class Settings(BaseModel):
             raise SettingsError("; ".join(problems)) from None
 
     @property
+    def observed_at(self) -> str | None:
+        """The address of the store, if the server observes."""
+        return _OBSERVED if self.observe == "1" else self.observe or None
+
+    @property
+    def keep_texts_s(self) -> float:
+        """0 if no text may be kept."""
+        found = _DURATION.fullmatch(self.keep_texts)
+        return float(found[1]) * _SECONDS[found[2]] if found else 0.0
+
+    @property
     def hardware(self) -> Hardware:
         return Hardware(self.threads, self.device, self.instruction_set)
 
@@ -369,11 +419,6 @@ class Settings(BaseModel):
         room for other fields.
         """
         return 3 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
-
-    @property
-    def observed_at(self) -> str | None:
-        """The address of the store, if the server observes."""
-        return "observed.sqlite" if self.observe == "1" else self.observe or None
 
     @property
     def allowed_origins(self) -> list[str]:

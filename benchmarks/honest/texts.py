@@ -124,9 +124,13 @@ class Model:
 class Event:
     """A sentence of Wikipedia's current events."""
 
-    year: str
+    date: str
     category: str
     text: str
+
+    @property
+    def year(self) -> str:
+        return self.date[:4]
 
 
 def add_text_flags(parser: ArgumentParser) -> None:
@@ -149,7 +153,7 @@ def add_text_flags(parser: ArgumentParser) -> None:
 
 
 def read_events(path: Path) -> list[Event]:
-    return [Event(one["date"][:4], one["category"], one["text"]) for one in _table(path, ",")]
+    return [Event(one["date"], one["category"], one["text"]) for one in _table(path, ",")]
 
 
 def foreign_texts(options: Namespace, rows: Sequence[str]) -> dict[str, dict[str, list[str]]]:

@@ -144,6 +144,7 @@ class ModelLoader:
         cascade: The small model that reads every text first, if this is the big one of a cascade:
             then all above except ``answering`` describe the big one, and ``answering`` knows what
             both together promise.
+        reference: What its manifest keeps of held-out rows (`inference.observing.reference`).
         encoder: What computes it together with other models; None before `share_encoder`, and for
             engines that cannot.
         tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
@@ -155,6 +156,7 @@ class ModelLoader:
 
     tokens_per_second: float | None = None
     cascade: Cascade | None = None
+    reference: Mapping[str, Any] = {}
     encoder: SharedEncoder | None = None
 
     def __init__(
@@ -185,13 +187,16 @@ class ModelLoader:
         self.tokens_per_second = loaded.tokens_per_second
         folder = loaded.saved.path
         revision, reason = loaded.revision, loaded.reason
-        if is_artefact(folder) and read_manifest(folder).cascade:
+        manifest = read_manifest(folder) if is_artefact(folder) else None
+        if manifest is not None:
+            self.reference = manifest.reference
+        if manifest is not None and manifest.cascade:
             self.cascade = Cascade.read(folder, hardware, self)
             reason += f"; {self.cascade.small.info['name']} answers the texts that it is sure of"
             parts = (revision, self.cascade.small.info["revision"], str(self.cascade.threshold))
             revision = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
         self.info: dict[str, str] = {
-            "name": read_manifest(folder).source["name"] if is_artefact(folder) else _name(path),
+            "name": manifest.source["name"] if manifest else _name(path),
             "engine": loaded.engine.name,
             "reason": reason,
             "precision": loaded.precision,

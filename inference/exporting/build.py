@@ -154,14 +154,14 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
 
         with stages.stage("Calibrate the artefact on the rows that the model has not seen"):
             answered = Answered(saved, artefact, tokenizer, rows, comparison.scores)
-            record, about = _calibrated(answered, wishes, folder)
+            fitted, about = _calibrated(answered, wishes, folder)
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
             rest = {
                 "options": options,
                 "size": {"before_bytes": before_bytes, "after_bytes": after_bytes},
-                "calibration": record,
+                **fitted,
                 **_probes(reference, artefact, tokenizer, kind, comparison.spread),
             }
             manifest = _manifest(saved, wishes, comparison, folder, rest)
@@ -171,7 +171,8 @@ def export(saved: SavedModel, wishes: Wishes, rows: LabelledRows, console: Conso
         if wishes.folded is not None:
             scores = comparison.reference_scores
             write_folded(weights, replace(answered, engine=reference, scores=scores), wishes.folded)
-    return Exported(target, manifest, [*comparison.table(), *error_row(record)], about)
+    table = [*comparison.table(), *error_row(manifest.calibration)]
+    return Exported(target, manifest, table, about)
 
 
 def _manifest(
@@ -194,19 +195,19 @@ def _manifest(
 def _calibrated(
     answered: Answered, wishes: Wishes, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the manifest keeps, and what people are told; without bounds to certify, it is no reason
+    """The fields of the manifest, and what people are told; without bounds to certify, it is no reason
     to refuse an export that there are no rows to calibrate on.
     """
     try:
         if not wishes.calibrates:
             what = "these rows are not the model's own data; name some with --rows"
             raise CalibrationError(what)
-        record = calibrate(answered, wishes.bounds, folder)
+        fitted = calibrate(answered, wishes.bounds, folder)
     except CalibrationError as error:
         if wishes.bounds != Bounds():
             raise
         return {}, [f"Not calibrated: {error}."]
-    return record, lines_about(record)
+    return fitted, lines_about(fitted["calibration"])
 
 
 def write_folded(weights: dict[str, Tensor], answered: Answered, target: Path) -> None:

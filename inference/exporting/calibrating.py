@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from common import calibration, familiarity
 from common.calibration import Bounds, CalibrationError, Floats
+from common.familiarity import Familiarity
 from common.files import writing_folder
 from common.model_folder import (
     FAMILIARITY_FILE,
@@ -29,11 +30,13 @@ from common.model_folder import (
     read_manifest,
     write_manifest,
 )
+from common.problem_types import SINGLE_LABEL
 from common.rows import Columns, LabelledRows, evenly_spread
 from common.seen_texts import SeenTexts
 from common.text import Text, TextTokenizer, counted, folded, texts_in
-from inference.engines.base import Engine, scores_of
+from inference.engines.base import Engine, TokenBatch, scores_of
 from inference.engines.selection import load_model
+from inference.observing.reference import Reference
 
 # More would take minutes to tokenise, and change next to nothing in what is familiar.
 _MOST_TRAINING_TEXTS = 100_000
@@ -54,7 +57,8 @@ class Answered:
 
 def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any]:
     """Fit a calibration on the rows that the model has not seen, write the table that it needs into
-    the artefact's folder, and return what the manifest keeps.
+    the artefact's folder, and return the fields of the manifest: ``calibration``, and of a model
+    that gives one label ``reference``.
 
     Raises:
         CalibrationError: there are too few rows, or one of the bounds cannot be promised.
@@ -77,14 +81,27 @@ def calibrate(answered: Answered, bounds: Bounds, folder: Path) -> dict[str, Any
         "left_out": left_out,
         **calibration.fit(saved.problem_type, scores, targets, saved.labels, bounds),
     }
-    calibrated = calibration.Calibration(record, saved.labels).scores
+    fitted = calibration.Calibration(record, saved.labels)
     # Of a single file, the rows that were seen in training are the training texts.
     known = rows.training_texts or [rows.texts[i] for i in seen]
-    described, table = _familiarity(answered, known, texts, calibrated)
+    described, table = _familiarity(answered, known, texts, fitted.scores)
     if described:
         (folder / FAMILIARITY_FILE).write_bytes(table)
         record["familiarity"] = described
-    return record
+    if saved.problem_type is not SINGLE_LABEL:
+        return {"calibration": record}
+    encoded, right = answered.tokenizer.encode(texts), np.array(targets)
+    # Without training texts, the table has read every other one of these.
+    unread = slice(None) if known else slice(1, None, 2)
+    familiar = None
+    if described:
+        compared = Familiarity(described, table, saved.problem_type)
+        batch = TokenBatch.of([one.ids for one in encoded[unread]])
+        familiar = compared.of(batch.ids, batch.lengths, fitted.scores(scores[unread]))
+    probabilities = SINGLE_LABEL.answers(fitted.scores(scores))
+    num_tokens = np.array([one.num_tokens for one in encoded])
+    reference = Reference.fit(probabilities, right, num_tokens, familiar)
+    return {"calibration": record, "reference": reference}
 
 
 def fitted_factors(answered: Answered) -> tuple[Floats, Floats]:
@@ -118,16 +135,16 @@ def calibrate_again(artefact: Path, bounds: Bounds, rows: LabelledRows) -> dict[
                 shutil.copytree(path, folder / path.name)
             elif path.name not in (MANIFEST_FILE, FAMILIARITY_FILE):
                 shutil.copyfile(path, folder / path.name)
-        record = calibrate(answered, bounds, folder)
+        found = calibrate(answered, bounds, folder)
         # Whatever else lies there, such as a card or what the model has seen, is no part of it.
         files = {
             name: described
             for name, described in describe_files(folder).items()
             if name in {*manifest.files, FAMILIARITY_FILE}
         }
-        write_manifest(folder, replace(manifest, calibration=record, files=files))
+        write_manifest(folder, replace(manifest, **found, files=files))
         load_model(folder)  # the same checks as at every later start
-    return record
+    return found["calibration"]
 
 
 def unseen(

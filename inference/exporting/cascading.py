@@ -233,7 +233,8 @@ def write_cascade(
             record = _record(cascade, agreement, certifying) | _described(pair, folder)
             if promised.accuracy:
                 record["accuracy"] = promised.accuracy
-            changed = {"cascade": record, "calibration": promised.calibration}
+            # The big model's reference knows nothing of the answers that the small one gives.
+            changed = {"cascade": record, "calibration": promised.calibration, "reference": {}}
             write_manifest(folder, replace(pair.manifests[0], **changed))
             ModelLoader(folder)  # the same checks as at every later start
     passed_on = record["passed_on"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -354,6 +355,63 @@ class ProbeResponse(BaseModel):
     reason: str | None = Field(default=None, description="Why it is not ready, or why it is dead.")
 
 
+class ObservedWindow(BaseModel):
+    """The texts of the last hour, day or week."""
+
+    texts: int
+    distinct: int | None = Field(
+        default=None, description="Texts that no process had among its last 65,536."
+    )
+    accuracy: float | None = Field(
+        default=None, description="The estimated share of right answers, without labels."
+    )
+    low: float | None = Field(default=None, description="Its 90% interval begins here.")
+    high: float | None = Field(default=None, description="And ends here.")
+    reviewed: int | None = Field(
+        default=None, description="Texts drawn uniformly whose review corrected the estimate."
+    )
+    reason: str | None = Field(default=None, description="Why there is no estimate.")
+    labels: dict[str, float] | None = Field(
+        default=None, description="The share of texts that was answered with each label."
+    )
+    label_shares: dict[str, float] | None = Field(
+        default=None, description="The share that each label probably has among the texts."
+    )
+    unfamiliar: float | None = Field(
+        default=None,
+        description="The share of texts with a familiarity below 0.01; 0.01 is usual.",
+    )
+    abstained: float | None = Field(
+        default=None, description="The share of texts that MAX_ERROR leaves without an answer."
+    )
+
+
+class DriftAlarm(BaseModel):
+    """Whether the texts are unlike the rows that the model was calibrated on."""
+
+    active: bool = Field(description="Whether the last alarm was raised less than a day ago.")
+    evidence: float = Field(description="An alarm is raised at 1,000,000.")
+    by_score: dict[str, float] = Field(description="Its parts, which add up to it.")
+    texts: int = Field(description="Distinct texts that it has looked at.")
+    raised: float | None = Field(
+        default=None, description="When the last alarm was raised, in seconds since 1970."
+    )
+    what: str | None = Field(default=None, description="What had moved then, in one line.")
+
+
+class ObservedResponse(BaseModel):
+    """What the store has of a model, also from other processes and servers."""
+
+    reference_accuracy: float | None = Field(
+        default=None, description="Share of right answers on the rows kept for comparison."
+    )
+    hour: ObservedWindow | None = None
+    day: ObservedWindow | None = None
+    week: ObservedWindow | None = None
+    alarm: DriftAlarm | None = None
+    error: str | None = Field(default=None, description="Why the store cannot be read now.")
+
+
 class ModelResponse(BaseModel):
     """The served model."""
 
@@ -406,8 +464,14 @@ class ModelResponse(BaseModel):
     )
     metrics: dict[str, Any] = Field(description="All that training measured (metrics.json).")
 
+    observed: ObservedResponse | None = Field(
+        default=None, description="What the server has seen (OBSERVE); absent if it does not look."
+    )
+
     @classmethod
-    def of(cls, model: ModelLoader, settings: Settings) -> ModelResponse:
+    def of(
+        cls, model: ModelLoader, settings: Settings, observed: Mapping[str, Any] | None = None
+    ) -> ModelResponse:
         # metrics.json is whatever lies beside the weights.
         kind, thresholds = model.answering.problem_type, None
         known = model.answering.calibration
@@ -437,6 +501,7 @@ class ModelResponse(BaseModel):
             test_accuracy=accuracy if isinstance(accuracy, int | float) else None,
             # What else lies in the file was not measured, and may be nobody's business.
             metrics={name: value for name, value in model.metadata.items() if name in METRICS_KEYS},
+            observed=None if observed is None else ObservedResponse(**observed),
         )
 
 

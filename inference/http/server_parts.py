@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from common.text import Text, texts_in
-from inference.batching.served_model import LoadModel, ServedModel
+from inference.batching.served_model import LoadModel, Served, ServedModel
 from inference.batching.served_models import ServedModels
 from inference.errors import SettingsError
 from inference.http.admission import ApiKeys, Refusal, RequestLimits
@@ -24,6 +24,9 @@ from inference.http.request_log import RequestLog
 from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
 from inference.observing.feedback import FeedbackWriter
+from inference.observing.store import StoreError
+from inference.observing.stream import Observer
+from inference.observing.summary import Summaries
 from inference.settings import Settings
 
 # Where the path says which of several models is asked, and where the body may.
@@ -104,8 +107,10 @@ class Parts:
     body_budget: BodyBudget
     stream_budget: BodyBudget  # a part of it
     models: ServedModels
-    feedback: FeedbackWriter | None
     line: SupervisorLine | None  # for one of several workers
+    observer: Observer | None = None
+    feedback: FeedbackWriter | None = None
+    summaries: Summaries | None = None  # of what it has counted
 
     @classmethod
     def of(cls, settings: Settings, load_model: LoadModel, line: SupervisorLine | None) -> Parts:
@@ -130,6 +135,8 @@ class Parts:
         metrics.watch(
             "pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes
         )
+        models = ServedModels(settings, metrics, load_model, counts_loads=line is None)
+        observer, summaries = _observing(settings, models, line)
         return cls(
             settings=settings,
             metrics=metrics,
@@ -144,10 +151,18 @@ class Parts:
             # Streams read ahead as much as they may, for as long as they last; single requests
             # always have room.
             stream_budget=BodyBudget(body_budget.max_bytes // 2, within=body_budget),
-            models=ServedModels(settings, metrics, load_model, counts_loads=line is None),
-            feedback=FeedbackWriter(address) if (address := settings.observed_at) else None,
+            models=models,
             line=line,
+            observer=observer,
+            feedback=FeedbackWriter(observer.store.address) if observer else None,
+            summaries=summaries,
         )
+
+    async def observed(self, served: Served) -> dict[str, Any] | None:
+        """What has been counted of a model; None if nothing is."""
+        if self.summaries is None:
+            return None
+        return await asyncio.to_thread(self.summaries.of, served)
 
     def count_request(self, context: RequestContext, method: str, route: str, status: int) -> None:
         """Count and log a request that has ended; ``method`` and ``route`` are from bounded sets."""
@@ -211,6 +226,34 @@ class Parts:
                 "seconds"
             )
         return error
+
+
+def _observing(
+    settings: Settings, models: ServedModels, line: SupervisorLine | None
+) -> tuple[Observer | None, Summaries | None]:
+    """Raises:
+    SettingsError: the place that OBSERVE names cannot be used.
+    """
+    if (address := settings.observed_at) is None:
+        return None, None
+
+    def served() -> list[Served]:
+        return [one.current for one in list(models.all.values()) if one.current]
+
+    def report(one: Served) -> None:
+        one.metrics.saw(summaries.of(one))
+
+    most = int(settings.observe_mb * 2**20)
+    observer = Observer(address, settings.keep_texts_s, most, served, report)
+    summaries = Summaries(observer)
+    # Not in each worker, which has to serve even if the store fails now. The connection is closed,
+    # because none outlives the fork that may follow.
+    if line is None:
+        try:
+            observer.store.close()
+        except StoreError as error:
+            raise SettingsError(f"OBSERVE: {error}", code=error.code) from None
+    return observer, summaries
 
 
 def parts_of(request: Request) -> Parts:

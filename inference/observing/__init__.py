@@ -1,1 +1,1 @@
-"""What a server counts about the texts it classifies, and what people correct."""
+"""What a server counts about the texts that it answers, and what follows from these counts."""

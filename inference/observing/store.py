@@ -162,6 +162,7 @@ class Store:
         counts: Mapping[Counted, tuple[int, float]],
         texts: Iterable[KeptText] = (),
         advance: Mapping[tuple[str, str], Callable[[str | None], str]] | None = None,
+        undrawn: Iterable[str] = (),
     ) -> None:
         """Add to the counts, keep texts, and bring alarms up to date, all in one transaction.
 
@@ -170,6 +171,7 @@ class Store:
                 confidences of a cell).
             advance: by model and revision, from the state of its alarm, None at first, to the new
                 one. No other process changes the state in between.
+            undrawn: the texts, by id, that do not count as drawn uniformly any more.
         """
         with self._transaction() as run:
             # In one order everywhere, so that two processes never wait for each other's rows.
@@ -182,6 +184,8 @@ class Store:
                 )
             for text in texts:
                 run(f"INSERT INTO texts VALUES ({_marks(KeptText)}) ON CONFLICT DO NOTHING", text)
+            for id in undrawn:
+                run("UPDATE texts SET uniform = 0 WHERE id = ?", (id,))
             for key, change in sorted((advance or {}).items()):
                 run("INSERT INTO alarms VALUES (?, ?, '') ON CONFLICT DO NOTHING", key)
                 chosen = (
@@ -346,6 +350,8 @@ class _Sqlite:
             found.execute("PRAGMA journal_mode = WAL")
             found.execute("PRAGMA synchronous = FULL")
             found.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            # What is deleted is also gone from the file.
+            found.execute("PRAGMA secure_delete = ON")
             self._of_thread.connection = found
         return found
 

@@ -107,7 +107,7 @@ def test_foreign_texts_are_the_same_every_time(tmp_path: Path) -> None:
         "here",
     }
     assert all(3 <= len(piece.splitlines()) + 2 <= 14 for piece in first["code"]["Python's standard library"])
-    assert texts.read_events(events)[1] == texts.Event("2012", "law", "A trial begins")
+    assert texts.read_events(events)[1] == texts.Event("2012-01-01", "law", "A trial begins")
 
 
 def test_data_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:

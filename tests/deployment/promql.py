@@ -83,6 +83,8 @@ def _page_of_several_models() -> str:
     news = metrics.of_model("news")
     news.serves("news", "0123456789ab", "native int8")
     news.predicted([("World", 0.9)], truncated=False)
+    window = {"accuracy": 0.9, "low": 0.8, "high": 1.0}
+    news.saw({"hour": window, "alarm": {"active": False, "by_score": {"short": 0.5}}})
     return metrics.render("")[0].decode()
 
 

@@ -165,6 +165,27 @@ def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path,
         (["inference.serve"], {"MODEL_NAME": "a/b"}, "error: MODEL_NAME: must be letters, digits, . _ and -"),
         (["inference.serve"], {"REQUIRE_API_KEY": "1"}, "error: REQUIRE_API_KEY is set, but neither API_KEY nor"),
         (["uvicorn", "inference.app:app"], {"REQUIRE_API_KEY": "1"}, "error: REQUIRE_API_KEY is set, but neither"),
+        (["inference.serve"], {"KEEP_TEXTS": "7d"}, "error: KEEP_TEXTS: needs OBSERVE, which says where; set that too"),
+        (
+            ["inference.serve"],
+            {"OBSERVE": "1", "KEEP_TEXTS": "a week"},
+            "error: KEEP_TEXTS: must be a duration",
+        ),
+        (
+            ["inference.serve"],
+            {"OBSERVE": "yes"},
+            "error: OBSERVE: must be 1, the path of an .sqlite file",
+        ),
+        (
+            ["inference.serve"],
+            {"OBSERVE": "/missing/a.sqlite"},
+            "error: OBSERVE: /missing/a.sqlite: there is no",
+        ),
+        (
+            ["uvicorn", "inference.app:app"],
+            {"OBSERVE": "/missing/a.sqlite"},
+            "error: OBSERVE: /missing/a.sqlite:",
+        ),
         (["inference.serve", "--port", "x"], {}, "argument --port: invalid int value: 'x'"),
     ],
 )

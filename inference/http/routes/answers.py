@@ -35,10 +35,15 @@ async def classify(
         HTTPException: 503, the texts do not fit into the memory budget.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: from the queue.
     """
-    return cast(
+    answers = cast(
         "list[Answer]",
         await classify_some(request, parts, served, texts, name, num_required=len(texts)),
     )
+    if parts.observer is not None:
+        context = RequestContext.of(request.scope)
+        caller = context.allowance.caller
+        parts.observer.saw(served, context.request_id, caller, texts, answers)
+    return answers
 
 
 async def classify_some(
@@ -51,7 +56,8 @@ async def classify_some(
     num_required: int,
     only_stage: int | None = None,
 ) -> list[Answer | None]:
-    """Like `classify`, but all texts after the first ``num_required`` may be blank: they get None.
+    """Like `classify`, but all texts after the first ``num_required`` may be blank: they get None;
+    and the texts are not among those that the server counts as its stream.
 
     ``only_stage``: which model of a cascade is to answer all of them, as in `Answer.stage`.
     """

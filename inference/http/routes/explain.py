@@ -16,7 +16,6 @@ from inference.batching.classifier import Answer
 from inference.errors import WorkerDownError
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import (
-    classify,
     classify_some,
     render,
     require_named,
@@ -53,7 +52,8 @@ async def explain(request: Request, body: ExplainRequest, name: ModelName = None
     reading, stage, first = served.model, None, 0
     if reading.cascade is not None:
         # The model of a cascade that answers has to be asked about the shorter texts too.
-        (whole,) = await classify(request, parts, served, texts, "text")
+        (answer,) = await classify_some(request, parts, served, texts, "text", num_required=1)
+        whole = cast("Answer", answer)
         stage, first = whole.stage, 1
         reading = reading if stage else reading.cascade.small
         most_passes = min(most_passes, served.classifier.most_texts(text, stage))

@@ -56,10 +56,13 @@ async def give_feedback(
     it again records nothing new.
     """
     parts = parts_of(request)
-    if parts.feedback is None:
+    if parts.feedback is None or parts.observer is None:
         line = "this server takes no feedback; start it with OBSERVE=1"
         return error_response(request.scope, 409, "feedback_off", line)
     served = require_named(parts, _model_asked(body, name))
+    if not parts.observer.has_room:
+        line = "corrections fill OBSERVE_MB, and none is ever deleted; set it higher"
+        return error_response(request.scope, 503, "feedback_failed", line, RETRY_AFTER_SECONDS)
     correction = _correction(request, parts, served, body)
     try:
         async with asyncio.timeout(parts.settings.request_timeout_s):

@@ -58,7 +58,8 @@ def _listed(parts: Parts, model: ServedModel) -> ListedModel:
 )
 async def get_model_by_name(name: str, parts: PartsDep) -> ModelResponse:
     """Describe the model of this name, as `/model` does the default one."""
-    return ModelResponse.of(require_named(parts, name).model, parts.settings)
+    served = require_named(parts, name)
+    return ModelResponse.of(served.model, parts.settings, await parts.observed(served))
 
 
 async def put_model(request: Request, body: ModelPath, name: str) -> dict[str, Any] | Response:

@@ -93,7 +93,8 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     """Describe the default model: where it comes from, what it can say, how good it is,
     and what runs it.
     """
-    return ModelResponse.of(parts.served_model.require().model, parts.settings)
+    served = parts.served_model.require()
+    return ModelResponse.of(served.model, parts.settings, await parts.observed(served))
 
 
 @router.get(

@@ -233,6 +233,10 @@ class StreamResponse(Response):
         note(self._context, [answer])
         self._num_refused = 0
         request, served, wanted = line
+        if (observer := self._parts.observer) is not None:
+            context, text = self._context, text_of(request, self._parts.settings)
+            caller = context.allowance.caller
+            observer.saw(served, context.request_id, caller, [text], [answer], self._index)
         return render(self._parts, served, answer, request.top_k, wanted)
 
     def _error(self, error: Exception) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from inference.engines.base import scores_of
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import load_model
 from inference.exporting.calibrating import Answered, fitted_factors
+from inference.observing.reference import Reference
 from tests.inference.conftest import LABELS
 
 WORDS = ["oil", "prices", "rise", "stocks", "fall", "cup", "final", "goal", "chip", "speed", "peace", "talks", "games"]
@@ -95,6 +96,54 @@ def test_an_export_with_training_texts_knows_what_is_familiar(calibrated: Path) 
     assert known is not None
     assert known.familiarity is not None
     assert record_of(calibrated)["familiarity"]["texts"] == 1200
+
+
+def reference_of(artefact: Path) -> Reference:
+    found = Reference.of(json.loads((artefact / "manifest.json").read_text()))
+    assert found is not None
+    return found
+
+
+def test_an_export_keeps_what_the_artefact_answers_to_the_same_rows(calibrated: Path, rows: Path) -> None:
+    reference, model = reference_of(calibrated / "native"), ModelLoader(calibrated)
+    different = lines_of(rows, "test")[:580]  # the others are there twice
+    texts = [row["text"] for row in different]
+    answers = model.predict_batch(texts)
+    right = [answer["label"] == row["label"] for answer, row in zip(answers, different, strict=True)]
+    assert (reference.rows, reference.unfamiliar_rows) == (580, 580)
+    assert reference.accuracy == pytest.approx(np.mean(right))
+    assert reference.confidence == pytest.approx(np.mean([answer["confidence"] for answer in answers]))
+    cells = [reference.cell(LABELS.index(answer["label"]), answer["confidence"]) for answer in answers]
+    assert {cell: cells.count(cell) for cell in cells} == {cell: one.rows for cell, one in reference.cells.items()}
+    least, lengths = reference.tails["long"][-1], [one.num_tokens for one in model.tokenizer.encode(texts)]
+    assert least is not None
+    assert 0 < sum(length >= least for length in lengths) <= 580 / 5
+
+
+@pytest.mark.parametrize(("kind", "label"), [("multi_label_folder", "World"), ("regression_folder", 1200)])
+def test_only_a_model_that_gives_one_label_has_a_reference(
+    kind: str, label: str | int, rows: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "model"))
+    labelled = [{"text": row["text"], "label": label} for row in lines_of(rows, "test")[:150]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    run(folder, "--engine", "native", "--rows", tmp_path / "rows.jsonl")
+    manifest = read_manifest(folder / "native")
+    assert (manifest.calibration["rows"], manifest.reference) == (150, {})
+
+
+def test_familiarity_is_compared_with_rows_that_its_table_has_not_read(
+    calibrated: Path, rows: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(calibrated / "native", tmp_path / "native"))
+    texts = [f"{one['text']} {two['text']}" for one in lines_of(rows, "test") for two in lines_of(rows, "train")[:4]]
+    labelled = [{"text": text, "label": LABELS[i % len(LABELS)]} for i, text in enumerate(dict.fromkeys(texts))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    run(folder, "--rows", tmp_path / "rows.jsonl")
+    reference = reference_of(folder)
+    # A single file has no training texts, so the table has read every other row.
+    assert reference.rows > 2000
+    assert reference.unfamiliar_rows == reference.rows // 2
 
 
 def test_transformers_pipeline_answers_with_the_calibrated_probabilities_of_the_folded_model(
@@ -174,6 +223,8 @@ def test_calibrating_again_changes_nothing_but_the_calibration(calibrated: Path,
     assert "familiarity" not in after.calibration
     assert not (folder / "familiarity.bin").exists()
     assert SeenTexts.read(folder) is not None
+    reference = reference_of(folder)
+    assert (reference.rows, "unfamiliar" in reference.tails) == (1200, False)
     assert after.files.keys() == before.files.keys() - {"familiarity.bin"}
     assert (after.source, after.probes, after.accuracy) == (before.source, before.probes, before.accuracy)
 
@@ -218,7 +269,7 @@ def test_a_label_without_rows_is_named(
 def test_an_artefact_from_before_answers_as_it_did(calibrated: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(calibrated / "native", tmp_path / "native"))
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["calibration"]
+    del manifest["calibration"], manifest["reference"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     model, text = ModelLoader(folder), "oil prices rise"
     raw = scores_of(model.engine, [one.ids for one in model.tokenizer.encode([text])])

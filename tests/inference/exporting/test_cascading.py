@@ -148,6 +148,9 @@ def test_what_is_promised_is_fitted_on_the_answers_of_both_together(models: Path
     is_sure = np.array(list(map(model.cascade.is_sure, small.tolist(), truncated)))
     expected = fit_answers(np.where(is_sure[:, None], small, big), rows.targets, LABELS)
     assert {name: record[name] for name in expected} == json.loads(json.dumps(expected))
+    # The big model's reference is of its own answers.
+    assert read_manifest(models / "big" / "native").reference
+    assert read_manifest(written).reference == {}
     assert {name: record.get(name) for name in ("temperature", "scale", "offset")} == {
         name: own.get(name) for name in ("temperature", "scale", "offset")
     }

@@ -5,33 +5,14 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import random
-import shutil
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from inference.observing.store import Counted, Feedback, KeptText, Store, StoreError
-from tests.postgres import PostgresServer
 
 DAY = 24 * 60
-
-
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    pytest.importorskip("psycopg")
-    if shutil.which("initdb") is None:
-        pytest.skip("needs PostgreSQL's server programs (initdb)")
-    with PostgresServer(tmp_path_factory.mktemp("postgres")) as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "observed.sqlite")
-    return request.getfixturevalue("postgres").new_database()
 
 
 def _counted(minute: int = 10, kind: str = "texts", key: str = "") -> Counted:
@@ -125,6 +106,24 @@ def test_old_minutes_become_hours_and_lose_nothing(address: str) -> None:
     assert store.counts("news", "abc", 60, 61) == {("texts", ""): (3, 0.75)}
     assert store.counts("news", "abc", 120, 121) == {("texts", ""): (1, 0.25)}
     store.close()
+
+
+def test_a_text_may_stop_to_count_as_drawn(address: str) -> None:
+    store = Store(address)
+    store.add({}, [dataclasses.replace(_text(number), uniform=1) for number in (1, 2)], undrawn=["r1:0", "r9:0"])
+
+    assert {one.id: one.uniform for one in store.texts("news")} == {"r1:0": 0, "r2:0": 1}
+    store.close()
+
+
+def test_nothing_of_a_deleted_text_stays_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "observed.sqlite"
+    store = Store(str(path))
+    store.add({}, [_text(1)])
+    assert store.forget(caller="anonymous") == 1
+    store.close()
+
+    assert not [one for one in tmp_path.iterdir() if b"Shares fall" in one.read_bytes()]
 
 
 def test_texts_are_deleted_after_their_time(address: str) -> None:

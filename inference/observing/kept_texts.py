@@ -1,0 +1,99 @@
+"""Which texts are kept for review: all of them while there are few, otherwise a sample.
+
+A tenth is drawn **uniformly**, whatever the answer, so that it tells how often answers are right. The
+rest are those that the model is least sure of, or that are least like the training texts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from typing import NamedTuple
+
+from inference.observing.store import KeptText
+
+PER_HOUR = 2_000
+_UNIFORM_SHARE = 0.1
+_MOST_UNIFORM = int(PER_HOUR * _UNIFORM_SHARE)
+_MOST_CHARS = 20_000
+
+
+class Candidate(NamedTuple):
+    """A text that was answered: what `KeptText` has of it, in the same order."""
+
+    id: str
+    at: float
+    model: str
+    revision: str
+    caller: str
+    text: str
+    label: str
+    confidence: float
+    familiarity: float | None
+
+    @property
+    def interest(self) -> float:
+        """From 0 to 1: the less sure or the less familiar, the more."""
+        unsure = min(1.0, 2 * (1 - self.confidence))
+        foreign = 0.0 if self.familiarity is None else 1 - 20 * self.familiarity
+        return max(unsure, foreign)
+
+    def kept(self, uniform: int) -> KeptText:
+        # Neither a lone half of a surrogate pair nor a null character can be stored.
+        text = self.text[:_MOST_CHARS].encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+        return KeptText(*self._replace(text=text), uniform)
+
+
+class Sample:
+    """The texts of one model that one process keeps."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self._random = generator
+        self._hour = -1
+        self._num_kept = 0  # in this hour
+        self._chosen: list[tuple[float, int, Candidate]] = []  # a heap, the least interesting first
+        self._num_offered = 0
+        # The share of this hour's texts that is drawn, and the number between 0 and 1 that each
+        # drawn text got: it was drawn because it is below the share.
+        self._share = _UNIFORM_SHARE
+        self._drawn: dict[str, float] = {}
+        self._new: list[Candidate] = []  # drawn since `take`
+        self._undrawn: list[str] = []
+
+    def offer(self, one: Candidate) -> None:
+        if (hour := int(one.at // 3600)) != self._hour:
+            self._hour, self._num_kept = hour, len(self._chosen)
+            self._share = _UNIFORM_SHARE
+            self._drawn.clear()
+        if (number := self._random.random()) < self._share:
+            self._drawn[one.id] = number
+            self._new.append(one)
+            self._num_kept += 1
+            if len(self._drawn) > _MOST_UNIFORM:
+                self._draw_fewer()
+            return
+        self._num_offered += 1  # of two that are equally interesting, the later one
+        entry = (one.interest, self._num_offered, one)
+        # Half of what an hour may have at once, the rest as the hour goes by.
+        allowed = PER_HOUR / 2 * (1 + one.at % 3600 / 3600)
+        if self._num_kept < allowed:
+            self._num_kept += 1
+            heapq.heappush(self._chosen, entry)
+        elif self._chosen:
+            heapq.heappushpop(self._chosen, entry)
+
+    def _draw_fewer(self) -> None:
+        # Every text of the hour, past and future, has the same chance again: those above the new
+        # share would not have been drawn with it. They stay, but not as drawn ones.
+        self._share /= 2
+        self._undrawn += [id for id, number in self._drawn.items() if number >= self._share]
+        self._drawn = {id: one for id, one in self._drawn.items() if one < self._share}
+
+    def take(self) -> tuple[list[KeptText], list[str]]:
+        """The texts to be kept since the last call, and the ids of those that, now or earlier,
+        count as drawn no more.
+        """
+        kept = [one.kept(1) for one in self._new] + [one.kept(0) for *_, one in self._chosen]
+        undrawn, self._undrawn = self._undrawn, []
+        self._new, self._chosen = [], []
+        return kept, undrawn
