@@ -65,7 +65,9 @@ goal to be sure of them.
 """
 SILENT = """
 **Silence.** In {trials} times {texts:,} texts drawn from the rows there were {alarms} alarms. The most evidence on the
-way was {evidence:,.1f}; the alarm is raised at 1,000,000.
+way was {evidence:,.0f}; the alarm is raised at 1,000,000. With half of the rows as the reference, and texts drawn from
+the other half, there were {unseen[alarms]} alarms in {unseen[trials]} times {unseen[texts]:,} texts, and the most
+evidence was {unseen[evidence]:,.0f}.
 
 **What has moved.** From now on all texts are of one kind. If they are all of a label of which the model is surer than
 of others, no alarm is raised, but the line names it.
@@ -260,4 +262,4 @@ def _alarm(part: Part) -> str:
     )
     names = ("rows", "quiet", "share", "trials", "most")
     text = ALARM.format(**{name: part[name] for name in names})
-    return f"{text}\n{table}{SILENT.format(**part['silent'])}\n{concepts}"
+    return f"{text}\n{table}{SILENT.format(**part['silent'], unseen=part['unseen'])}\n{concepts}"
