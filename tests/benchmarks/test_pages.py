@@ -31,6 +31,7 @@ from benchmarks import (
     time_to_accuracy,
 )
 from benchmarks.cascading import page as cascade_page
+from benchmarks.drift import page as drift_page
 from benchmarks.honest import page as honest_page
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
@@ -56,6 +57,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "recipe": recipe.render,
     "serving": serving_page.render,
     "honest_answers": honest_page.render,
+    "observing": drift_page.render,
     "cascade": cascade_page.render,
     "training_throughput": training_throughput_page,
     **{module.STUDY.name: module.STUDY.page for module in STUDIES},
