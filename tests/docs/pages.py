@@ -24,7 +24,7 @@ PAGES = sorted(
     )
     for path in REPOSITORY.glob(pattern)
 )
-_ROOMS = ("common", "training", "inference", "learn", "deployment")
+_ROOMS = ("common", "training", "inference", "loop", "learn", "deployment")
 _FENCE = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<address>[^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)

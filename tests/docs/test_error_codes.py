@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import REPOSITORY
 from tests.processes import run_python
 
-ROOMS = ("common", "training", "inference", "learn", "deployment", "benchmarks")
+ROOMS = ("common", "training", "inference", "loop", "learn", "deployment", "benchmarks")
 # An error that is no exception has its code in its line.
 IN_A_LINE = re.compile(r" \[([a-z]+(?:-[a-z]+)+)\]")
 # The line below an entry's heading.
