@@ -20,7 +20,7 @@ LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate
 	--no-emit-index-url --custom-compile-command "make lock"
 FOR_X86 := --python-platform x86_64-manylinux_2_28
 # What an image may have besides, by the name of the extra in pyproject.toml.
-EXTRAS := otel s3 ray
+EXTRAS := otel s3 postgres ray
 # Prints what an extra of pyproject.toml asks for.
 extra = $(BIN)/python -c "import sys, tomllib; \
 	print(*tomllib.load(sys.stdin.buffer)['project']['optional-dependencies']['$(1)'], sep='\n')" <pyproject.toml

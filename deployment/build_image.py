@@ -1,10 +1,10 @@
 """Build an image with docker, podman or buildah, whichever is there.
 
-python deployment/build_image.py --model FOLDER [--with otel,s3] [--tag NAME] [--push] [-- FLAGS]:
-the server with that model.
+python deployment/build_image.py --model FOLDER [--with otel,s3,postgres] [--tag NAME] [--push]
+[-- FLAGS]: the server with that model.
 
-python deployment/build_image.py --torch cuda|cpu [--with otel,s3,ray] ...: PyTorch with training
-and serving, without a model.
+python deployment/build_image.py --torch cuda|cpu [--with otel,s3,postgres,ray] ...: PyTorch with
+training and serving, without a model.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _parse() -> argparse.Namespace:
         type=_extras,
         default=(),
         metavar="EXTRAS",
-        help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, Ray (only with --torch); default: "
+        help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, PostgreSQL, Ray (only with --torch); default: "
         "none",
     )
     add(

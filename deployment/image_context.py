@@ -29,7 +29,8 @@ MODEL_FOLDER = "model"
 TORCH_BUILDS = ("cuda", "cpu")
 # What an image may have besides, by the names of its locks; the server without PyTorch runs on no
 # Ray cluster.
-SERVING_EXTRAS, EXTRAS = ("otel", "s3"), ("otel", "s3", "ray")
+SERVING_EXTRAS = ("otel", "s3", "postgres")
+EXTRAS = (*SERVING_EXTRAS, "ray")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # An allowlist, so that files which tools and people leave among the sources are not copied.
 _SOURCES = {

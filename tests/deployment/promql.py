@@ -57,7 +57,7 @@ def shown_by_all(model_folder: Path) -> Shown:
     """What a server that has seen every kind of request shows, one with several models, and a rank's exporter."""
     shown = _series(_server_page(model_folder)) | _series(_training_page())
     for name, labels in _series(_page_of_several_models()).items():
-        shown[name] |= labels
+        shown.setdefault(name, set()).update(labels)
     return shown
 
 

@@ -137,7 +137,7 @@ def test_the_images_of_two_architectures_do_not_share_a_tag(
 
 @pytest.mark.parametrize(
     ("extras", "line"),
-    [("ray", "--with ray: needs --torch"), ("otel,gcs", "'gcs' is not one of otel, s3, ray")],
+    [("ray", "--with ray: needs --torch"), ("otel,gcs", "'gcs' is not one of otel, s3, postgres, ray")],
 )
 def test_an_extra_that_the_image_cannot_have_is_refused(
     build: Build, exported_folder: Path, extras: str, line: str
