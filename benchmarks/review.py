@@ -37,12 +37,12 @@ _STRENGTH = 10.0  # C of scikit-learn
 QUEUE, ALL_UNCERTAIN = "the queue", "only the least sure"
 INTRODUCTION = """
 A logistic regression on the frozen vectors of {encoder} is fitted on {start:,} rows of {dataset} and answers a stream
-of {stream:,} others. Then {reviewed} texts of the stream get their true label, and it is fitted again with all of
-them. *the queue*: chosen by `python -m loop.review`, {uncertain:.0%} of them the least sure, a tenth each unlike what
-is known (here by the nearest vector) and drawn uniformly. Nobody corrects, so none disagrees. *only the least sure*: without those tenths.
-Random texts are drawn {draws} times per seed. Accuracy on {tests:,} test rows; means of {seeds} seeds (lowest to
-highest), each with other rows at first. *worth*: the number of random texts with the same mean accuracy, on the
-straight lines between the numbers that were measured.
+of {stream:,} others. Then {reviewed} texts of the stream get their true label, and it is fitted again with all of them.
+*the queue*: chosen by `python -m loop.review`, {uncertain:.0%} of them the least sure, a tenth each unlike what is
+known (here by the nearest vector) and drawn uniformly. Nobody corrects, so none disagrees. *only the least sure*:
+without those tenths. Random texts are drawn {draws} times per seed. Accuracy on {tests:,} test rows; means of {seeds}
+seeds (lowest to highest), each with other rows at first. *worth*: the number of random texts with the same mean
+accuracy, on the straight lines between the numbers that were measured.
 """
 Floats = NDArray[np.float32]
 
