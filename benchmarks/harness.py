@@ -313,7 +313,15 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-MEASURED = ("common", "training", "inference", "deployment", "benchmarks/*.py", "benchmarks/*.c")
+MEASURED = (
+    "common",
+    "training",
+    "inference",
+    "loop",
+    "deployment",
+    "benchmarks/*.py",
+    "benchmarks/*.c",
+)
 
 
 def _commit() -> str:

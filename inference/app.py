@@ -27,6 +27,7 @@ from inference.http.request_gate import RequestGate
 from inference.http.request_log import configure_logging
 from inference.http.routes import (
     explain,
+    feedback,
     gateways,
     hub,
     models,
@@ -44,7 +45,7 @@ from inference.settings import Settings, keep_tokenizer_on_one_thread
 # Seconds between two looks at whether the model is dead.
 _DEAD_CHECK_S = 0.5
 
-_GROUPS = (predict, explain, hub, gateways, open_inference, models, operations, pages)
+_GROUPS = (predict, explain, feedback, hub, gateways, open_inference, models, operations, pages)
 
 
 @asynccontextmanager
@@ -98,8 +99,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         ending.cancel()
     await _abandon(tasks, server, parts)
     await parts.models.close()
-    if parts.observer is not None:  # now that all is answered
-        await asyncio.to_thread(parts.observer.close)
+    for one in (parts.feedback, parts.observer):  # now that all is answered
+        if one is not None:
+            await asyncio.to_thread(one.close)
     parts.log.write_refused()
     if parts.line is not None:
         following.cancel()

@@ -268,6 +268,9 @@ class ServerMetrics(ModelMetrics):
         self._refusals = counter(
             "refusals", "Requests refused or failed, by the code of the error shape.", "code"
         )
+        self._feedback = counter("feedback", "Corrections sent by users, by the result.", "result")
+        for result in ("recorded", "known", "failed"):
+            self._feedback.labels(result)
         # One dictionary lookup per request instead of prometheus_client's check of all label
         # values.
         self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
@@ -300,6 +303,9 @@ class ServerMetrics(ModelMetrics):
         # What there is of each model, the server as a whole has not.
         theirs = {family[0] for family in of_models}
         return [one for one in families if one[0] not in theirs] + of_models
+
+    def fed_back(self, result: str) -> None:
+        self._feedback.labels(result).inc()
 
     def request_done(
         self, route: str, method: str, status: int, seconds: float, error_code: str | None

@@ -1,1 +1,1 @@
-"""From corrections to a better model: review, retrain, compare, promote."""
+"""From what a served model has seen to its successor: review, retrain, compare, promote."""

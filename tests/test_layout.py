@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "common": {"common"},
     "training": {"training", "common"},
     "inference": {"inference", "common"},
-    "loop": {"loop", "common"},
+    "loop": {"loop", "inference", "common"},  # of inference only what follows from its stream, as a test below holds
     "learn": {"learn", "training", "common"},
     "deployment": {"deployment", "training", "inference", "common"},
     "benchmarks": {"benchmarks", "deployment", "learn", "loop", "training", "inference", "common"},
@@ -28,7 +28,7 @@ ENTRY_POINTS = {
     "inference.score",
     "inference.fetch",
     "inference.cascade",
-    *("learn.check", "loop.promote", "loop.retrain", "loop.verdict"),
+    *("learn.check", "loop.promote", "loop.retrain", "loop.review", "loop.verdict"),
 }
 
 
@@ -79,6 +79,14 @@ def test_a_room_imports_only_what_lies_below_it(graph: dict[str, set[str]], room
     }
 
     assert not strangers
+
+
+def test_the_loop_knows_of_the_server_only_what_it_has_observed(graph: dict[str, set[str]]) -> None:
+    used = {other for name, others in graph.items() if name.startswith("loop") for other in others}
+
+    assert {name for name in used if name.startswith("inference")} <= {
+        name for name in MODULES if name.startswith("inference.observing")
+    }
 
 
 def _check_one_direction(graph: Mapping[str, set[str]]) -> None:

@@ -13,7 +13,7 @@ from benchmarks.harness import report
 from benchmarks.honest.texts import POOLED, SEED, foreign_texts
 from common.rows import read_labelled_rows
 from inference.observing.alarm import ALARM_AT, CHUNK, Alarm, ChunkCounts, explain
-from inference.observing.reference import SCORES, TAILS
+from inference.observing.reference import SCORES, TAILS, Reference
 
 SHARE = 0.2  # of foreign texts
 ALL = f"all {len(POOLED)} kinds"
@@ -57,6 +57,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         "most": _MOST,
         "kinds": found,
         "silent": _silence(alarm, quiet, _SEEDS, draw),
+        "unseen": _silence_on_unseen(usual, draw),
         "concepts": _concepts(
             served, usual, served.answer([text.first for text in rows.texts]), draw
         ),
@@ -122,6 +123,25 @@ def _silence(
         alarms += int((evidence >= ALARM_AT).sum())
         money[evidence >= ALARM_AT] = 0
     return {"texts": _SILENT, "trials": trials, "alarms": alarms, "evidence": most}
+
+
+def _silence_on_unseen(usual: Answers, draw: np.random.Generator) -> dict[str, Any]:
+    """The same with half of the rows as the reference, and texts drawn from the other half."""
+    found = []
+    for _ in range(_SEEDS):
+        order = draw.permutation(len(usual))
+        known, others = (usual[order[start::2]] for start in (0, 1))
+        record = Reference.fit(
+            known.probabilities, known.right, known.num_tokens, known.familiarity
+        )
+        alarm = Alarm(Reference.of({"reference": record}))
+        found.append(_silence(alarm, reached(alarm, others), 1, draw))
+    return {
+        "texts": _SILENT,
+        "trials": _SEEDS,
+        "alarms": sum(one["alarms"] for one in found),
+        "evidence": max(one["evidence"] for one in found),
+    }
 
 
 def _concepts(

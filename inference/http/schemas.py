@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import share_or_name
 from common.model_folder import METRICS_KEYS
-from common.problem_types import MULTI_LABEL
+from common.problem_types import MULTI_LABEL, SINGLE_LABEL
 from inference.engines.model_loader import ModelLoader
+from inference.settings import Settings
 
 _EXAMPLE_TEXT = "The text to classify."
 _EXAMPLE_ANSWER = {
@@ -149,6 +150,51 @@ class ExplainRequest(RequestModel):
     label: str | None = Field(
         default=None, description="The label to explain; null is the most probable one."
     )
+
+
+class FeedbackRequest(RequestModel):
+    """Which label is right for a text."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT, "label": "first label"}]}
+    )
+
+    label: str = Field(description="The right label, one of the model's.")
+    text: str | None = Field(
+        default=None,
+        description="The text, as it was sent. null: the server is to look it up by `request_id`, "
+        "which it can only if it keeps texts.",
+    )
+    request_id: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$",
+        description="The X-Request-ID of the answer that is corrected.",
+    )
+    position: int = Field(
+        default=0, ge=0, lt=2**31, description="Which text of that request, from 0 on."
+    )
+    by: str | None = Field(
+        default=None,
+        max_length=100,
+        description="Who says so, a name that the client gives; null is the name of its API key.",
+    )
+    model: str | None = Field(
+        default=None, description="The name of the model; null is the one in the path, or default."
+    )
+
+    @model_validator(mode="after")
+    def _says_which_text(self) -> FeedbackRequest:
+        if self.text is None and self.request_id is None:
+            raise PydanticCustomError("which_text", "text or request_id must be given")
+        return self
+
+
+class FeedbackResponse(BaseModel):
+    """What was recorded."""
+
+    id: str = Field(description="The same for the same correction.")
+    recorded: Literal[True] = Field(description="It is on the disk.")
+    known: bool = Field(description="Whether the same correction had been recorded before.")
 
 
 class Passage(BaseModel):
@@ -408,6 +454,7 @@ class ModelResponse(BaseModel):
         "probability on, the largest share of texts that the model itself would answer otherwise, "
         "and on how many texts that was certified.",
     )
+    feedback: bool = Field(description="Whether it takes corrections (POST /feedback).")
     shadow: dict[str, Any] | None = Field(
         default=None,
         description="In GET /model: the candidate in SHADOW, how many texts this process has "
@@ -428,7 +475,9 @@ class ModelResponse(BaseModel):
     )
 
     @classmethod
-    def of(cls, model: ModelLoader, observed: Mapping[str, Any] | None = None) -> ModelResponse:
+    def of(
+        cls, model: ModelLoader, settings: Settings, observed: Mapping[str, Any] | None = None
+    ) -> ModelResponse:
         # metrics.json is whatever lies beside the weights.
         kind, thresholds = model.answering.problem_type, None
         known = model.answering.calibration
@@ -448,6 +497,7 @@ class ModelResponse(BaseModel):
             calibrated=known is not None,
             calibration=None if known is None else dict(known.record),
             cascade=None if model.cascade is None else dict(model.cascade.record),
+            feedback=bool(settings.observe) and takes_feedback(model),
             engine={
                 name: value
                 for name, value in model.info.items()
@@ -459,6 +509,11 @@ class ModelResponse(BaseModel):
             metrics={name: value for name, value in model.metadata.items() if name in METRICS_KEYS},
             observed=None if observed is None else ObservedResponse(**observed),
         )
+
+
+def takes_feedback(model: ModelLoader) -> bool:
+    """Whether one label says what is right, and one text what it is about."""
+    return model.answering.problem_type is SINGLE_LABEL and not model.reads_pairs
 
 
 class ListedModel(BaseModel):

@@ -23,6 +23,7 @@ from inference.http.request_context import RequestContext
 from inference.http.request_log import RequestLog
 from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
+from inference.observing.feedback import FeedbackWriter
 from inference.observing.store import StoreError
 from inference.observing.stream import Observer
 from inference.observing.summary import Summaries
@@ -128,6 +129,7 @@ class Parts:
     models: ServedModels
     line: SupervisorLine | None  # for one of several workers
     observer: Observer | None = None
+    feedback: FeedbackWriter | None = None
     summaries: Summaries | None = None  # of what it has counted
 
     @classmethod
@@ -172,6 +174,7 @@ class Parts:
             models=models,
             line=line,
             observer=observer,
+            feedback=FeedbackWriter(observer.store.address) if observer else None,
             summaries=summaries,
         )
 

@@ -680,7 +680,7 @@ def _loaded_and_told_to_serve(
         reason = str(refusal_of(settings.model_checkpoint, error))
         connection.sendall(encode(CannotServe(reason)))
         raise SystemExit(0) from None
-    description = ModelResponse.of(model).model_dump(exclude_none=True)
+    description = ModelResponse.of(model, settings).model_dump(exclude_none=True)
     connection.sendall(encode(CanServe(description)))
     # Exactly this many bytes: what the supervisor says next is for the event loop, which takes over
     # the connection, and would never see bytes that were read into a buffer here.

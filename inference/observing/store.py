@@ -240,6 +240,12 @@ class Store:
             insert = f"INSERT INTO feedback VALUES ({_marks(Feedback)}) ON CONFLICT DO NOTHING"
             return [run(insert, one).rowcount == 1 for one in feedback]
 
+    def models(self) -> list[str]:
+        """The names of all models of which there are texts or statements."""
+        with self._transaction(writes=False) as run:
+            query = "SELECT model FROM texts UNION SELECT model FROM feedback ORDER BY model"
+            return [name for (name,) in run(query).fetchall()]
+
     def feedback(self, model: str, since: float = 0.0) -> list[Feedback]:
         """What was said, the oldest first."""
         with self._transaction(writes=False) as run:

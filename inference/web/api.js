@@ -32,7 +32,7 @@ export function answerWith(answer) {
 
 /**
  * GET `path`, or POST `body` to it.
- * Returns the answer, the milliseconds it took and what they are, and the server's own share of them.
+ * Returns the answer, the milliseconds it took and what they are, the server's own share of them, and the id of the request.
  * Waits for the visitor's API key where the server wants one.
  */
 export async function call(path, { body, signal } = {}) {
@@ -48,7 +48,8 @@ export async function call(path, { body, signal } = {}) {
     }
     if (!response.ok) throw refusal(response, data);
     const milliseconds = performance.now() - started;
-    return { data, milliseconds, where: "round trip", parts: serverParts(response) };
+    const requestId = response.headers.get("X-Request-ID");
+    return { data, milliseconds, where: "round trip", parts: serverParts(response), requestId };
   }
 }
 

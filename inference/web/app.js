@@ -6,6 +6,7 @@ import { element } from "./format.js";
 import { modelReady, setText, startLive } from "./live.js";
 import { promiseReady } from "./promise.js";
 import { onReady, watch } from "./server.js";
+import { startWrong, wrongReady } from "./wrong.js";
 
 const EXAMPLES = [
   ["Cease-fire talks", "Ministers meet in Geneva for talks on a cease-fire"],
@@ -25,7 +26,9 @@ document.getElementById("examples").append(
 );
 if (document.body.dataset.model) answerWith((await import("./local.js")).answer);
 onReady(promiseReady); // before what asks
+onReady(wrongReady);
 onReady(modelReady);
 startLive();
 startFile();
+startWrong();
 watch();

@@ -6,6 +6,7 @@ import { Highlight, LEAST_STRENGTH, marksOf, withStrength, withStrengthOfNumbers
 import { setNotice } from "./notice.js";
 import { asked, onChoice, reasonOf, silence } from "./promise.js";
 import { kind, watch } from "./server.js";
+import { offerCorrection } from "./wrong.js";
 
 const PAUSE_MS = 150; // asked once the typing pauses this long,
 const LONGEST_WAIT_MS = 450; // or, when it never pauses, this often
@@ -92,6 +93,7 @@ function textChanged(pause = PAUSE_MS) {
   explainButton.hidden = true;
   clearButton.hidden = !field.value && !pairField.value;
   setNotice("request", null);
+  offerCorrection(null);
   if (!isComplete()) {
     waitingSince = 0;
     showNothing();
@@ -111,6 +113,7 @@ async function classify(texts, signal) {
   const result = await ask("predict", { ...texts, ...asked() }, signal);
   if (!result) return;
   showAnswer(result.data);
+  offerCorrection({ text: texts.text, label: result.data.label, requestId: result.requestId });
   showTiming(result);
   const { passage } = result.data; // of a long text that was read in windows
   if (passage) highlight.show(texts.text, marksOf([{ ...passage, strength: PASSAGE_STRENGTH }], texts.text));

@@ -25,12 +25,14 @@ from benchmarks import (
     lora,
     one_or_two_processes,
     recipe,
+    review,
     scaling,
     sizing,
     starter,
     time_to_accuracy,
 )
 from benchmarks.cascading import page as cascade_page
+from benchmarks.drift import page as drift_page
 from benchmarks.honest import page as honest_page
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
@@ -56,6 +58,8 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "recipe": recipe.render,
     "serving": serving_page.render,
     "honest_answers": honest_page.render,
+    "observing": drift_page.render,
+    "review": review.render,
     "cascade": cascade_page.render,
     "training_throughput": training_throughput_page,
     **{module.STUDY.name: module.STUDY.page for module in STUDIES},
@@ -276,3 +280,11 @@ def test_a_row_compares_within_rounds() -> None:
 def test_the_first_answer_counts_code_and_model_apart() -> None:
     start = {"seconds": 0.5, "code": 100_000, "model": 24_500_000}
     assert f"| {browser.OURS} | 0.50 (0.50 to 0.50) | 100 | 24.5 |" in browser.start_table({browser.OURS: [start] * 2})
+
+
+def test_a_number_of_random_texts_is_read_off_the_measured_ones() -> None:
+    means = {0: 80.0, 500: 82.0, 1000: 81.9, 2000: 84.0}  # the third is noise
+
+    assert review.worth(means, 81.0) == 250
+    assert review.worth(means, 83.0) == 1500
+    assert review.worth(means, 84.1) is None

@@ -59,7 +59,7 @@ def _listed(parts: Parts, model: ServedModel) -> ListedModel:
 async def get_model_by_name(name: str, parts: PartsDep) -> ModelResponse:
     """Describe the model of this name, as `/model` does the default one."""
     served = require_named(parts, name)
-    return ModelResponse.of(served.model, await parts.observed(served))
+    return ModelResponse.of(served.model, parts.settings, await parts.observed(served))
 
 
 async def put_model(request: Request, body: ModelPath, name: str) -> dict[str, Any] | Response:
@@ -75,7 +75,7 @@ async def put_model(request: Request, body: ModelPath, name: str) -> dict[str, A
         model = await parts_of(request).models.put(name, body.path)
     except ModelLoadError as error:
         return error_response(request.scope, 422, "model_refused", str(error))
-    return ModelResponse.of(model).model_dump(exclude_none=True)
+    return ModelResponse.of(model, parts_of(request).settings).model_dump(exclude_none=True)
 
 
 router.add_api_route(

@@ -94,7 +94,7 @@ async def get_model(parts: PartsDep) -> ModelResponse:
     and what runs it.
     """
     served = parts.served_model.require()
-    described = ModelResponse.of(served.model, await parts.observed(served))
+    described = ModelResponse.of(served.model, parts.settings, await parts.observed(served))
     described.shadow = served.shadow.record if served.shadow else None
     return described
 
@@ -153,7 +153,7 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
     else:
         try:
             await parts.models.load()
-            return ModelResponse.of(parts.served_model.require().model)
+            return ModelResponse.of(parts.served_model.require().model, parts.settings)
         except ModelLoadError as error:
             outcome = ReloadRefused(str(error))
     match outcome:
