@@ -16,7 +16,7 @@ from inference.batching.audit import Audit
 from inference.engines import native
 from inference.engines.model_loader import ModelLoader
 from inference.http.routes import explain
-from inference.http.routes.answers import classify
+from inference.http.routes.answers import classify_some
 from inference.settings import Settings
 from tests.docs.pages import REPOSITORY
 from tests.inference.cascades import make_artefact, make_cascade
@@ -113,14 +113,14 @@ def test_a_reload_between_the_answer_and_its_explanation_loses_no_request(
 ) -> None:
     reloads = []
 
-    async def then_reload(request: Any, parts: Any, *rest: Any) -> Any:
-        answers = await classify(request, parts, *rest)
+    async def then_reload(request: Any, parts: Any, *rest: Any, **more: Any) -> Any:
+        answers = await classify_some(request, parts, *rest, **more)
         if not reloads:
             reloads.append(await parts.served_model.load())
             await asyncio.wait(parts.served_model._draining)  # the model before has ended
         return answers
 
-    monkeypatch.setattr(explain, "classify", then_reload)
+    monkeypatch.setattr(explain, "classify_some", then_reload)
     response = client.post("/explain", json={"text": HARD})
     assert response.status_code == 200
     assert len(response.json()["words"]) == len(HARD.split())
