@@ -29,6 +29,8 @@ from common.calibration import Floats, binomial_tail, calibration_error
 from common.text import counted
 
 PROMOTE, HOLD, REJECT = "PROMOTE", "HOLD", "REJECT"
+# Of the commands that end with a verdict.
+EXIT_CODES = {PROMOTE: 0, HOLD: 10, REJECT: 11}
 
 CONFIDENCE = 0.95
 _QUANTILE = 1.644854  # of the normal distribution, for one side

@@ -24,10 +24,9 @@ from common.model_folder import Manifest
 from common.rows import Columns, hash_of, parse_json, public_name, read_labelled_rows
 from common.seen_texts import unseen
 from common.text import Text, counted
-from loop.comparison import HOLD, PROMOTE, REJECT, Answers, ClassChange, Comparison, compare
+from loop.comparison import EXIT_CODES, Answers, ClassChange, Comparison, compare
 from loop.record import Artefact, write_verdict
 
-EXIT_CODES = {PROMOTE: 0, HOLD: 10, REJECT: 11}
 # A new model may be so many times as slow, and as large.
 MOST_TIMES = 2.0
 _WIDTH = 80
