@@ -98,7 +98,7 @@ def _simulated(options: Namespace) -> Results:
             counts[_verdict(old, confidence, lost, gained, draw.integers(4, size=rows), draw)] += 1
         found.append(_shares(name, rows, counts, options.trials))
         harness.report(str(found[-1]))
-    yield {"trials": options.trials, "cases": found}
+        yield {"trials": options.trials, "cases": found}
 
 
 def _answered(options: Namespace) -> Results:
@@ -177,7 +177,7 @@ def _feedback(options: Namespace) -> Results:
             }
         )
         harness.report(str(rounds[-1]))
-    yield {"rounds": rounds}
+        yield {"rounds": rounds}
 
 
 def _some_rows(dataset: Path) -> tuple[LabelledRows, LabelledRows]:
