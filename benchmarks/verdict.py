@@ -129,8 +129,13 @@ def _verdict(
     targets: np.ndarray,
     draw: np.random.Generator,
 ) -> str:
-    """Of a model that loses and gains such shares of all rows, on average."""
-    loses, gains = lost / old.mean(), gained / (1 - old.mean())
+    """Of a model that loses and gains such shares of all rows, on average, and in each class in the
+    same proportion: otherwise a class that is easy would lose, and the model be rejected for it.
+    """
+    accuracy = np.bincount(targets, old, minlength=4) / np.bincount(targets, minlength=4)
+    odds = (1 - accuracy) / accuracy  # of a wrong row
+    gains = gained / (1 - old.mean())
+    loses = (lost / gained * gains * odds)[targets]
     new = old ^ (draw.random(len(old)) < np.where(old, loses, gains))
     # As sure as it is right, if the old one is.
     sure = confidence * (1 - loses) + (1 - confidence) * gains
