@@ -29,6 +29,7 @@ from benchmarks import (
     sizing,
     starter,
     time_to_accuracy,
+    verdict,
 )
 from benchmarks.cascading import page as cascade_page
 from benchmarks.honest import page as honest_page
@@ -57,6 +58,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "serving": serving_page.render,
     "honest_answers": honest_page.render,
     "cascade": cascade_page.render,
+    "verdict": verdict.render,
     "training_throughput": training_throughput_page,
     **{module.STUDY.name: module.STUDY.page for module in STUDIES},
 }
