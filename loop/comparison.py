@@ -29,6 +29,9 @@ from common.calibration import Floats, binomial_tail, calibration_error
 from common.text import counted
 from common.verdicts import HOLD, PROMOTE, REJECT
 
+# Of the commands that end with a verdict.
+EXIT_CODES = {PROMOTE: 0, HOLD: 10, REJECT: 11}
+
 CONFIDENCE = 0.95
 _QUANTILE = 1.644854  # of the normal distribution, for one side
 # For the number of rows with which four of five comparisons would come to a decision.
@@ -74,15 +77,11 @@ class ClassChange:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationChange:
-    """Calibration error of both models; ``low``: the least increase, with 95% confidence."""
+    """Calibration error of both models; ``loses``: it is too much larger, and not by chance."""
 
     before: float
     after: float
-    low: float
-
-    @property
-    def loses(self) -> bool:
-        return self.low > 0 and self.after - self.before > MOST_CALIBRATION_LOST
+    loses: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +235,8 @@ def losers(ps: Sequence[float]) -> set[int]:
 
 
 def _calibration_change(before: Answers, after: Answers) -> CalibrationChange:
-    """The calibration errors on all rows, and on rows drawn from them again and again: both models
-    get the same ones, so what these have of chance cancels.
+    """The calibration errors on all rows, and if one is much larger, on rows drawn from them again
+    and again: both models get the same ones, so what these have of chance cancels.
     """
 
     def errors(rows: NDArray[np.int64]) -> tuple[float, float]:
@@ -247,10 +246,13 @@ def _calibration_change(before: Answers, after: Answers) -> CalibrationChange:
         return old, new
 
     count = len(before.right)
+    old, new = errors(np.arange(count))
+    if new - old <= MOST_CALIBRATION_LOST:
+        return CalibrationChange(old, new, loses=False)
     draw = np.random.default_rng(0).integers
     drawn = np.array([errors(draw(count, size=count)) for _ in range(_BOOTSTRAPS)])
     low = float(np.quantile(drawn[:, 1] - drawn[:, 0], 1 - CONFIDENCE))
-    return CalibrationChange(*errors(np.arange(count)), low)
+    return CalibrationChange(old, new, loses=low > 0)
 
 
 def _judged(found: Comparison, doubts: Sequence[str]) -> Comparison:

@@ -28,6 +28,7 @@ from common.model_folder import (
 )
 from common.problem_types import SINGLE_LABEL
 from common.rows import Columns, read_labelled_rows
+from loop.comparison import EXIT_CODES
 from loop.new_rows import (
     CALIBRATION,
     COUNTS,
@@ -42,7 +43,6 @@ from loop.new_rows import (
 # (docs/training.md).
 FEW_ROWS = 1_000
 _INPUTS = "inputs.json"
-_NO_GAIN, _NO_PROMOTION = 10, 11
 
 _DESCRIPTION = """
 Train OLD again on its old rows and the reviewed ones, export the new model, and compare both on the
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         [old, new, "--rows", str(rows / VERDICT)],
         new,
         _say,
-        also_good=(_NO_GAIN, _NO_PROMOTION),
+        also_good=EXIT_CODES.values(),
     )
 
 

@@ -25,10 +25,9 @@ from common.rows import Columns, hash_of, parse_json, public_name, read_labelled
 from common.seen_texts import unseen
 from common.text import Text, counted
 from common.verdicts import HOLD, PROMOTE, REJECT
-from loop.comparison import Answers, ClassChange, Comparison, compare
+from loop.comparison import EXIT_CODES, Answers, ClassChange, Comparison, compare
 from loop.record import Artefact, write_verdict
 
-EXIT_CODES = {PROMOTE: 0, HOLD: 10, REJECT: 11}
 # A new model may be so many times as slow, and as large.
 MOST_TIMES = 2.0
 _WIDTH = 80

@@ -30,6 +30,7 @@ from benchmarks import (
     sizing,
     starter,
     time_to_accuracy,
+    verdict,
 )
 from benchmarks.cascading import page as cascade_page
 from benchmarks.drift import page as drift_page
@@ -61,6 +62,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "observing": drift_page.render,
     "review": review.render,
     "cascade": cascade_page.render,
+    "verdict": verdict.render,
     "training_throughput": training_throughput_page,
     **{module.STUDY.name: module.STUDY.page for module in STUDIES},
 }
