@@ -24,7 +24,6 @@ from common.model_folder import Manifest
 from common.rows import Columns, hash_of, parse_json, public_name, read_labelled_rows
 from common.seen_texts import unseen
 from common.text import Text, counted
-from common.verdicts import HOLD, PROMOTE, REJECT
 from loop.comparison import EXIT_CODES, Answers, ClassChange, Comparison, compare
 from loop.record import Artefact, write_verdict
 
