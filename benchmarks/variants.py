@@ -175,6 +175,17 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     return epoch
 
 
+def _examples(workload: Workload, rows: TokenizedRows) -> list[dict[str, Any]]:
+    """Rows as `Trainer` takes them; of a language model without labels."""
+    ends = zip(rows.offsets, rows.offsets[1:], strict=False)
+    texts = [rows.ids[start:stop].tolist() for start, stop in ends]
+    examples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in texts]
+    if workload.is_language_model:
+        return examples
+    targets = _targets(workload, rows).tolist()
+    return [one | {"labels": label} for one, label in zip(examples, targets, strict=True)]
+
+
 def trainer(
     workload: Workload,
     rows: TokenizedRows,
@@ -195,22 +206,11 @@ def trainer(
     batch = workload.global_batch
     if packed:
         rows, batch = _packed(rows, batch)
-    texts = [
-        rows.ids[start:stop].tolist()
-        for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)
-    ]
-    dataset = [
-        {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
-        for ids, label in zip(texts, _targets(workload, rows).tolist(), strict=True)
-    ]
+    dataset = _examples(workload, rows)
     epoch = Epoch()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer")
     collate = DataCollatorWithPadding(tokenizer)
     if workload.is_language_model:
-        dataset = [
-            {"input_ids": one["input_ids"], "attention_mask": one["attention_mask"]}
-            for one in dataset
-        ]
         # The collator makes labels of the ids, with -100 where there is padding.
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)

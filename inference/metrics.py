@@ -131,6 +131,11 @@ class ModelMetrics:
             *("name", "revision", "engine", "replaces"),
         )
         self._label_children: dict[str, Counter] = {}
+        self._add_observations()
+
+    def _add_observations(self) -> None:
+        """What is seen of the stream, and follows from it."""
+        counter, gauge = self._counter, self._gauge
         self._observed = counter("observed_texts", "Texts whose counts are in the store.")
         self._unseen = counter(
             "unseen_texts", "Texts that were answered, but not counted: too many waited."
