@@ -36,6 +36,7 @@ from common.seen_texts import SeenTexts
 from common.text import TextTokenizer
 from inference.engines.model_loader import ModelLoader
 from inference.http.schemas import ModelResponse
+from inference.settings import Settings
 from training.checkpointing.export import FinishedModel, check_output, write_model
 from training.data.dataset import AG_NEWS_LABELS, load_data
 from training.data.tokenized import load_tokenizer
@@ -126,7 +127,7 @@ def test_a_model_carries_the_version_that_its_trainer_gave_it(written: tuple[Pat
     folder, _ = written
 
     assert "Version v3. Labels: " in (folder / "README.md").read_text()
-    assert ModelResponse.of(ModelLoader(folder)).version == "v3"
+    assert ModelResponse.of(ModelLoader(folder), Settings()).version == "v3"
 
 
 def test_a_transformers_pipeline_gives_the_same_answers_by_label_name(
