@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import OneLineParser, UserError, positive, run_command
+from common.text import counted
 from inference.observing.store import Feedback, KeptText, Store, is_postgres
 from loop.candidates import REASONS, Item, choose
 from loop.exchange import FORMATS, Labelled, decided, read, write
@@ -148,7 +149,7 @@ def _export(store: Store, options: Namespace) -> int:
     else:
         found = [Labelled.of(one) for one in decided(store.feedback(_model(store, options)))]
     write(options.file, found, options.format)
-    print(f"{options.file}: {len(found):,} texts")
+    print(f"{options.file}: {counted(len(found), 'text')}")
     return 0
 
 
@@ -171,14 +172,13 @@ def _import(store: Store, options: Namespace) -> int:
         )
         reviews.append(review_of(model, item, one.label or "", author, time.time()))
     new = sum(store.append(reviews)) if reviews else 0
-    print(f"{options.file}: {len(reviews):,} labels, {new:,} of them new")
+    print(f"{options.file}: {counted(len(reviews), 'label')}, {new:,} of them new")
     return 0
 
 
 def _forget(store: Store, options: Namespace) -> int:
-    print(
-        f"deleted {store.forget(caller=options.caller, author=options.by):,} texts and statements"
-    )
+    deleted = store.forget(caller=options.caller, author=options.by)
+    print(f"texts and statements deleted: {deleted:,}")
     return 0
 
 

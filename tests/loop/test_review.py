@@ -145,8 +145,8 @@ def test_what_a_person_or_a_caller_sent_is_deleted(store: Store, tmp_path: Path)
     path.write_text("text,label,by\nA text,World,ann\nAnother,World,bob\n")
     _review(store, "import", str(path))
 
-    assert _review(store, "forget", "--by", "ann").stdout == "deleted 1 texts and statements\n"
-    assert _review(store, "forget", "--caller", "a key").stdout == "deleted 3 texts and statements\n"
+    assert _review(store, "forget", "--by", "ann").stdout == "texts and statements deleted: 1\n"
+    assert _review(store, "forget", "--caller", "a key").stdout == "texts and statements deleted: 3\n"
     assert [one.author for one in store.feedback("news")] == ["bob"]
 
 
