@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from common.text import folded
 from inference.observing.feedback import REVIEW
 from inference.observing.store import Feedback, KeptText
 
@@ -41,11 +42,6 @@ class Item:
     answered: str
     caller: str
     why: str
-
-
-def same_text(text: str) -> str:
-    """Equal for texts that are not worth two labels."""
-    return " ".join(text.split()).casefold()
 
 
 def choose(
@@ -73,8 +69,8 @@ def choose(
         (UNFAMILIAR, _unfamiliar(others, kept, reviewed, share)),
         (UNCERTAIN, others),
     ):
-        taken = {same_text(one.text) for one in chosen}
-        new = [one for one in found if same_text(one.text) not in taken]
+        taken = {folded(one.text) for one in chosen}
+        new = [one for one in found if folded(one.text) not in taken]
         most = count - len(chosen) if reason == UNCERTAIN else share
         chosen += [_because(one, reason) for one in new[:most]]
     chosen += drawn[share : share + count - len(chosen)]
@@ -92,10 +88,10 @@ def _hash(text: str) -> bytes:
 
 def _distinct(kept: Sequence[KeptText], reviewed: Iterable[str]) -> list[Item]:
     """Each text once, as drawn uniformly if any of its copies was, the least sure first."""
-    known = {same_text(text) for text in reviewed}
+    known = {folded(text) for text in reviewed}
     found: dict[str, KeptText] = {}
     for one in sorted(kept, key=lambda one: -one.uniform):
-        if (key := same_text(one.text)) not in known:
+        if (key := folded(one.text)) not in known:
             found.setdefault(key, one)
     ranking = sorted(found.values(), key=lambda one: one.confidence)
     return [
@@ -115,21 +111,21 @@ def _disagreeing(
     reviewed: Iterable[str],
 ) -> list[Item]:
     """Texts that got different labels: from users, from the second model or another revision."""
-    known = {same_text(text) for text in reviewed}
+    known = {folded(text) for text in reviewed}
     # A text that was drawn uniformly is not reviewed for another reason, whatever is said of it.
-    known |= {same_text(one.text) for one in kept if one.uniform}
+    known |= {folded(one.text) for one in kept if one.uniform}
     labels: defaultdict[str, set[str]] = defaultdict(set)
     for one in (*kept, *second):
-        labels[same_text(one.text)].add(one.label)
+        labels[folded(one.text)].add(one.label)
     for one in statements:
-        labels[same_text(one.text)] |= {one.label, one.answered} - {""}
+        labels[folded(one.text)] |= {one.label, one.answered} - {""}
     corrected = [
         Item(one.text, one.request, one.revision, one.answered, one.caller, DISAGREEING)
         for one in reversed(statements)
     ]
     found: dict[str, Item] = {}
     for one in (*others, *corrected):
-        key = same_text(one.text)
+        key = folded(one.text)
         if len(labels[key]) > 1 and key not in known:
             found.setdefault(key, one)
     return list(found.values())
@@ -165,6 +161,6 @@ def hashed_words(texts: Sequence[str]) -> NDArray[np.float32]:
     """(texts, 256), of length 1: their product is 1 for texts with the same words."""
     counts = np.zeros((len(texts), _HASHED_WORDS), np.float32)
     for row, text in zip(counts, texts, strict=True):
-        for word in same_text(text).split():
+        for word in folded(text).split():
             row[zlib.crc32(word.encode("utf-8", "replace")) % _HASHED_WORDS] += 1
     return counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-9)

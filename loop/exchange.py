@@ -14,9 +14,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import write_csv, write_whole
+from common.text import folded
 from inference.observing.feedback import REVIEW, storable
 from inference.observing.store import Feedback
-from loop.candidates import same_text
 
 # The column, and the task or the question, that has the label.
 _LABEL = "label"
@@ -64,9 +64,9 @@ def decided(statements: Sequence[Feedback]) -> list[Feedback]:
     """
     found: dict[str, Feedback] = {}
     for one in statements:
-        before = found.get(same_text(one.text))
+        before = found.get(folded(one.text))
         if before is None or one.kind == REVIEW or before.kind != REVIEW:
-            found[same_text(one.text)] = one
+            found[folded(one.text)] = one
     return list(found.values())
 
 

@@ -18,6 +18,7 @@ from common.problem_types import UnusableRow
 from common.rows import LabelledRows, parse_json
 from common.seen_texts import text_hash
 from common.text import Text, counted
+from inference.observing.feedback import CORRECTION, REVIEW
 from inference.observing.store import Feedback, Store, is_postgres
 
 TRAINING, CALIBRATION, VERDICT = "train.csv", "calibration.csv", "test.csv"
@@ -80,23 +81,31 @@ def reviewed_in_store(
     """What reviewers have said of a model's texts, the oldest first; and what was not used.
 
     Raises:
-        UserError: there is no such store, or it cannot be read.
+        UserError: there is no such store, it cannot be read, or it has nothing of this model.
     """
     if not is_postgres(address) and not Path(address).is_file():
         raise UserError(f"--store {address}: no such file", code="data-not-found")
     store = Store(address)
     try:
+        if model not in (names := store.models()):
+            known = f"there are {some_of(names)}" if names else "there are no texts yet"
+            what = f"--store {address}: has nothing of a model {printable(model)}; {known}"
+            raise UserError(what, code="review-store")
         said = [one for one in store.feedback(model) if one.text.strip()]
     finally:
         store.close()
-    reviews = [one for one in said if one.kind == "review" and one.label in labels]
+    reviews = [one for one in said if one.kind == REVIEW and one.label in labels]
     # What users send may be wrong, or meant to harm, so it waits for a reviewer.
     known = {text_hash(one.text) for one in reviews}
-    waiting = {text_hash(one.text) for one in said if one.kind == "correction"} - known
-    note = ""
+    waiting = {text_hash(one.text) for one in said if one.kind == CORRECTION} - known
+    notes = []
     if waiting:
-        note = f"{counted(len(waiting), 'correction')} that nobody has reviewed: not used."
-    return [_from_store(one) for one in reviews], note
+        notes.append(f"{counted(len(waiting), 'correction')} that nobody has reviewed: not used.")
+    if strange := [one for one in said if one.kind == REVIEW and one.label not in labels]:
+        names = some_of(sorted({one.label for one in strange}))
+        what = f"{counted(len(strange), 'review')} with a label that the model lacks ({names})"
+        notes.append(f"{what}: not used.")
+    return [_from_store(one) for one in reviews], " ".join(notes)
 
 
 def _from_store(one: Feedback) -> Reviewed:

@@ -206,3 +206,17 @@ def test_a_model_that_cannot_be_trained_or_compared_is_refused(
         retrain.main([str(Artefact.at(inputs / "old").folder), *flags])
     with pytest.raises(UserError, match="has no artefact to compare with"):
         retrain.main([str(model_folder), *flags])
+
+
+def test_a_review_with_a_label_that_the_model_lacks_is_named_and_so_is_a_model_without_reviews(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "observed.sqlite"))
+    about = ("tickets", "r1", "request", "one", "calm", "flood", "anonymous", "ann", "review", "")
+    store.append([Feedback("1", 1.0, *about)])
+    store.close()
+
+    assert reviewed_in_store(store.address, "tickets", LABELS) == (
+        [],
+        "1 review with a label that the model lacks (flood): not used.",
+    )
+    with pytest.raises(UserError, match="has nothing of a model news; there are tickets"):
+        reviewed_in_store(store.address, "news", LABELS)
