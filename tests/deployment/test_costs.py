@@ -69,13 +69,15 @@ def test_every_computed_column_and_every_page_of_prices_is_named() -> None:
     assert "https://huggingface.co/docs/hub/jobs-pricing, 2026-08-22" in printed
 
 
-def test_the_documented_command_prints_what_is_shown() -> None:
+def test_the_documented_command_prints_the_lines_that_are_shown() -> None:
     command = documented("docs/deployment.md", "costs")
     ended = subprocess.run(
         command.replace("python", sys.executable, 1), shell=True, cwd=REPOSITORY, capture_output=True, text=True
     )
 
-    assert shown_after("docs/deployment.md", command) == ended.stdout
+    shown = [line for line in shown_after("docs/deployment.md", command).splitlines() if line != "…"]
+    assert len(shown) == 3
+    assert [line for line in ended.stdout.splitlines() if line in shown][:3] == shown
 
 
 def test_a_rate_and_a_price_of_ones_own_take_the_place_of_ours() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from training.monitoring.events import read_events, read_lines, read_metrics
 if TYPE_CHECKING:
     from tests.training.faults.faults import Fault
 
-LONGEST_QUOTE = 260
+LONGEST_QUOTE = 200
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def judge(
         assert not [step for step, attempts in _attempts(folder).items() if len(attempts) > 1]
     said = re.search(fault.says, printed)
     assert said, f"{fault.says!r} was not said\n{printed}"
-    quoted = said[0].replace(f"{folder}/", "")[:LONGEST_QUOTE]
+    quoted = shorten(said[0].replace(f"{folder}/", ""), LONGEST_QUOTE, placeholder=" …")
     mine = {step: rows for step, rows in lineage(folder).items() if step not in fault.left_out}
     seen, wanted = Counter(_all_rows(mine)), Counter(_all_rows(reference.rows))
     restarted = len(list(folder.glob("attempt_*"))) > 1
@@ -95,7 +96,7 @@ def _story(folder: Path, codes: Sequence[int]) -> str:
     parts = [f"ended with {code}, was started again" for code in codes[:-1]]
     if len(codes) == 1:
         times = len(list(folder.glob("attempt_0_*"))) - 1
-        parts.append(f"restarted by torchrun{f' {times} times' if times > 1 else ''}" if times else "continued")
+        parts.append(f"restarted{f' {times} times' if times > 1 else ''}" if times else "continued")
     return ", ".join(parts) + (f" from {', '.join(resumed)}" if 0 < len(resumed) < 4 else "")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.training.faults.faults import Fault
 from tests.training.faults.judgement import Reference, judge, lineage, state_of
+from tests.training.faults.table import merge_ranks
 
 STEPS = range(1, 7)
 
@@ -48,3 +49,11 @@ def test_a_run_that_goes_on_from_elsewhere_fails_though_its_weights_are_right(
 ) -> None:
     with pytest.raises(AssertionError, match=rf"start 0\.1 found step 4 and began with {second_start}$"):
         _judged(tmp_path, second_start)
+
+
+def test_the_same_fault_on_either_rank_is_one_row_of_the_table() -> None:
+    said = ("restarts", "restarted from step 4")
+    rows = [(f"rank {rank} killed in a save", *said, f"5.{rank}") for rank in (0, 1)]
+    of_rank_0 = ("rank 0 killed before a rename", *said, "4.0")
+
+    assert merge_ranks([*rows, of_rank_0]) == [("either rank killed in a save", *said, "5.0 / 5.1"), of_rank_0]
