@@ -142,15 +142,15 @@ def request() -> Drawing:
 
 def mlops() -> Drawing:
     """What repeats for as long as a model is in use."""
-    drawing = Drawing(392, "The loop: train, export, build an image, roll out, watch, collect texts, and train again")
+    drawing = Drawing(392, "The loop: retrain, compare, promote, serve, watch, review, and train again")
     wide, high, step = 180, 70, 126
     positions = {
-        (0, 0): (BLUE, "train", "on old and new texts,", "then test once"),
-        (1, 0): (BLUE, "export", "checks the accuracy", "that int8 costs"),
-        (1, 1): (ORANGE, "build an image", "each model has a tag", "of its own"),
-        (1, 2): (ORANGE, "roll out", "reload or new image;", "roll back if needed"),
-        (0, 2): (GREEN, "watch", "alerts: errors, queue,", "drift of the labels"),
-        (0, 1): (GREEN, "collect texts", "label them, and look for", "errors in old labels"),
+        (0, 0): (BLUE, "loop.retrain", "on old and new rows,", "then exports to int8"),
+        (1, 0): (BLUE, "loop.verdict", "PROMOTE, HOLD", "or REJECT"),
+        (1, 1): (ORANGE, "loop.promote", "no request fails;", "--back rolls back"),
+        (1, 2): (ORANGE, "serve", "and, with OBSERVE,", "count the answers"),
+        (0, 2): (GREEN, "watch", "estimated accuracy,", "drift, corrections"),
+        (0, 1): (GREEN, "loop.review", "label the texts that", "are worth it"),
     }
     for (column, row), (fill, *lines) in positions.items():
         drawing.box(LEFT + 200 * column, 24 + step * row, wide, high, fill, *lines)
@@ -159,7 +159,7 @@ def mlops() -> Drawing:
     for row in range(2):
         drawing.arrow(310, 94 + step * row, 310, 22 + step * (row + 1))
         drawing.arrow(110, 24 + step * (row + 1), 110, 96 + step * row)
-    drawing.text(LEFT, 376, "The server keeps no texts; you collect them.")
+    drawing.text(LEFT, 376, "The server keeps no texts unless you set KEEP_TEXTS.")
     return drawing
 
 
