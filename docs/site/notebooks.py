@@ -28,12 +28,17 @@ _LINK = re.compile(r"\[([^]]*)\]\((?!\w+://)[^)]*\)")
 LESSON_NEEDS = "numpy pillow prometheus-client pydantic pyyaml rich tokenizers"
 CLONE = """import os
 
-os.environ["TERM"] = "dumb"  # no progress bars that move
+REPOSITORY = "https://github.com/OWNER/distrinews"  # the address of your copy
 
+os.environ["TERM"] = "dumb"  # no progress bars that move
 if not os.path.exists("learn"):
-    address = os.environ.get("DISTRINEWS_REPOSITORY", "https://github.com/OWNER/distrinews")  # put yours here
-    !git clone --quiet --depth 1 $address distrinews
+    if "/OWNER/" in REPOSITORY:
+        raise ValueError("put the address of your copy into REPOSITORY above, and run this cell again")
+    !git clone --quiet --depth 1 $REPOSITORY distrinews
     %cd distrinews"""
+# A relative link works on GitHub and in a clone; on Kaggle and Colab its words still name the page.
+SWITCHES = """[docs/index.md](../../docs/index.md#notebooks-on-kaggle-and-colab) explains how to open this notebook on
+Kaggle or Colab, and what to switch on there."""
 LESSON_SETUP = f"{CLONE}\n%pip install --quiet {LESSON_NEEDS}"
 
 Cell = dict[str, Any]
@@ -69,7 +74,7 @@ def notebook_of(path: Path, setup: str) -> str:
         end, was_run = block.end(), block["kind"] in ("bash", "python")
     cells.append(markdown(_plain(page[end:])))
     title, *rest = [cell for cell in cells if cell["source"]]
-    return notebook([title, code(setup), *rest])
+    return notebook([title, markdown(SWITCHES), code(setup), *rest])
 
 
 def _cells_of(block: re.Match[str], lesson_name: str) -> list[Cell]:

@@ -52,7 +52,7 @@ def test_a_script_of_the_guide_prints_on_real_ranks_what_stands_behind_it(number
 def test_a_file_that_a_page_shows_is_that_file() -> None:
     shown = [block for page in (GUIDE, REFERENCE) for block in blocks_of_python(page) if block.copy_of]
 
-    assert len(shown) == 3
+    assert len(shown) == 2
     assert all(block.code == (REPOSITORY / block.copy_of).read_text() for block in shown)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import REPOSITORY
+from tests.docs.pages import REPOSITORY, anchors
 
 NOTEBOOKS = REPOSITORY / "learn" / "notebooks"
 ALL_NOTEBOOKS: Callable[[], dict[str, str]] = runpy.run_path(str(REPOSITORY / "docs" / "site" / "notebooks.py"))[
@@ -26,6 +28,15 @@ def test_the_notebooks_are_what_their_script_writes() -> None:
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == set(written)
     for name, text in written.items():
         assert (NOTEBOOKS / name).read_text() == text, f"run python docs/site/notebooks.py for {name}"
+
+
+@pytest.mark.parametrize("text", ALL_NOTEBOOKS().values(), ids=ALL_NOTEBOOKS())
+def test_a_notebook_begins_with_how_to_open_it_and_the_address_of_the_repository(text: str) -> None:
+    _, switches, setup = (cell["source"] for cell in json.loads(text)["cells"][:3])
+
+    page, anchor = re.search(r"\]\((\S+)#(\S+)\)", switches).groups()
+    assert anchor in anchors((NOTEBOOKS / page).resolve())
+    assert re.search(r'^REPOSITORY = "https://github.com/OWNER/', setup, re.M)
 
 
 @pytest.mark.slow
