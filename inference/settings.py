@@ -45,27 +45,26 @@ class Settings(BaseModel):
 
     model_checkpoint: Path = Field(
         default=Path("checkpoints/news"),
-        description="The model to serve: a model folder, a .pt file that training wrote, or an "
-        "exported artefact. The default comes with the repository and classifies news. Several "
-        "paths with commas between them, or a folder of model folders, serve "
-        "[several models](#several-models).",
+        description="The model to serve: a model folder, a .pt file of this trainer, or an "
+        "exported artefact. The default is the news classifier of the repository. Several paths "
+        "with commas between them, or a folder of model folders, serve [several "
+        "models](#several-models).",
     )
     model_weights: str = Field(
         default="",
-        description="Of several models, how they share the processors while all have texts: with "
+        description="How several models share the processors while all have texts: with "
         "news=2,spam=1 news gets twice the time of spam. A model that is not named has weight 1.",
     )
     models_folder: Path | None = Field(
         default=None,
-        description="The folder of models that `PUT /models/NAME` may serve while the server runs. "
-        "With it, models have the names of their folders, also if there is only one at the start. "
-        "Empty: MODEL_CHECKPOINT, if that is a folder of models; otherwise PUT is refused.",
+        description="The folder of models that `PUT /models/NAME` may serve. With it, models have "
+        "the names of their folders, even if there is only one. Empty: MODEL_CHECKPOINT, if that "
+        "is a folder of models; otherwise PUT is rejected.",
     )
     shadow: Path | None = Field(
         default=None,
         description="A candidate that answers a share of the default model's texts too, after the "
-        "answer and only while the server has time, [to compare the two](loop.md#shadow). Empty: "
-        "none.",
+        "answer and only while the server has time, [to compare the two](loop.md#shadow).",
     )
     shadow_share: float = Field(
         default=0.05,
@@ -81,39 +80,35 @@ class Settings(BaseModel):
     threads: int = Field(
         default=0,
         ge=0,
-        description="Processors that the model uses; 0 is all that this process may use (its "
-        "affinity and the container's CPU quota), which is also the most. Set it if other "
-        "processes serve on the same machine.",
+        description="Processors that the model uses; 0, also the most, is all that this process "
+        "may use (affinity, container quota). Set it if other processes serve on the same machine.",
     )
     workers: int | Literal["auto"] = Field(
         default="auto",
         description="Processes that serve on the same port (`python -m inference.serve` only), "
-        "each with its share of the processors, of MAX_CONNECTIONS, MAX_PENDING_MB and "
-        "CACHE_ENTRIES. auto is one per 8 processors or so with the native engine, whose weights "
-        "they share, and otherwise 1.",
+        "each with its share of the processors, MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES. "
+        "auto is one per 8 processors or so with the native engine, and otherwise 1.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="Where PyTorch runs the model. auto takes a GPU if it can use one, and says "
-        "in the log if it cannot; cuda refuses to serve without one.",
+        description="Where PyTorch runs the model. auto takes a GPU if it can use one, and logs "
+        "why it cannot; cuda does not serve without one.",
     )
     instruction_set: str = Field(
         default="auto",
         description="What the native engine uses of the processor: avx512_vnni, avx512, avx_vnni, "
-        "avx2, neon_i8mm, neon_dotprod, neon or plain. auto takes the fastest that is there. "
-        "Answers are the same to the last bit.",
+        "avx2, neon_i8mm, neon_dotprod, neon or plain. auto takes the fastest. Answers are the "
+        "same to the last bit.",
     )
     model_name: str = Field(
         default="",
-        description="Name of the model in `/models/NAME`, in the Open Inference Protocol "
-        "(`/v2/models/NAME`) and in the metrics. Empty: its own, as in its manifest. Several "
-        "models have the names of their folders.",
+        description="Name of the model in `/models/NAME`, in `/v2/models/NAME` and in the metrics. "
+        "Empty: its own, as in its manifest. Several models have the names of their folders.",
     )
     listen_host: str = Field(
         default="127.0.0.1",
         description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps "
-        "other machines out, 0.0.0.0 lets all in (as in the images), :: those with IPv6 "
-        "addresses.",
+        "other machines out, 0.0.0.0 lets all in (as in the images), :: those with IPv6 addresses.",
     )
     port: int = Field(
         default=7860,
@@ -125,94 +120,86 @@ class Settings(BaseModel):
     forwarded_allow_ips: str = Field(
         default="127.0.0.1",
         description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* "
-        "for all). Trusting too many lets clients forge the address that the rate limit counts "
-        "by.",
+        "for all). Too many let clients forge the address that the rate limit counts by.",
     )
     max_text_chars: int = Field(
         default=20_000,
         ge=1,
-        description="Longest text, in characters; a longer one is refused with 422. The model "
-        "reads only the beginning of a long text, so a larger value costs tokenizing time and "
-        "gains no accuracy.",
+        description="Longest text, in characters. The model reads only the beginning of a long "
+        "text, so a larger value costs tokenizing time and gains no accuracy.",
     )
     max_batch_texts: int = Field(
         default=256,
         ge=1,
-        description="Most texts in one batch request; more are refused with 422. A larger value "
-        "lets one client fill more of the queue.",
+        description="Most texts in one batch request. A larger value lets one client fill more of "
+        "the queue.",
     )
     max_body_mb: float = Field(
         default=8,
         gt=0,
-        description="Largest request body, in MiB; a larger one is refused with 413 (or one that "
-        "is too large for the two limits above). A larger value costs memory and event-loop time "
-        "per request.",
+        description="Largest request body, in MiB; the two limits above can mean less. A larger "
+        "value costs memory and event-loop time per request.",
     )
     max_pending_mb: float = Field(
         default=64,
         gt=0,
-        description="Bodies held by all requests in progress and the texts read from them, in "
-        "MiB; beyond it requests are refused with 503. It bounds the memory that clients can "
-        "take; streams take at most half of it.",
+        description="Bodies held by all requests in progress and the texts read from them, in MiB; "
+        "beyond it requests get 503. It bounds the memory that clients can take; streams take at "
+        "most half of it.",
     )
     max_batch_tokens: int = Field(
         default=0,
         ge=0,
         description="Most tokens in one forward pass. A smaller value answers single texts sooner "
-        "under load, a larger one reads the weights less often per text. 0 takes a value at which "
-        "the measured curve is flat: 512 on a processor, 8192 on a GPU, or the longest text that "
-        "the model reads if that is more.",
+        "under load, a larger one reads the weights less often per text. 0 takes 512 on a "
+        "processor, 8192 on a GPU, or the longest text that the model reads if that is more.",
     )
     max_wait_seconds: float = Field(
         default=5,
         gt=0,
-        description="A text whose answer would take longer than this, by the measured speed, is "
-        "refused at once with 503 and Retry-After. A call of several texts may fill three "
-        "quarters of it: the rest is for single texts, which are answered before the last texts "
-        "of large calls. A text that finds the server idle is never refused.",
+        description="A text that would take longer than this, by the measured speed, gets 503 at "
+        "once. A call of several texts may fill three quarters of it, the rest is for single "
+        "texts. A text that finds the server idle is never rejected.",
     )
     request_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Seconds until a text that is not answered ends in 504, until a body that "
-        "does not arrive ends in 408, and until a connection is closed whose headers do not "
-        "arrive or whose answer is not read. A shorter time gives up sooner under overload.",
+        description="Seconds until a text that is not answered ends in 504, a body that does not "
+        "arrive in 408, and a connection is closed whose headers do not arrive or whose answer is "
+        "not read.",
     )
     restart_after_s: float = Field(
         default=60,
         gt=0,
         description="Seconds without an answer, from a forward pass that hangs or a model that "
-        "fails even on a known good text, until the process is considered dead: `/livez` fails, "
-        "and the process ends with exit code 70 so that whatever started it can start a new one. "
-        "It must be longer than the slowest batch takes.",
+        "fails even on a known good text, until `/livez` fails and the process ends with exit code "
+        "70, to be started again. It must be longer than the slowest batch takes.",
     )
     max_connections: int = Field(
         default=1000,
         ge=1,
-        description="Most connections at a time; fewer if the process may not open so many files "
-        "(`ulimit -n`). While half of them wait for answers, further texts are refused with 503 "
-        "server_busy. When all are in use, a new one closes the one that has been idle "
-        "longest; if none has been idle for a second, it is refused with 503.",
+        description="Most connections at a time; fewer if `ulimit -n` is lower. While half of them "
+        "wait for answers, further texts get 503 server_busy. When all are in use, a new one "
+        "closes the one that has been idle longest; if none has been idle for a second, it gets "
+        "503.",
     )
     max_connection_age_s: float = Field(
         default=300,
         ge=0,
         description="Seconds, give or take a tenth, after which a connection is closed with its "
-        "next answer, so that clients that keep connections spread over servers that have joined. "
-        "0 keeps them.",
+        "next answer, so that clients reach servers that have joined. 0 keeps connections.",
     )
     cache_entries: int = Field(
         default=0,
         ge=0,
-        description="Answers remembered for texts that are sent again; the least recently used "
-        "goes first. 0 is off. About 1 kB each; it pays off only if texts repeat.",
+        description="Answers remembered for texts that are sent again, about 1 kB each; the least "
+        "recently used goes first. 0 is off. It pays off only if texts repeat.",
     )
     explain_max_passes: int = Field(
         default=64,
         ge=1,
         description="Most texts that one /explain request classifies; a longer text is explained "
-        "in groups of words. A larger value explains in finer detail but is slower, because each "
-        "one costs a pass.",
+        "in groups of words. A larger value is finer, but slower.",
     )
     coverage: float | None = Field(
         default=None,
@@ -220,23 +207,22 @@ class Settings(BaseModel):
         lt=1,
         description="Adds to every answer the set of labels (or the interval) that holds the right "
         "one this often, such as 0.95, unless the request names another coverage. Needs a "
-        "calibrated model. Empty: only if a request asks for it.",
+        "calibrated model.",
     )
     max_error: str = Field(
         default="",
-        description="Holds answers back so that at most this share of those given is wrong, such "
-        "as 2% or 0.02, or as the operating point of this name says, unless the request names "
-        "another; a text without an answer gets no label, and the reason. Formats that only list "
-        "scores (/hub and most gateways') stay complete. Needs a calibrated model. Empty: only if "
-        "a request asks for it.",
+        description="Abstains so that at most this share of the answers is wrong, such as 2% or "
+        "0.02, or as the operating point of this name requires, unless the request names another. "
+        "Formats that only list scores (/hub and most gateways') stay complete. Needs a calibrated "
+        "model.",
     )
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
-        description="Texts per second that may be sent with one API key, or from one client "
-        "address if no key is asked for, with bursts of up to twice that; more are refused with "
-        "429 and Retry-After. Other requests (pages, `/metrics`) are limited to the same number "
-        "per address, but never to fewer than 10 per second; probes are not. 0 is off.",
+        description="Texts per second with one API key, or from one client address if no key is "
+        "asked for, with bursts of up to twice that; more get 429. Other requests (pages, "
+        "`/metrics`) are limited to the same number per address, but never to fewer than 10 per "
+        "second; probes are not. 0 is off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
@@ -245,9 +231,9 @@ class Settings(BaseModel):
     )
     api_keys_file: Path | None = Field(
         default=None,
-        description="A file of more keys, one per line, each with a rate limit of its own if `KEY "
-        "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced "
-        "without a restart. If it becomes missing, damaged or empty, none of its keys is valid.",
+        description="A file of more keys, one per line, each with its own rate limit if `KEY "
+        "TEXTS_PER_SECOND` is written. It is read again when it changes. If it becomes missing, "
+        "damaged or empty, none of its keys is valid.",
     )
     require_api_key: bool = Field(
         default=False,
@@ -262,34 +248,32 @@ class Settings(BaseModel):
     drain_seconds: float = Field(
         default=1,
         ge=0,
-        description="Seconds between SIGTERM and closing the port: not ready, but still "
-        "answering, so that load balancers and kept-alive connections move elsewhere first. 0 "
-        "closes at once.",
+        description="Seconds between SIGTERM and closing the port: not ready, but still answering, "
+        "so that load balancers and clients move elsewhere. 0 closes at once.",
     )
     grace_seconds: float = Field(
         default=25,
         gt=0,
-        description="Seconds after that for requests in progress to finish; then they are cut "
-        "off. Drain and grace together should be less than the time that the platform waits "
-        "before it kills the process.",
+        description="Seconds after that for requests in progress to finish; then they are cut off. "
+        "Both together should be less than the time until the platform kills the process.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
         description="What is logged, as JSON lines on standard output. info has one line per "
-        "request; warning has only what needs attention.",
+        "request; warning only what needs attention.",
     )
     observe: str = Field(
         default="",
         repr=False,  # it may hold a password
         description="Where the server [counts what it sees](#what-the-server-sees) and keeps "
-        "corrections: 1 for the file observed.sqlite in the working directory, the path of an "
-        ".sqlite file, or postgresql://USER:PASSWORD@HOST/DATABASE for several servers together "
-        "(needs the `postgres` extra). Empty: nothing is counted.",
+        "corrections: 1 for observed.sqlite in the working directory, the path of an .sqlite file, "
+        "or postgresql://USER:PASSWORD@HOST/DATABASE for several servers together (needs the "
+        "`postgres` extra). Empty: nothing is counted.",
     )
     keep_texts: str = Field(
         default="",
         description="How long texts may be kept for review, such as 12h or 7d, up to 2,000 per "
-        "hour and model; then they are deleted. Needs OBSERVE. Empty: no text is ever kept.",
+        "hour and model. Needs OBSERVE. Empty: no text is ever kept.",
     )
     observe_mb: float = Field(
         default=256,

@@ -102,3 +102,13 @@ def test_every_curl_command_of_the_guide_gets_an_answer(
             )
             assert run.returncode == 0, command
             assert '"label"' in run.stdout
+
+
+def test_the_python_client_of_the_guide_gets_an_answer(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = re.search(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    assert client
+    with start_server(REPOSITORY / "checkpoints" / "news") as server:
+        exec(client[1].replace("http://localhost:7860", str(server.base_url).rstrip("/")), {})
+    assert capsys.readouterr().out.startswith("Business 0.9")
