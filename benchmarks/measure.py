@@ -116,16 +116,16 @@ COMMANDS = {
 
 def make_parser() -> harness.Parser:
     parser = harness.Parser("benchmarks.measure", __doc__ or "")
-    folder = harness.ROOT / "checkpoints"
+    folder = Path("checkpoints")
     for name, default, what in (
-        ("data", harness.ROOT / "data/ag_news", "a folder in AG News' layout"),
+        ("data", Path("data/ag_news"), "a folder in AG News' layout"),
         ("model", folder / "minilm_agnews", "an exported model of MiniLM's size"),
         ("wide", folder / "minilm_widened", "the same, widened (benchmarks/serving/widen.py)"),
-        ("cifar10", harness.ROOT / "data/cifar10", "CIFAR-10's files"),
-        ("peer_python", harness.ROOT / "peers/bin/python", "the Python that has the other servers"),
+        ("cifar10", Path("data/cifar10"), "CIFAR-10's files"),
+        ("peer_python", Path("peers/bin/python"), "the Python that has the other servers"),
     ):
         parser.add_argument(
-            f"--{name}", type=Path, default=default, help=f"{what} (default: {default.name})"
+            f"--{name}", type=Path, default=default, help=f"{what} (default: {default})"
         )
     parser.add_argument(
         "--only", nargs="+", choices=list(COMMANDS), default=list(COMMANDS), help="default: all"
@@ -141,7 +141,7 @@ def measure(options: Namespace) -> None:
         missing = [
             part
             for part in re.findall(r"{(\w+)}", COMMANDS[name])
-            if not getattr(options, part).exists()
+            if not (harness.ROOT / getattr(options, part)).exists()
         ]
         if missing:
             left_out[name] = " ".join(
