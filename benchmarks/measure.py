@@ -158,8 +158,9 @@ def measure(options: Namespace) -> None:
         )
         if ended.returncode:
             left_out[name] = f"ended with code {ended.returncode}."
+        else:
+            write_table()
         harness.report(f"{name}: {(time.monotonic() - started) / 60:.0f} min")
-    write_table()
     if left_out:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
         raise UserError(
