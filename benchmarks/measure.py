@@ -161,10 +161,12 @@ def measure(options: Namespace) -> None:
         else:
             write_table()
         harness.report(f"{name}: {(time.monotonic() - started) / 60:.0f} min")
+    for name, reason in left_out.items():
+        harness.report(f"{name} was not measured: {reason}")
     if left_out:
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
         raise UserError(
-            f"{len(left_out)} of {len(options.only)} pages were not measured:{lines}",
+            f"{len(left_out)} of {len(options.only)} pages were not measured: "
+            f"{', '.join(left_out)}; see above",
             code="benchmark-input",
         )
 
