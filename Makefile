@@ -13,6 +13,8 @@ MODEL ?= checkpoints/distilbert_agnews
 GPU_DATA ?= common/sample_news
 GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=
+# Where the inputs of `make measure` lie, as in its --help.
+MEASURE_FLAGS ?=
 # Where `make lock` and `make test-locked` find PyTorch's build for CPUs.
 TORCH_CPU ?= --torch-backend cpu
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
@@ -32,7 +34,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev install-locked demo serve demo-elastic test test-all test-locked gpu-check lint format docs bench bench-serving image image-torch lock base sbom clean
+.PHONY: help demo-begin install install-dev install-locked demo serve demo-elastic test test-all test-locked gpu-check lint format docs bench measure bench-serving image image-torch lock base sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -138,6 +140,10 @@ docs: $(INSTALLED) ## Build the documentation as a site, in site/, with a run of
 bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
 	$(call install,.[bench])
 	$(BIN)/python -m benchmarks.training_throughput
+
+measure: $(INSTALLED) ## Measure again, in one night, what README and docs cite, and list it in benchmarks/README.md
+	$(call install,.[bench])
+	$(BIN)/python -m benchmarks.measure $(MEASURE_FLAGS)
 
 bench-serving: $(INSTALLED) ## Measure the server of MODEL=folder beside others and write benchmarks/serving.md
 	$(BIN)/python -m benchmarks.serving_load --model $(MODEL)

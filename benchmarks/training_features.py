@@ -35,7 +35,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-import training.run.trainer
+import training.monitoring.monitors
 from benchmarks import harness
 from benchmarks.processes import Layout, free_port, last_line, run_ranks
 from benchmarks.training_run import train
@@ -785,8 +785,8 @@ class TimedStream(EventStream):
 def observed_rank(flags: list[str]) -> dict[str, Any]:
     """Train with a timed event stream; then time what its subscribers do only now and then."""
     config = parse_config(flags)
-    # The trainer creates its event stream itself, so the class is replaced.
-    training.run.trainer.EventStream = TimedStream
+    # The monitors create the event stream, so the class is replaced.
+    training.monitoring.monitors.EventStream = TimedStream
     with join_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         trainer.fit()

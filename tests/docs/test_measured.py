@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import measure
+from common.errors import UserError
 from tests.docs.pages import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 FEWEST_ROUNDS = 5
+MOST_COMMITS = 200  # that may have changed what a cited page measured
 
 
 def cited_pages() -> list[str]:
@@ -50,6 +54,29 @@ def test_a_figure_in_the_readme_rests_on_five_rounds_or_more(name: str) -> None:
     assert rounds_of(name) >= FEWEST_ROUNDS
 
 
+@pytest.mark.parametrize("name", cited_pages())
+def test_a_page_that_the_readme_cites_is_as_new_as_what_it_measures(name: str) -> None:
+    measured = measure.facts_of((BENCHMARKS / f"{name}.md").read_text(), "Measured")
+    ages = [measure.commits_since(one, measure.FIGURES[name].code) for one in measured]
+    known = [age for age in ages if age is not None]
+    if not known:
+        pytest.skip("git does not know the page's commit: a copy without its history")
+    # The newest counts: a section about another processor can only be measured again on such a one.
+    assert min(known) <= MOST_COMMITS, f"measure it again: make measure MEASURE_FLAGS='--only {name}'"
+
+
+def test_the_list_of_figures_is_that_of_the_pages() -> None:
+    def lines(page: str) -> list[str]:
+        # Without the last column, the commits since, which each commit changes.
+        return [line.rpartition(" | ")[0] for line in page.splitlines()]
+
+    assert lines((BENCHMARKS / "README.md").read_text()) == lines(measure.render(BENCHMARKS))
+
+
+def test_every_measured_page_has_its_figure_in_the_list() -> None:
+    assert {path.stem for path in BENCHMARKS.glob("*.md")} - {"README"} == set(measure.FIGURES)
+
+
 def test_the_readmes_figures_are_those_of_their_pages() -> None:
     readme = re.sub(r"\s+", " ", (REPOSITORY / "README.md").read_text())
     training = (BENCHMARKS / "training_throughput.md").read_text()
@@ -68,3 +95,19 @@ def test_the_readmes_figures_are_those_of_their_pages() -> None:
     times = float(cell(serving, "64 clients, × plain FastAPI + PyTorch", 1))
     assert f"serves {times:.0f} times as many texts per second as plain FastAPI + PyTorch" in readme
     assert f" ms | {float(cell(serving, '**ours**', 2)):.0f} texts/s" in readme.partition("| this server |")[2]
+
+
+def test_what_cannot_be_measured_is_named_and_does_not_keep_the_others_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "none"
+    words = ["--only", "image", "bulk_scoring", "--model", missing, "--wide", tmp_path, "--data", tmp_path]
+    with pytest.raises(UserError, match="2 of 2 pages were not measured: image, bulk_scoring"):
+        measure.measure(measure.make_parser().parse_args(map(str, words)))
+    assert f"image was not measured: --model {missing}: not found." in capsys.readouterr().out
+
+
+def test_a_figure_of_several_machines_is_a_range_without_its_spread() -> None:
+    page = "| **ours** | 2 x 1 | 2.5 (2 to 3) | 9 |\n| **ours** | 2 x 1 | 12.1 | 9 |\n| theirs | 2 x 1 | 1.0 | 9 |\n"
+    figure = measure.Figure("speed", r"\*\*ours\*\* . 2 x 1", 0, ("training",))
+    assert measure.figure_of(page, figure) == "2.5 to 12.1"
