@@ -40,7 +40,7 @@ from loop.new_rows import (
 )
 
 # Up to so many rows, the head learns and the encoder stays as it is: what training calls few rows
-# (docs/training.md).
+# (docs/data.md).
 FEW_ROWS = 1_000
 _INPUTS = "inputs.json"
 

@@ -14,10 +14,14 @@ PAGES = (
     "docs/DISTRIBUTED_TRAINING_GUIDE.md",
     "docs/PARALLELISM_STRATEGIES.md",
     "docs/PLANNING.md",
+    "docs/FRAMEWORKS.md",
     "docs/QUICK_REFERENCE.md",
     "docs/RELIABILITY.md",
     "docs/WALKTHROUGH.md",
-    "docs/training.md",
+    "docs/data.md",
+    "docs/tasks.md",
+    "docs/methods.md",
+    "docs/running.md",
     "docs/CARDS.md",
 )
 _WRITTEN = re.compile(r"^<!-- begin: (.+) -->$.*?^<!-- end: \1 -->$", re.MULTILINE | re.DOTALL)  # by a command

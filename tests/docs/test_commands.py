@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from common.rows import Columns, Reading, read_file
 from tests.deployment.documented import documented
 from tests.docs.pages import REPOSITORY, blocks_of_python, inline_commands, shown_after
+from training.config import parse_config
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
 CARDS = "docs/CARDS.md"
 STRATEGIES = "docs/PARALLELISM_STRATEGIES.md"
 REFERENCE = "docs/QUICK_REFERENCE.md"
+FRAMEWORKS = "docs/FRAMEWORKS.md"
 PRINTED = (
     *("plan-small", "plan-eight", "variables", "collectives", "ring", "by-hand", "against-ddp", "faults"),
     *("buckets", "pipeline", "resume"),
@@ -180,6 +183,23 @@ def test_a_plan_is_written_as_json(run: Run, tmp_path: Path) -> None:
 
     assert result.returncode == 0, result.stdout
     assert (tmp_path / "plan.json").exists()
+
+
+def test_a_file_of_fasttext_becomes_rows_that_training_reads(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("__label__sport He won the race\n__label__trade-fair Shares fell\n")
+    result = run(documented(FRAMEWORKS, "from-fasttext"))
+
+    assert result.returncode == 0, result.stdout
+    rows = [row for _, *row in read_file(tmp_path / "rows.tsv", Reading(Columns(), skip=False))]
+    assert rows == [["He won the race", "sport"], ["Shares fell", "trade-fair"]]
+
+
+def test_the_flags_that_replace_another_librarys_are_taken() -> None:
+    rows = re.findall(r"^\| .+? \| `.+?` \| `(--.+?)` \|", (REPOSITORY / FRAMEWORKS).read_text(), re.MULTILINE)
+
+    assert len(rows) == 5
+    for flags in rows:
+        assert parse_config(flags.split(), {}).dataset
 
 
 @pytest.mark.slow

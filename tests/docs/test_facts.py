@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from math import sqrt
 
 import pytest
@@ -17,6 +18,7 @@ from learn.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
 from tests.docs.pages import REPOSITORY
 from tests.processes import run_on_ranks
 from tests.training.faults.cases import FAMILIES
+from training.facts import FLAGS_OF_STRATEGIES, FLAGS_OF_TASKS
 from training.planning.communication import transfers
 from training.planning.hardware import GPUS, Cluster
 from training.planning.layouts import Layout, pipeline_ranks
@@ -60,6 +62,19 @@ def test_pytorch_refuses_to_split_what_is_already_sharded_and_the_pages_say_so()
         assert re.search(quoted, page(name))
         assert "right-looking" not in page(name)
         assert "losses that look right, and wrong gradients" not in page(name)
+
+
+def test_the_table_of_flags_that_go_together_is_what_the_configuration_takes() -> None:
+    flags = runpy.run_path(str(REPOSITORY / "docs" / "site" / "flags.py"))
+
+    assert {*FLAGS_OF_STRATEGIES, *FLAGS_OF_TASKS} <= flags["EXAMPLES"].keys()
+    assert (REPOSITORY / STRATEGIES).read_text() == flags["page_with_table"](), "run python docs/site/flags.py"
+
+
+def test_the_page_of_strategies_counts_the_layouts_that_were_checked() -> None:
+    (checked,) = re.findall(r"^(\d+) layouts, each", (REPOSITORY / "benchmarks/equivalence.md").read_text(), re.M)
+
+    assert f"Each of {checked} layouts" in page(STRATEGIES)
 
 
 # What collectives send.

@@ -27,6 +27,7 @@ LEARNING = ("docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/QUICK_REFERENCE.md", "do
 FLAGGED = (
     *LEARNING,
     *(f"docs/{name}.md" for name in ("CARDS", "PARALLELISM_STRATEGIES", "PLANNING", "TROUBLESHOOTING")),
+    *(f"docs/{name}.md" for name in ("data", "tasks", "methods", "running")),
 )
 TORCHRUN = {name for action in get_args_parser()._actions for name in action.option_strings}
 # Of docker, hf, py-spy, ray, rsync and sbatch: named on a page, and no flags of this program.

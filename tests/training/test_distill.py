@@ -382,7 +382,7 @@ def test_the_documented_command_leads_from_a_teacher_to_a_student_that_is_served
     (tmp_path / "training").symlink_to(REPOSITORY / "training")
     shutil.copytree(teacher, tmp_path / "checkpoints" / "teacher")
     (tmp_path / "my_rows.csv").write_bytes((weather / "train.csv").read_bytes())
-    words = shlex.split(documented("docs/training.md", "distill"))
+    words = shlex.split(documented("docs/methods.md", "distill"))
     flags = words[words.index("--config") :]
 
     # The flags of all these runs name a model, which wins over the file's.

@@ -280,7 +280,7 @@ def test_the_documented_commands_train(name: str, text: Path, launch: Callable[.
     (tmp_path / "mails.txt").write_bytes((text / "train.txt").read_bytes())
     rows = [f"{('storm', 'sand')[i % 2]}s and wind at {i % 12},{'ab'[i % 2]}" for i in range(40)]
     (tmp_path / "my_rows.csv").write_text("\n".join(["text,label", *rows]))
-    commands = documented("docs/training.md", name).strip().split("\n")
+    commands = documented("docs/tasks.md", name).strip().split("\n")
     for number, command in enumerate(commands):
         words = shlex.split(command)
         first = next(place for place, word in enumerate(words) if word.startswith("--"))

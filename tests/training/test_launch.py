@@ -75,7 +75,7 @@ def test_no_attempt_of_a_run_on_one_machine_listens_where_others_can_reach_it(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_documented_command_of_torchrun_listens_on_loopback_alone(start: Callable[..., Run], private: Path) -> None:
-    command = documented("docs/training.md", "no-port").rstrip()
+    command = documented("docs/running.md", "no-port").rstrip()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     (place := private / "place").mkdir()
     (place / "training").symlink_to(TRAINING)

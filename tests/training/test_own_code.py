@@ -25,7 +25,7 @@ from training import Subscriber, TrainConfig, train
 from training.data.dataset import AG_NEWS_LABELS, load_data
 from training.monitoring import EpochMetrics
 
-PAGE = "docs/training.md"
+PAGE = "docs/tasks.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / PAGE).read_text(), re.MULTILINE | re.DOTALL)
 SMALL = {"dataset": "sample", "model": "tiny", "max_length": 32, "max_train_rows": 80, "epochs": 1, "device": "cpu"}
 

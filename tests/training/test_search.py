@@ -440,7 +440,7 @@ def test_the_documented_search_ends_with_a_table_and_the_best_configuration(tmp_
     for name in ("training", "common"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    commands = documented("docs/training.md", "search")
+    commands = documented("docs/running.md", "search")
     done = subprocess.run(
         ["bash", "-e", "-c", commands], cwd=tmp_path, env=os.environ | {"PATH": path}, text=True, capture_output=True
     )

@@ -37,7 +37,7 @@ def test_the_documented_commands_make_a_starter_and_fine_tune_it(teacher: Path, 
     (tmp_path / "my_rows.csv").write_text(f"label,text\n{rows}\n")
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
     environment["DISTRINEWS_CACHE_DIR"] = str(tmp_path / "cache")
-    make, tune = documented("docs/training.md", "starter").strip().splitlines()
+    make, tune = documented("docs/tasks.md", "starter").strip().splitlines()
 
     def run(command: str, *more: str) -> str:
         words = [sys.executable, *shlex.split(command)[1:], *more]

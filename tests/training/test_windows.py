@@ -216,7 +216,7 @@ def test_the_documented_command_trains(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "training").symlink_to(REPOSITORY / "training")
     (tmp_path / "articles.csv").write_bytes((long_texts / "train.csv").read_bytes())
-    words = shlex.split(documented("docs/training.md", "long-texts"))
+    words = shlex.split(documented("docs/methods.md", "long-texts"))
     flags = words[words.index("--config") :]
 
     assert train_here(*flags, "--max_length", 16, "--epochs", 1) == 0

@@ -47,6 +47,12 @@ def flags_of(name: str) -> list[str]:
     return documented(PAGE, name).replace("\\\n", " ").split()[3:]
 
 
+def shows_parts_of(shown: str, printed: str) -> bool:
+    """Whether a block of the page is the output, with a … for each run of lines that it leaves out."""
+    lines = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+    return re.fullmatch(r"(?:.*\n)*".join(map(re.escape, shown.split("…\n"))), lines) is not None
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     monkeypatch.setattr(sys, "argv", ["planning", *flags])
     main()
@@ -128,7 +134,7 @@ def test_every_table_says_that_it_is_simulated(founding: Answer, printed: Printe
 def test_the_documented_answer_is_what_its_command_prints(founding: Answer, printed: Printed) -> None:
     shown = shown_after(PAGE, documented(PAGE, "founding"))
 
-    assert shown.splitlines() == [line.rstrip() for line in printed(founding).splitlines()]
+    assert shows_parts_of(shown, printed(founding))
 
 
 def test_json_holds_the_plans_that_are_printed(
@@ -259,8 +265,7 @@ def test_the_documented_largest_models_are_what_the_command_prints(
 ) -> None:
     print_largest(largest)
 
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert shown_after(PAGE, documented(PAGE, "largest")).splitlines() == printed
+    assert shows_parts_of(shown_after(PAGE, documented(PAGE, "largest")), capsys.readouterr().out)
 
 
 def test_the_family_of_a_model_contains_models_of_its_proportions() -> None:
@@ -307,8 +312,7 @@ def test_gpt3_is_planned_with_tensor_parallelism_in_a_node_and_pipelines_between
 def test_the_documented_plan_of_gpt3_is_the_beginning_of_what_its_command_prints(
     gpt3: Answer, printed: Printed
 ) -> None:
-    shown, text = shown_after(PAGE, documented(PAGE, "gpt3")).splitlines(), printed(gpt3)
+    text = printed(gpt3)
 
-    assert shown[-1] == "…"
-    assert shown[:-1] == [line.rstrip() for line in text.splitlines()][: len(shown) - 1]
+    assert shows_parts_of(shown_after(PAGE, documented(PAGE, "gpt3")), text)
     assert "does not split the network of gpt3-175b" in text

@@ -145,7 +145,7 @@ def test_the_documented_command_trains(
     with (tmp_path / "my_rows.csv").open("w", newline="") as file:
         rows = load_data("sample").train
         csv.writer(file).writerows([("text", "label"), *zip(rows.texts, rows.labels, strict=True)])
-    flags = shlex.split(documented("docs/training.md", "budget"))[2:]
+    flags = shlex.split(documented("docs/running.md", "budget"))[2:]
 
     assert train_here(*flags, *RUN, "--budget", "8s", "--output_dir", "model") == 0
 
