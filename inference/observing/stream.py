@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, Protocol
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, num_chars
 from inference.observing.alarm import ALARM_AT, Alarm, ChunkCounts, explain
+from inference.observing.failures import FailureLog
 from inference.observing.kept_texts import PER_HOUR, Candidate, Sample
 from inference.observing.reference import Reference
-from inference.observing.store import Counted, KeptText, Store, StoreError
+from inference.observing.store import Counted, KeptText, Store
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _MOST_CALLERS = 32
 _MOST_CHUNKS = 4_096
 _MOST_TALLIES = 120
 _FOLDED_AT_ONCE = 256  # texts
-_FOLD_S, _FLUSH_S, _TIDY_S, _COMPLAIN_S = 0.25, 5.0, 60.0, 60.0
+_FOLD_S, _FLUSH_S, _TIDY_S = 0.25, 5.0, 60.0
 _END_S = 15.0
 # Minutes within which "now" lies, of a line that says what has moved.
 _NOW_MINUTES = 10
@@ -261,7 +262,7 @@ class Observer:
         self._texts: deque[KeptText] = deque(maxlen=PER_HOUR)
         self._undrawn: deque[str] = deque(maxlen=PER_HOUR)
         self._flush_at = self._tidy_at = 0.0
-        self._complained = float("-inf")
+        self._complain = FailureLog("what the server sees is not recorded, and waits", logger)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="observe", daemon=True)
 
@@ -340,13 +341,6 @@ class Observer:
             act()
         except Exception as error:
             self._complain(error)
-
-    def _complain(self, error: Exception) -> None:
-        if time.monotonic() - self._complained < _COMPLAIN_S:
-            return
-        self._complained = time.monotonic()
-        what = "what the server sees is not recorded, and waits: %s"
-        logger.error(what, error, exc_info=None if isinstance(error, StoreError) else error)
 
     def _fold(self) -> None:
         while self._waiting:

@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_written_later_and_told_once(
         wait_until(lambda: len(tries) > seen + 3)
         assert caplog.messages == [
             "what the server sees is not recorded, and waits: "
-            f"{folder}/observed.sqlite: there is no folder {folder}; create it"
+            f"{folder}/observed.sqlite: there is no folder {folder}; create it [observations-unusable]"
         ]
         assert "there is no folder" in Summaries(observer).of(served)["error"]
         folder.mkdir()
