@@ -108,6 +108,15 @@ def reviewed_in_store(
     return [_from_store(one) for one in reviews], " ".join(notes)
 
 
+def drawn_for_verdict(reviewed: Iterable[Reviewed]) -> list[Reviewed]:
+    """The reviews that two models can be compared on: of texts that were drawn uniformly, and not
+    among those that calibrate a retrained model.
+    """
+    # Of several reviews of one text the last counts.
+    newest = {text_hash(one.text): one for one in reviewed}
+    return [one for key, one in newest.items() if one.is_uniform and key % _CALIBRATES]
+
+
 def _from_store(one: Feedback) -> Reviewed:
     return Reviewed(one.text, one.label, one.why == "uniform")
 
