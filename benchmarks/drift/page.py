@@ -17,7 +17,8 @@ MODULE = "benchmarks.observing"
 Part = dict[str, Any]
 INTRODUCTION = """
 Two things are asked of a server that sees texts without labels: how accurate its answers are, and whether the texts
-have changed. [What is estimated, and what cannot be known](../docs/observing.md) has the formulas.
+have changed. [What is estimated, and what cannot be known](../docs/observing.md) has the formulas. The last section is
+about what it costs.
 """
 MONTHS = """
 ## Accuracy without labels
@@ -304,9 +305,9 @@ def _cost(part: Part) -> str:
         {
             "observing": str,
             "texts/s": column("texts_per_second", 0),
-            "to off": ratio("texts_per_second"),
+            "texts/s to off": ratio("texts_per_second"),
             "CPU ms per text": column("cpu_ms", 3),
-            "to off ": ratio("cpu_ms"),
+            "CPU to off": ratio("cpu_ms"),
         },
         part["rounds"][0],
     )

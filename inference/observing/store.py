@@ -111,7 +111,7 @@ _TABLES = {
     "texts": "id TEXT PRIMARY KEY, at DOUBLE PRECISION NOT NULL, model TEXT NOT NULL, "
     "revision TEXT NOT NULL, caller TEXT NOT NULL, text TEXT NOT NULL, label TEXT NOT NULL, "
     "confidence DOUBLE PRECISION NOT NULL, familiarity DOUBLE PRECISION, uniform INTEGER NOT NULL",
-    # Deleted together with the text, whoever deletes it.
+    # The database deletes an answer together with its text.
     "shadows": "id TEXT PRIMARY KEY REFERENCES texts (id) ON DELETE CASCADE, "
     "revision TEXT NOT NULL, label TEXT NOT NULL, confidence DOUBLE PRECISION NOT NULL",
     "feedback": "id TEXT PRIMARY KEY, at DOUBLE PRECISION NOT NULL, model TEXT NOT NULL, "
