@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.credentials import without_password
 from common.errors import UserError
 from common.escaping import printable, some_of
 from common.files import write_csv, write_json, writing_folder
@@ -89,7 +90,8 @@ def reviewed_in_store(
     try:
         if model not in (names := store.models()):
             known = f"there are {some_of(names)}" if names else "there are no texts yet"
-            what = f"--store {address}: has nothing of a model {printable(model)}; {known}"
+            named = f"--store {without_password(address)}"
+            what = f"{named}: has nothing of a model {printable(model)}; {known}"
             raise UserError(what, code="review-store")
         said = [one for one in store.feedback(model) if one.text.strip()]
     finally:

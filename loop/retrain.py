@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.commands import HOUSE, run_module
+from common.credentials import without_password
 from common.errors import ModelLoadError, OneLineParser, UserError, positive, run_command
 from common.escaping import printable
 from common.files import sha256_of, write_json
@@ -202,7 +203,9 @@ def _split(options: argparse.Namespace, saved: SavedModel) -> NewRows:
     what = ""
     if not rows.counts["reviewed_trained"]:
         source = (
-            f"--reviewed {options.reviewed}" if options.reviewed else f"--store {options.store}"
+            f"--reviewed {options.reviewed}"
+            if options.reviewed
+            else f"--store {without_password(options.store)}"
         )
         what = f"{printable(source)}: no reviewed row is left to train on"
     elif not rows.verdict:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.commands import run_module
+from common.credentials import without_password
 from common.errors import OneLineParser, UserError, run_command
 from common.escaping import printable, some_of
 from common.model_folder import Manifest
@@ -147,7 +148,7 @@ def _read_rows(options: argparse.Namespace, old: Artefact, new: Artefact) -> _Ro
     kept, _, left_out = unseen([old.folder, new.folder], texts)
     if not len(kept):
         given = [f"--rows {path}" for path in options.rows]
-        given += [f"--store {options.store}"] if options.store else []
+        given += [f"--store {without_password(options.store)}"] if options.store else []
         raise UserError(
             f"{' '.join(given)}: a model has seen all {counted(len(texts), 'row')} in training; "
             "give others",
@@ -177,7 +178,7 @@ def _drawn_in_store(
     drawn = drawn_for_verdict(reviewed)
     if not drawn:
         what = "has no reviews of uniformly drawn texts; python -m loop.review serve asks for them"
-        raise UserError(f"--store {address}: {what}", code="data-empty")
+        raise UserError(f"--store {without_password(address)}: {what}", code="data-empty")
     lines = [f"{counted(len(drawn), 'uniformly drawn and reviewed text')} from the store."]
     return drawn, [*lines, *filter(None, [note])]
 
