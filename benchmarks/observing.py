@@ -1,4 +1,5 @@
-"""Is the accuracy of texts without labels known, and does the alarm find foreign texts and stay silent otherwise?
+"""Is the accuracy of texts without labels known, does the alarm find foreign texts and stay silent otherwise, and what
+does it cost?
 
 A model is trained on the first months of current events and observed for ninety more. Parts that are not measured again
 keep what the page has of them.
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.drift import alarms, months
+from benchmarks.drift import alarms, cost, months
 from benchmarks.drift.page import MODULE, render
 from benchmarks.honest.texts import add_text_flags
 from common.errors import positive
@@ -46,11 +47,12 @@ PARTS: dict[str, Callable[[Namespace], Results]] = {
     "months": _months,
     "other_texts": _other_texts,
     "alarm": _alarm,
+    "cost": cost.measure,
 }
 
 
 def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__ or "", page="observing.md")
+    parser = harness.Parser(MODULE, __doc__ or "", page="observing.md", rounds=6)
     add = parser.add_argument
     news = harness.ROOT / "checkpoints" / "news"
     add(
@@ -84,6 +86,8 @@ def _parse() -> Namespace:
         default=[],
         help="folders with a test.csv, with a column text, of other domains (default: none)",
     )
+    # Longer than the five seconds between two times that a server writes to its store.
+    add("--seconds", type=harness.seconds, default=6, help="of each load, for cost (default: 6)")
     harness.add_parts_flag(parser, PARTS)
     add(
         "--trials",

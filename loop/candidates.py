@@ -2,7 +2,8 @@
 
 Most are those that the model is least sure of: least confidence is the cheapest rule that is
 hard to beat with transformers (https://arxiv.org/abs/2107.05687). A tenth each are texts about which
-somebody disagrees with the model, texts unlike those it knows, and texts that were drawn uniformly.
+somebody disagrees with the model, texts that a candidate in shadow answered otherwise, texts unlike
+those it knows, and texts that were drawn uniformly.
 Only the last say how often the model is right, so they are asked for that reason and no other.
 """
 
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from common.text import folded
 from inference.observing.feedback import REVIEW
-from inference.observing.store import Feedback, KeptText
+from inference.observing.store import Feedback, KeptText, ShadowAnswer
 
-UNIFORM, DISAGREEING, UNFAMILIAR, UNCERTAIN = "uniform", "disagreeing", "unfamiliar", "uncertain"
-REASONS = (UNIFORM, DISAGREEING, UNFAMILIAR, UNCERTAIN)
+UNIFORM, DISAGREEING, SHADOW = "uniform", "disagreeing", "shadow"
+UNFAMILIAR, UNCERTAIN = "unfamiliar", "uncertain"
+REASONS = (UNIFORM, DISAGREEING, SHADOW, UNFAMILIAR, UNCERTAIN)
 _SHARE = 0.1  # of each reason but the last
 _HASHED_WORDS = 256
 # Texts among which unlike ones are looked for, per text that is wanted, and reviewed texts that
@@ -49,6 +51,7 @@ def choose(
     statements: Sequence[Feedback],
     count: int,
     second: Sequence[KeptText] = (),
+    shadows: Sequence[ShadowAnswer] = (),
 ) -> list[Item]:
     """At most ``count`` texts, none twice and none that was reviewed, in random order.
 
@@ -56,6 +59,7 @@ def choose(
         kept: the texts of a model, the newest first.
         statements: corrections and reviews of it, the oldest first.
         second: the texts of another model that was asked the same.
+        shadows: what candidates in shadow answered, the newest first.
     """
     reviewed = [one.text for one in statements if one.kind == REVIEW]
     left = _distinct(kept, reviewed)
@@ -66,6 +70,7 @@ def choose(
     chosen = drawn[:share]
     for reason, found in (
         (DISAGREEING, _disagreeing(others, kept, statements, second, reviewed)),
+        (SHADOW, _in_shadow(others, kept, shadows)),
         (UNFAMILIAR, _unfamiliar(others, kept, reviewed, share)),
         (UNCERTAIN, others),
     ):
@@ -129,6 +134,24 @@ def _disagreeing(
         if len(labels[key]) > 1 and key not in known:
             found.setdefault(key, one)
     return list(found.values())
+
+
+def _in_shadow(
+    others: Sequence[Item], kept: Sequence[KeptText], shadows: Sequence[ShadowAnswer]
+) -> list[Item]:
+    """Texts that the newest candidate answered otherwise. Those come first on which both models are
+    sure: one of the two is wrong and does not know it.
+    """
+    newest = shadows[0].revision if shadows else ""
+    confidence = {one.id: one.confidence for one in kept}
+    # A text is compared once per request that brought it; the newest time counts.
+    answers = {folded(one.text): one for one in reversed(shadows) if one.revision == newest}
+    found = [
+        (min(answer.confidence, confidence[one.request]), one)
+        for one in others
+        if (answer := answers.get(folded(one.text))) and answer.label != one.answered
+    ]
+    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
 
 
 def _unfamiliar(

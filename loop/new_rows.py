@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.credentials import without_password
 from common.errors import UserError
 from common.escaping import printable, some_of
 from common.files import write_csv, write_json, writing_folder
@@ -89,7 +90,8 @@ def reviewed_in_store(
     try:
         if model not in (names := store.models()):
             known = f"there are {some_of(names)}" if names else "there are no texts yet"
-            what = f"--store {address}: has nothing of a model {printable(model)}; {known}"
+            named = f"--store {without_password(address)}"
+            what = f"{named}: has nothing of a model {printable(model)}; {known}"
             raise UserError(what, code="review-store")
         said = [one for one in store.feedback(model) if one.text.strip()]
     finally:
@@ -106,6 +108,15 @@ def reviewed_in_store(
         what = f"{counted(len(strange), 'review')} with a label that the model lacks ({names})"
         notes.append(f"{what}: not used.")
     return [_from_store(one) for one in reviews], " ".join(notes)
+
+
+def drawn_for_verdict(reviewed: Iterable[Reviewed]) -> list[Reviewed]:
+    """The reviews that two models can be compared on: of texts that were drawn uniformly, and not
+    among those that calibrate a retrained model.
+    """
+    # Of several reviews of one text the last counts.
+    newest = {text_hash(one.text): one for one in reviewed}
+    return [one for key, one in newest.items() if one.is_uniform and key % _CALIBRATES]
 
 
 def _from_store(one: Feedback) -> Reviewed:

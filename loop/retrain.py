@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.commands import run_module
-from common.errors import ModelLoadError, OneLineParser, UserError, run_command
+from common.commands import HOUSE, run_module
+from common.credentials import without_password
+from common.errors import ModelLoadError, OneLineParser, UserError, positive, run_command
 from common.escaping import printable
 from common.files import sha256_of, write_json
 from common.model_folder import (
@@ -49,7 +50,7 @@ Train OLD again on its old rows and the reviewed ones, export the new model, and
 golden rows. Ends with the verdict and its exit code: PROMOTE (0), HOLD (10) or REJECT (11). Started
 again after it was stopped, it continues.
 
-What follows -- is given to training/train_single.py, such as -- --epochs 2.
+What follows -- is given to training, such as -- --epochs 2.
 """
 
 
@@ -92,6 +93,13 @@ def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
         default="auto",
         help="head: the last layer learns, in seconds; fine_tune: all weights do, beginning with "
         f"those of OLD; auto: head up to {FEW_ROWS:,} rows (default: auto)",
+    )
+    flag(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="ranks of fine-tuning, usually one per GPU (default: 1)",
     )
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:end])
@@ -170,7 +178,9 @@ def _inputs(options: argparse.Namespace) -> dict[str, Any]:
     """What a retraining depends on. A store changes all the time, so what it had at the beginning
     counts.
     """
-    given = {name: str(value) for name, value in vars(options).items() if name != "output_dir"}
+    # Training resumes on any number of ranks.
+    free = ("output_dir", "processes")
+    given = {name: str(value) for name, value in vars(options).items() if name not in free}
     files = (options.rows, options.golden, options.reviewed)
     hashes = {str(path): sha256_of(path) for path in files if path and path.is_file()}
     return {**given, "files": hashes}
@@ -193,7 +203,9 @@ def _split(options: argparse.Namespace, saved: SavedModel) -> NewRows:
     what = ""
     if not rows.counts["reviewed_trained"]:
         source = (
-            f"--reviewed {options.reviewed}" if options.reviewed else f"--store {options.store}"
+            f"--reviewed {options.reviewed}"
+            if options.reviewed
+            else f"--store {without_password(options.store)}"
         )
         what = f"{printable(source)}: no reviewed row is left to train on"
     elif not rows.verdict:
@@ -221,9 +233,14 @@ def _train(options: argparse.Namespace, saved: SavedModel, rows: Path) -> None:
         **({} if is_head else {"suspects": "reweight"}),
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    _announce("training.train_single", words)
-    flag = f"--output_dir {options.output_dir}"
-    run_module("training.train_single", [*words, *options.training_flags], flag, _say)
+    words += options.training_flags
+    module = "training.train_single"
+    if options.processes > 1 and not is_head:
+        # What training/run_ddp.sh starts. Through the script, a stop would end the shell first.
+        module, script = "training.launch", str(HOUSE / "training" / "train_ddp.py")
+        words = ["--standalone", f"--nproc_per_node={options.processes}", script, *words]
+    _announce(module, words)
+    run_module(module, words, f"--output_dir {options.output_dir}", _say)
 
 
 def _export(model: Path, rows: Path) -> None:

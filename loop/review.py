@@ -95,7 +95,8 @@ def _model(store: Store, options: Namespace) -> str:
 def _chosen(store: Store, options: Namespace) -> tuple[str, list[Item]]:
     model = _model(store, options)
     second = store.texts(options.second) if options.second else []
-    items = choose(store.texts(model), store.feedback(model), options.count, second)
+    said = store.feedback(model)
+    items = choose(store.texts(model), said, options.count, second, store.shadows(model))
     return model, items
 
 

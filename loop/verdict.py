@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.commands import run_module
+from common.credentials import without_password
 from common.errors import OneLineParser, UserError, run_command
 from common.escaping import printable, some_of
 from common.model_folder import Manifest
@@ -25,6 +26,7 @@ from common.rows import Columns, hash_of, parse_json, public_name, read_labelled
 from common.seen_texts import unseen
 from common.text import Text, counted
 from loop.comparison import EXIT_CODES, Answers, ClassChange, Comparison, compare
+from loop.new_rows import Reviewed, drawn_for_verdict, reviewed_in_store
 from loop.record import Artefact, write_verdict
 
 # A new model may be so many times as slow, and as large.
@@ -49,10 +51,17 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--rows",
         type=Path,
         action="append",
-        required=True,
+        default=[],
         metavar="FILE",
         help="labelled rows: a file, or a folder with test.csv; may be given several times",
     )
+    flag(
+        "--store",
+        metavar="ADDRESS",
+        help="compare them on the texts too that the server drew uniformly and people reviewed: "
+        "what its OBSERVE names, an SQLite file or postgresql://...",
+    )
+    flag("--model", metavar="NAME", help="name of the model in the store (default: that of OLD)")
     flag("--text_column", default="text", metavar="NAME", help="column of the text (default: text)")
     flag(
         "--label_column",
@@ -60,7 +69,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="column of the label (default: label)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not (options.rows or options.store):
+        parser.error("give --rows, --store or both: there is nothing to compare the models on")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,10 +109,11 @@ class _Rows:
     targets: list[int]
     labels: list[str]
     left_out: dict[str, int]
+    of_store: list[str]
 
     @property
     def notes(self) -> list[str]:
-        lines = []
+        lines = [*self.of_store]
         if why := [f"{n:,} {what.replace('_', ' ')}" for what, n in self.left_out.items() if n]:
             lines.append(f"Rows left out: {', '.join(why)}.")
         if "seen_in_training" not in self.left_out:
@@ -124,21 +137,50 @@ def _read_rows(options: argparse.Namespace, old: Artefact, new: Artefact) -> _Ro
         found = read_labelled_rows(path, labels, columns=columns)
         texts += found.texts
         targets += found.targets
+    names, of_store = [public_name(str(path)) for path in options.rows], []
+    if options.store:
+        model = options.model or old.manifest.source["name"]
+        drawn, of_store = _drawn_in_store(options.store, model, labels)
+        # Behind the golden rows: of equal texts the first counts.
+        texts += [one.text for one in drawn]
+        targets += [labels.index(one.label) for one in drawn]
+        names.append(f"reviews of {model}")
     kept, _, left_out = unseen([old.folder, new.folder], texts)
     if not len(kept):
-        names = " ".join(map(str, options.rows))
+        given = [f"--rows {path}" for path in options.rows]
+        given += [f"--store {without_password(options.store)}"] if options.store else []
         raise UserError(
-            f"--rows {names}: a model has seen all {counted(len(texts), 'row')} in training; give "
-            "others",
+            f"{' '.join(given)}: a model has seen all {counted(len(texts), 'row')} in training; "
+            "give others",
             code="data-empty",
         )
     return _Rows(
-        names=[public_name(str(path)) for path in options.rows],
+        names=names,
         texts=[texts[i] for i in kept],
         targets=[targets[i] for i in kept],
         labels=labels,
         left_out=left_out,
+        of_store=of_store,
     )
+
+
+def _drawn_in_store(
+    address: str, model: str, labels: Sequence[str]
+) -> tuple[list[Reviewed], list[str]]:
+    """The reviews that count, and what has to be said of them.
+
+    Both models classify these texts again, as they do the golden rows. What they had answered in
+    the server is not used, although the store has it of the texts that the candidate read in
+    shadow: those are a few percent of the texts, drawn without looking at them, so the others are
+    as good; and their answers are those of the revisions that were served then.
+    """
+    reviewed, note = reviewed_in_store(address, model, labels)
+    drawn = drawn_for_verdict(reviewed)
+    if not drawn:
+        what = "has no reviews of uniformly drawn texts; python -m loop.review serve asks for them"
+        raise UserError(f"--store {without_password(address)}: {what}", code="data-empty")
+    lines = [f"{counted(len(drawn), 'uniformly drawn and reviewed text')} from the store."]
+    return drawn, [*lines, *filter(None, [note])]
 
 
 def _about_labels(old: Artefact, new: Artefact, rows: _Rows) -> list[str]:

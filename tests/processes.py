@@ -132,7 +132,9 @@ class PythonProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # The fork server reaps a process that has been killed a moment before it reports its end.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -10,13 +10,15 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.drift.alarms import ALL, SHARE
+from benchmarks.drift.cost import OFF, ON
 from benchmarks.drift.months import OURS
 
 MODULE = "benchmarks.observing"
 Part = dict[str, Any]
 INTRODUCTION = """
 Two things are asked of a server that sees texts without labels: how accurate its answers are, and whether the texts
-have changed. [What is estimated, and what cannot be known](../docs/observing.md) has the formulas.
+have changed. [What is estimated, and what cannot be known](../docs/observing.md) has the formulas. The last section is
+about what it costs.
 """
 MONTHS = """
 ## Accuracy without labels
@@ -72,6 +74,14 @@ evidence was {unseen[evidence]:,.0f}.
 **What has moved.** From now on all texts are of one kind. If they are all of a label of which the model is surer than
 of others, no alarm is raised, but the line names it.
 """
+COST = """
+## What it costs
+
+`checkpoints/news` under the load of {clients} clients, each of which sends its next text of AG News once the last is
+answered, for {seconds:g} s. Client and server share the machine. In each of the {rounds} rounds each server is started
+in turn, and compared with the one without `OBSERVE` of that round. Medians, in brackets the smallest and the largest
+round, between which the true median lies with a probability of {sure:.0%}.
+"""
 
 
 def render(results: dict[str, Part]) -> str:
@@ -79,6 +89,7 @@ def render(results: dict[str, Part]) -> str:
         "months": _months,
         "other_texts": _other_texts,
         "alarm": _alarm,
+        "cost": _cost,
     }
     page = harness.introduction(MODULE, "Accuracy without labels, and the alarm", INTRODUCTION)
     page += f"{harness.goals_table(_goals(results))}"
@@ -90,7 +101,7 @@ def render(results: dict[str, Part]) -> str:
 
 
 def _goals(results: dict[str, Part]) -> list[harness.Goal]:
-    months, alarm = results.get("months"), results.get("alarm")
+    months, alarm, cost = (results.get(name) for name in ("months", "alarm", "cost"))
     by_method = _by_method(months["months"]) if months else {}
     ours = by_method.get(OURS, {"error": None, "held": None})
     return [
@@ -112,7 +123,19 @@ def _goals(results: dict[str, Part]) -> list[harness.Goal]:
             0,
             "{:.0f}",
         ),
+        harness.Goal(
+            f"cost of {ON}, % of the texts per second",
+            cost and 100 * (1 - median(_ratios(cost, ON, "texts_per_second"))),
+            "at most",
+            3.0,
+            "{:.1f}",
+        ),
     ]
+
+
+def _ratios(cost: Part, name: str, figure: str) -> list[float]:
+    """To the server that does not observe, in each round."""
+    return [one[name][figure] / one[OFF][figure] for one in cost["rounds"]]
 
 
 def _by_method(months: Sequence[Part]) -> dict[str, dict[str, float]]:
@@ -263,3 +286,33 @@ def _alarm(part: Part) -> str:
     names = ("rows", "quiet", "share", "trials", "most")
     text = ALARM.format(**{name: part[name] for name in names})
     return f"{text}\n{table}{SILENT.format(**part['silent'], unseen=part['unseen'])}\n{concepts}"
+
+
+def _cost(part: Part) -> str:
+    def column(figure: str, digits: int) -> Callable[[str], str]:
+        return lambda name: harness.median_and_spread(
+            [one[name][figure] for one in part["rounds"]], digits
+        )
+
+    def ratio(figure: str) -> Callable[[str], str]:
+        return lambda name: (
+            harness.NONE
+            if name == OFF
+            else harness.median_and_spread(_ratios(part, name, figure), 3)
+        )
+
+    table = harness.table(
+        {
+            "observing": str,
+            "texts/s": column("texts_per_second", 0),
+            "texts/s to off": ratio("texts_per_second"),
+            "CPU ms per text": column("cpu_ms", 3),
+            "CPU to off": ratio("cpu_ms"),
+        },
+        part["rounds"][0],
+    )
+    rounds = len(part["rounds"])
+    text = COST.format(
+        clients=part["clients"], seconds=part["seconds"], rounds=rounds, sure=1 - 2 / 2**rounds
+    )
+    return f"{text}\n{table}"

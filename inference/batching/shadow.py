@@ -8,7 +8,7 @@ import asyncio
 import functools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.problem_types import SINGLE_LABEL
@@ -19,12 +19,16 @@ from inference.batching.stage import QueueLimits
 from inference.engines.model_loader import ModelLoader
 from inference.errors import QueueFullError, WorkerDownError
 from inference.metrics import ModelMetrics
+from inference.observing.stream import InShadow
 
 # Of the machine, compared with the live model's: after a pass of the candidate, the fair queue lets
 # texts of the live model go first for fifty times as long as that pass took.
 _WEIGHT = 0.02
 # Texts that wait for the candidate; further ones are dropped.
 _MOST_WAITING = 32
+
+# Told the position of a text in its call, and the candidate's answer to it.
+Compared = Callable[[int, InShadow], None]
 
 
 class Shadow:
@@ -89,56 +93,74 @@ class Shadow:
             },
         }
 
-    def saw(self, texts: Sequence[Text], answers: Sequence[Answer]) -> None:
-        """Draw some of the texts that the live model has answered, whatever the answers are."""
+    def saw(
+        self,
+        texts: Sequence[Text],
+        answers: Sequence[Answer],
+        compared: Compared | None = None,
+    ) -> None:
+        """Draw some of the texts that the live model has answered, whatever the answers are;
+        ``compared`` is called for each that the candidate has answered too.
+        """
         is_busy = self._of_live.load > BUSY_ABOVE
         if is_busy:
             for future in list(self._waiting):
                 future.cancel()
-        drawn = [pair for pair in zip(texts, answers, strict=True) if self._draws()]
+        drawn = [place for place in range(len(texts)) if self._draws()]
         if not drawn:
             return
         if is_busy:
             self._metrics.in_shadow("dropped", len(drawn))
         else:
             # Not before the answer, which this callback would otherwise hold up.
-            asyncio.get_running_loop().call_soon(self._ask, drawn)
+            asyncio.get_running_loop().call_soon(self._ask, drawn, texts, answers, compared)
 
     def _draws(self) -> bool:
         return self._random.random() < self._share
 
-    def _ask(self, drawn: Sequence[tuple[Text, Answer]]) -> None:
-        for text, answer in drawn:
+    def _ask(
+        self,
+        drawn: Sequence[int],
+        texts: Sequence[Text],
+        answers: Sequence[Answer],
+        compared: Compared | None,
+    ) -> None:
+        for place in drawn:
             if len(self._waiting) >= _MOST_WAITING:
                 self._metrics.in_shadow("dropped")
                 continue
             try:
-                (future,) = self._own.submit([text], self._max_wait_s)
+                (future,) = self._own.submit([texts[place]], self._max_wait_s)
             except (QueueFullError, WorkerDownError):
                 self._metrics.in_shadow("dropped")
                 continue
             self._waiting.add(future)
-            future.add_done_callback(functools.partial(self._compare, answer))
+            tell = compared and functools.partial(compared, place)
+            future.add_done_callback(functools.partial(self._compare, answers[place], tell))
 
-    def _compare(self, answer: Answer, future: asyncio.Future[Answer]) -> None:
+    def _compare(
+        self,
+        answer: Answer,
+        tell: Callable[[InShadow], None] | None,
+        future: asyncio.Future[Answer],
+    ) -> None:
         self._waiting.discard(future)
         # What was withdrawn, came too late, or failed was not compared.
         if future.cancelled() or future.exception() is not None:
             self._metrics.in_shadow("dropped")
             return
-        label = _label_of(self._live, answer)
-        is_same = _label_of(self._candidate, future.result()) == label
+        label, _ = self._live.answering.given(answer.values)[0]
+        given, confidence = self._candidate.answering.given(future.result().values)[0]
+        is_same = given == label
         self._compared[label] += 1
         self._same[label] += is_same
         self._metrics.in_shadow("same" if is_same else "differs")
+        if tell is not None:
+            tell(InShadow(self._candidate.info["revision"], given, confidence))
 
     def close(self) -> None:
         """Drop what waits, and end after the current pass."""
         self._own.close()
-
-
-def _label_of(model: ModelLoader, answer: Answer) -> str:
-    return model.answering.given(answer.values)[0][0]
 
 
 def _why_not(candidate: ModelLoader, live: ModelLoader) -> str:

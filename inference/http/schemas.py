@@ -455,6 +455,9 @@ class ModelResponse(BaseModel):
         "and on how many texts that was certified.",
     )
     feedback: bool = Field(description="Whether it takes corrections (POST /feedback).")
+    texts_kept_s: float | None = Field(
+        default=None, description="How many seconds texts may be kept for review (KEEP_TEXTS)."
+    )
     shadow: dict[str, Any] | None = Field(
         default=None,
         description="In GET /model: the candidate in SHADOW, how many texts this process has "
@@ -498,6 +501,7 @@ class ModelResponse(BaseModel):
             calibration=None if known is None else dict(known.record),
             cascade=None if model.cascade is None else dict(model.cascade.record),
             feedback=bool(settings.observe) and takes_feedback(model),
+            texts_kept_s=None if model.reads_pairs else settings.keep_texts_s or None,
             engine={
                 name: value
                 for name, value in model.info.items()

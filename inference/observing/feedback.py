@@ -16,14 +16,14 @@ from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from inference.observing.store import Feedback, KeptText, Store, StoreError
+from inference.observing.failures import FailureLog
+from inference.observing.store import Feedback, KeptText, Store
 
 logger = logging.getLogger(__name__)
 
 # Corrections that may wait for the disk; the largest that a request can carry take 64 MiB.
 MOST_WAITING = 1024
 CORRECTION, REVIEW = "correction", "review"
-_LOG_INTERVAL_S = 60.0
 _CLOSE_S = 10.0
 
 
@@ -87,7 +87,7 @@ class FeedbackWriter:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._store: Store | None = None
-        self._logged_at = float("-inf")
+        self._log = FailureLog("feedback is not recorded", logger)
 
     def submit(self, correction: Correction) -> Future[Recorded]:
         """Have a correction recorded; the future ends when it is on the disk.
@@ -150,15 +150,6 @@ class FeedbackWriter:
         statements = [_statement(one, _kept(store, one), now) for one in corrections]
         new = iter(store.append([one for one in statements if one is not None]))
         return [one and Recorded(one.id, not next(new)) for one in statements]
-
-    def _log(self, error: Exception) -> None:
-        if time.monotonic() - self._logged_at < _LOG_INTERVAL_S:
-            return
-        self._logged_at = time.monotonic()
-        if isinstance(error, StoreError):
-            logger.error("feedback is not recorded: %s", error.line)
-        else:
-            logger.exception("feedback is not recorded")
 
 
 def _kept(store: Store, correction: Correction) -> KeptText | None:

@@ -39,9 +39,12 @@ class Candidate(NamedTuple):
         return max(unsure, foreign)
 
     def kept(self, uniform: int) -> KeptText:
-        # Neither a lone half of a surrogate pair nor a null character can be stored.
-        text = self.text[:_MOST_CHARS].encode("utf-8", "replace").decode().replace("\0", "\ufffd")
-        return KeptText(*self._replace(text=text), uniform)
+        return KeptText(*self._replace(text=text_to_keep(self.text)), uniform)
+
+
+def text_to_keep(text: str) -> str:
+    # Neither a lone half of a surrogate pair nor a null character can be stored.
+    return text[:_MOST_CHARS].encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 class Sample:
@@ -72,8 +75,21 @@ class Sample:
             if len(self._drawn) > _MOST_UNIFORM:
                 self._draw_fewer()
             return
+        self._choose(one, one.interest)
+
+    def offer_contradicted(self, one: Candidate) -> None:
+        """Let a text be kept to which a candidate in shadow gave another label: more interesting
+        than all others.
+
+        It was offered before, and is not drawn again: a second chance would make such texts more
+        frequent among the drawn ones than they are.
+        """
+        if one.id not in self._drawn:
+            self._choose(one, 2.0)
+
+    def _choose(self, one: Candidate, interest: float) -> None:
         self._num_offered += 1  # of two that are equally interesting, the later one
-        entry = (one.interest, self._num_offered, one)
+        entry = (interest, self._num_offered, one)
         # Half of what an hour may have at once, the rest as the hour goes by.
         allowed = PER_HOUR / 2 * (1 + one.at % 3600 / 3600)
         if self._num_kept < allowed:

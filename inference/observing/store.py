@@ -68,13 +68,24 @@ class KeptText:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowAnswer:
+    """What a candidate in shadow answered to a text; ``id``: of the kept text."""
+
+    id: str
+    text: str
+    revision: str
+    label: str
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
 class Feedback:
     """What somebody says about a text.
 
     ``id``: the same for the same statement, which is therefore recorded once. ``answered``: what
     the model had answered, empty if that is not known. ``kind``: ``correction`` from a user, or
     ``review`` from the review queue. ``why``: for what a review was asked: uniform, uncertain,
-    unfamiliar or disagreeing.
+    unfamiliar, disagreeing or shadow.
     """
 
     id: str
@@ -100,6 +111,9 @@ _TABLES = {
     "texts": "id TEXT PRIMARY KEY, at DOUBLE PRECISION NOT NULL, model TEXT NOT NULL, "
     "revision TEXT NOT NULL, caller TEXT NOT NULL, text TEXT NOT NULL, label TEXT NOT NULL, "
     "confidence DOUBLE PRECISION NOT NULL, familiarity DOUBLE PRECISION, uniform INTEGER NOT NULL",
+    # The database deletes an answer together with its text.
+    "shadows": "id TEXT PRIMARY KEY REFERENCES texts (id) ON DELETE CASCADE, "
+    "revision TEXT NOT NULL, label TEXT NOT NULL, confidence DOUBLE PRECISION NOT NULL",
     "feedback": "id TEXT PRIMARY KEY, at DOUBLE PRECISION NOT NULL, model TEXT NOT NULL, "
     "revision TEXT NOT NULL, request TEXT NOT NULL, text TEXT NOT NULL, answered TEXT NOT NULL, "
     "label TEXT NOT NULL, caller TEXT NOT NULL, author TEXT NOT NULL, kind TEXT NOT NULL, "
@@ -163,6 +177,7 @@ class Store:
         texts: Iterable[KeptText] = (),
         advance: Mapping[tuple[str, str], Callable[[str | None], str]] | None = None,
         undrawn: Iterable[str] = (),
+        shadows: Iterable[ShadowAnswer] = (),
     ) -> None:
         """Add to the counts, keep texts, and bring alarms up to date, all in one transaction.
 
@@ -172,6 +187,7 @@ class Store:
             advance: by model and revision, from the state of its alarm, None at first, to the new
                 one. No other process changes the state in between.
             undrawn: the texts, by id, that do not count as drawn uniformly any more.
+            shadows: answers of candidates; those to texts that are not kept are left out.
         """
         with self._transaction() as run:
             # In one order everywhere, so that two processes never wait for each other's rows.
@@ -186,6 +202,13 @@ class Store:
                 run(f"INSERT INTO texts VALUES ({_marks(KeptText)}) ON CONFLICT DO NOTHING", text)
             for id in undrawn:
                 run("UPDATE texts SET uniform = 0 WHERE id = ?", (id,))
+            for one in shadows:
+                # Request ids are the clients' own, so another text may be kept under this id.
+                run(
+                    "INSERT INTO shadows SELECT id, ?, ?, ? FROM texts WHERE id = ? AND text = ? "
+                    "ON CONFLICT DO NOTHING",
+                    (one.revision, one.label, one.confidence, one.id, one.text),
+                )
             for key, change in sorted((advance or {}).items()):
                 run("INSERT INTO alarms VALUES (?, ?, '') ON CONFLICT DO NOTHING", key)
                 chosen = (
@@ -230,6 +253,16 @@ class Store:
             query = f"SELECT {_names(KeptText)} FROM texts WHERE id = ?"
             found = run(query, (id,)).fetchone()
         return KeptText(*found) if found else None
+
+    def shadows(self, model: str) -> list[ShadowAnswer]:
+        """What candidates answered to the texts of a model that are kept, the newest first."""
+        with self._transaction(writes=False) as run:
+            query = (
+                "SELECT texts.id, texts.text, shadows.revision, shadows.label, shadows.confidence "
+                "FROM shadows JOIN texts ON texts.id = shadows.id WHERE texts.model = ? "
+                "ORDER BY texts.at DESC"
+            )
+            return [ShadowAnswer(*row) for row in run(query, (model,)).fetchall()]
 
     def append(self, feedback: Sequence[Feedback]) -> list[bool]:
         """Record statements, all of them or none; returns which ones are new.
@@ -358,6 +391,7 @@ class _Sqlite:
             found.execute("PRAGMA auto_vacuum = INCREMENTAL")
             # What is deleted is also gone from the file.
             found.execute("PRAGMA secure_delete = ON")
+            found.execute("PRAGMA foreign_keys = ON")
             self._of_thread.connection = found
         return found
 
@@ -446,7 +480,7 @@ class _Postgres:
         return int(self._connection().execute(f"SELECT {sizes}").fetchone()[0])
 
     def compact(self) -> None:
-        for name in ("texts", "counts"):
+        for name in ("texts", "shadows", "counts"):
             self._connection().execute(f"VACUUM FULL {name}")
 
     def reason(self, error: Exception) -> str:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, Protocol
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, num_chars
 from inference.observing.alarm import ALARM_AT, Alarm, ChunkCounts, explain
-from inference.observing.kept_texts import PER_HOUR, Candidate, Sample
+from inference.observing.failures import FailureLog
+from inference.observing.kept_texts import PER_HOUR, Candidate, Sample, text_to_keep
 from inference.observing.reference import Reference
-from inference.observing.store import Counted, KeptText, Store, StoreError
+from inference.observing.store import Counted, KeptText, ShadowAnswer, Store
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _MOST_CALLERS = 32
 _MOST_CHUNKS = 4_096
 _MOST_TALLIES = 120
 _FOLDED_AT_ONCE = 256  # texts
-_FOLD_S, _FLUSH_S, _TIDY_S, _COMPLAIN_S = 0.25, 5.0, 60.0, 60.0
+_FOLD_S, _FLUSH_S, _TIDY_S = 0.25, 5.0, 60.0
 _END_S = 15.0
 # Minutes within which "now" lies, of a line that says what has moved.
 _NOW_MINUTES = 10
@@ -70,8 +71,19 @@ class Served(Protocol):
     def wanted(self) -> Any: ...
 
 
+class InShadow(NamedTuple):
+    """What a candidate in shadow answered to a text."""
+
+    revision: str
+    label: str
+    confidence: float
+
+
 class _Entry(NamedTuple):
-    """The texts of one call. ``texts``: they themselves if they may be kept, else their hashes."""
+    """The texts of one call. ``texts``: they themselves if they may be kept, else their hashes.
+
+    ``in_shadow``: if the one text was counted before, and this is a candidate's answer to it.
+    """
 
     at: float
     served: Served
@@ -81,6 +93,7 @@ class _Entry(NamedTuple):
     texts: Sequence[Text | int]
     answers: Sequence[Answer]
     num_chars: int
+    in_shadow: InShadow | None
 
 
 class _Tally:
@@ -112,6 +125,7 @@ class Watched:
         self.identity = f"{_hash_of(model.reference):016x}" if self.alarm else ""
         self.tallies: defaultdict[int, _Tally] = defaultdict(_Tally)  # by minute
         self.sample = Sample(generator)
+        self.in_shadow: deque[ShadowAnswer] = deque(maxlen=PER_HOUR)
         self.chunks: deque[list[int]] = deque(maxlen=_MOST_CHUNKS)
         self._counts = ChunkCounts()
 
@@ -162,12 +176,16 @@ class Watched:
             label = self.answering.joined([one for one, _ in given])
             sure = [max(one, 1 - one) for one in values if 0 <= one <= 1]
             confidence = min(sure) if len(sure) == len(self.answering.labels) > 1 else 1.0
-        self.sample.offer(
-            Candidate(
-                *(f"{entry.request_id}:{entry.first + place}", entry.at, *self.key, caller),
-                *(text, label, confidence, values.familiarity),
-            )
+        one = Candidate(
+            *(f"{entry.request_id}:{entry.first + place}", entry.at, *self.key, caller),
+            *(text, label, confidence, values.familiarity),
         )
+        if entry.in_shadow is None:
+            self.sample.offer(one)
+            return
+        self.in_shadow.append(ShadowAnswer(one.id, text_to_keep(text), *entry.in_shadow))
+        if entry.in_shadow.label != label:
+            self.sample.offer_contradicted(one)
 
     def fold_tallies(self) -> None:
         """Make hours, then days, of minutes that cannot be written."""
@@ -191,6 +209,7 @@ class Watched:
         self.metrics.observed(sum(one.numbers["texts", ""] for one in self.tallies.values()))
         self.tallies.clear()
         self.chunks.clear()
+        self.in_shadow.clear()
 
     def advanced(self, saved: str | None, now: float) -> str:
         """The state of the alarm after the chunks of this process."""
@@ -261,7 +280,7 @@ class Observer:
         self._texts: deque[KeptText] = deque(maxlen=PER_HOUR)
         self._undrawn: deque[str] = deque(maxlen=PER_HOUR)
         self._flush_at = self._tidy_at = 0.0
-        self._complained = float("-inf")
+        self._complain = FailureLog("what the server sees is not recorded, and waits", logger)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="observe", daemon=True)
 
@@ -273,6 +292,10 @@ class Observer:
             StoreError: it cannot be.
         """
         return Store(self._address)
+
+    @property
+    def keeps_texts(self) -> bool:
+        return self._keep_texts_s > 0
 
     def start(self) -> None:
         self._flush_at = time.monotonic() + self.pause_s[1]
@@ -286,8 +309,12 @@ class Observer:
         texts: Sequence[Text],
         answers: Sequence[Answer],
         first: int = 0,
+        in_shadow: InShadow | None = None,
     ) -> None:
-        """Note answers, on the event loop. ``first``: the position of the first in its request."""
+        """Note answers, on the event loop. ``first``: the position of the first in its request.
+
+        ``in_shadow``: what a candidate answered to a text that was noted before.
+        """
         kept: Sequence[Text | int] = texts
         chars = 0
         if self._keep_texts_s:
@@ -297,12 +324,13 @@ class Observer:
         came, left = self._came, self._left
         is_full = came[0] - left[0] + len(texts) > _MOST_WAITING
         if is_full or came[1] - left[1] + chars > _MOST_WAITING_CHARS:
-            served.metrics.unseen(len(texts))
+            if in_shadow is None:
+                served.metrics.unseen(len(texts))
             return
         came[0] += len(texts)
         came[1] += chars
         self._waiting.append(
-            _Entry(time.time(), served, request_id, caller, first, kept, answers, chars)
+            _Entry(time.time(), served, request_id, caller, first, kept, answers, chars, in_shadow)
         )
 
     def close(self) -> None:
@@ -341,13 +369,6 @@ class Observer:
         except Exception as error:
             self._complain(error)
 
-    def _complain(self, error: Exception) -> None:
-        if time.monotonic() - self._complained < _COMPLAIN_S:
-            return
-        self._complained = time.monotonic()
-        what = "what the server sees is not recorded, and waits: %s"
-        logger.error(what, error, exc_info=None if isinstance(error, StoreError) else error)
-
     def _fold(self) -> None:
         while self._waiting:
             entries: list[_Entry] = []
@@ -370,6 +391,9 @@ class Observer:
 
     def _count(self, entry: _Entry) -> None:
         watched = self.watched(entry.served)
+        if entry.in_shadow is not None:
+            watched.offer(entry, 0, entry.answers[0], entry.caller)
+            return
         caller = self._caller(entry.caller)
         for place, (text, answer) in enumerate(zip(entry.texts, entry.answers, strict=True)):
             is_new = self._is_new(watched.salt ^ hash(text))
@@ -401,11 +425,12 @@ class Observer:
             texts, undrawn = one.sample.take()
             self._texts += texts
             self._undrawn += undrawn
-        if not (counts or self._texts or self._undrawn):
+        in_shadow = [answer for one in watched for answer in one.in_shadow]
+        if not (counts or self._texts or self._undrawn or in_shadow):
             return
         playing = [one for one in watched if one.chunks]
         advance = {one.key: _advance(one, now) for one in playing}
-        self.store.add(counts, list(self._texts), advance, list(self._undrawn))
+        self.store.add(counts, list(self._texts), advance, list(self._undrawn), in_shadow)
         for one in watched:
             one.written()
         self._texts.clear()

@@ -49,6 +49,13 @@ export function milliseconds(value) {
   return `${value < 9.95 ? value.toFixed(1) : Math.round(value)} ms`;
 }
 
+/** 604800 as "7 days", in the largest unit of which it is a whole number. */
+export function duration(seconds) {
+  const units = [[86400, "day"], [3600, "hour"], [60, "minute"], [1, "second"]];
+  const [size, unit] = units.find(([size]) => seconds % size === 0);
+  return `${count(seconds / size)} ${unit}${seconds === size ? "" : "s"}`;
+}
+
 /** 12345 as "12,345". */
 export function count(value) {
   return value.toLocaleString("en");

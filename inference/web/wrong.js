@@ -1,7 +1,7 @@
 // "Wrong?" beside an answer: which label is right, told to a server that takes corrections.
 
 import { ApiError, call } from "./api.js";
-import { element } from "./format.js";
+import { duration, element } from "./format.js";
 
 const [box, opener, form, choice, send, line] = [
   "wrong", "wrong-open", "wrong-form", "wrong-label", "wrong-send", "wrong-line",
@@ -10,11 +10,14 @@ let isTaken = false; // by the server, for its model
 let labels = [];
 let corrected = null; // the text, its answer's label and the id of the request
 
-/** Show the control if the server takes corrections; `model` is what GET model says. */
+/** Show the control if the server takes corrections, and how long it keeps texts; `model` is what GET model says. */
 export function wrongReady({ labels: known, model }) {
   isTaken = model?.feedback ?? false;
   labels = known;
   document.body.toggleAttribute("data-feedback", isTaken);
+  const keptFor = model?.texts_kept_s;
+  document.body.toggleAttribute("data-keeping", Boolean(keptFor));
+  if (keptFor) document.getElementById("kept-for").textContent = duration(keptFor);
 }
 
 /** Offer to correct this answer; null takes the offer away. */

@@ -6,8 +6,8 @@ import dataclasses
 import random
 from collections import Counter
 
-from inference.observing.store import Feedback, KeptText
-from loop.candidates import DISAGREEING, UNCERTAIN, UNFAMILIAR, UNIFORM, Item, choose
+from inference.observing.store import Feedback, KeptText, ShadowAnswer
+from loop.candidates import DISAGREEING, SHADOW, UNCERTAIN, UNFAMILIAR, UNIFORM, Item, choose
 
 WORDS = [f"word{i}" for i in range(400)]
 
@@ -29,6 +29,10 @@ def _said(text: KeptText, label: str, kind: str = "correction", author: str = "a
         *(f"{text.id} {label} {author}", 1.0, "news", "abc", text.id, text.text, text.label, label),
         *("anonymous", author, kind, ""),
     )
+
+
+def _shadow(text: KeptText, label: str = "Sports", confidence: float = 0.9, revision: str = "new") -> ShadowAnswer:
+    return ShadowAnswer(text.id, text.text, revision, label, confidence)
 
 
 def _of(items: list[Item], why: str) -> list[Item]:
@@ -98,6 +102,29 @@ def test_a_user_a_second_model_and_another_revision_disagree() -> None:
     found = _of(choose([*texts, newer], corrected, 40, second), DISAGREEING)
 
     assert {one.text for one in found} == {texts[i].text for i in (3, 5, 7)}
+
+
+def test_a_tenth_are_texts_that_the_newest_candidate_answered_otherwise_the_surest_of_both_first() -> None:
+    texts = _texts()
+    others = [one for one in texts if not one.uniform]
+    older = [_shadow(one, revision="older") for one in others[600:]]
+    answers = [_shadow(one) for one in others[:300]] + [_shadow(one, "World") for one in others[300:600]]
+
+    items = choose(texts, [], 100, shadows=[*answers, *older])
+
+    asked = {one.request for one in _of(items, SHADOW)}
+    surest = sorted(others[:300], key=lambda one: -min(one.confidence, 0.9))[:40]
+    assert Counter(one.why for one in items) == {UNCERTAIN: 70, SHADOW: 10, UNFAMILIAR: 10, UNIFORM: 10}
+    assert len(asked) == 10
+    assert asked <= {one.id for one in surest}
+
+
+def test_a_candidate_that_differs_about_a_drawn_text_is_no_reason_to_ask_about_it() -> None:
+    texts = _texts(100)
+
+    items = choose(texts, [], 100, shadows=[_shadow(one) for one in texts])
+
+    assert {one.why for one in items if one.request in {one.id for one in texts if one.uniform}} == {UNIFORM}
 
 
 def test_a_corrected_text_that_was_not_kept_is_asked_about() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from inference.observing.store import Feedback, Store
 from loop import retrain
 from loop.new_rows import NewRows, Reviewed, read_reviewed, reviewed_in_store
 from loop.record import Artefact
+from tests.processes import run_python
 
 LABELS = ["calm", "storm"]
 
@@ -175,6 +177,20 @@ def test_a_retraining_that_is_killed_continues_to_its_verdict(inputs: Path, tmp_
     # Another retraining is not mixed with it.
     with pytest.raises(UserError, match="begun with other rows or flags"):
         retrain.main(words(inputs, new, golden=str(inputs / "rows.jsonl")))
+
+
+@pytest.mark.slow
+def test_fine_tuning_on_two_ranks_weighs_contradicted_rows_and_ends_with_a_verdict(
+    inputs: Path, tmp_path: Path
+) -> None:
+    flags = ["--method", "fine_tune", "--processes", "2"]
+    command = ["-m", "loop.retrain", *flags, *words(inputs, tmp_path / "new"), "--epochs", "2"]
+
+    done = run_python(command)
+
+    assert done.returncode in (0, 10, 11), done.stderr
+    assert re.search(r"World size +2 ", done.stdout)
+    assert "with a doubtful label had less weight" in (tmp_path / "new.run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

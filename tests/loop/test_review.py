@@ -59,7 +59,7 @@ def test_the_queue_says_how_many_and_why(store: Store) -> None:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        *("1", "uniform", "0", "disagreeing", "0", "unfamiliar", "9", "uncertain"),
+        *("1", "uniform", "0", "disagreeing", "0", "shadow", "0", "unfamiliar", "9", "uncertain"),
         *("10", "in", "all"),
     ]
 

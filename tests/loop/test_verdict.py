@@ -12,9 +12,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from common.model_folder import read_manifest
-from common.seen_texts import SeenTexts
+from common.seen_texts import SeenTexts, text_hash
 from common.verdicts import NotPromoted, verdict_in
 from inference import export
+from inference.observing.store import Feedback, Store
 from loop import verdict
 from loop.record import Artefact
 from tests.processes import run_python
@@ -119,6 +120,55 @@ def test_rows_that_a_model_was_trained_on_are_left_out(old: Path, worse: Path, r
     assert "Only one of the models knows what it has seen" in rows.notes[-1]
 
 
+@pytest.fixture
+def reviews(old: Path, worse: Path, rows_file: Path, tmp_path: Path) -> str:
+    """A store with reviews of 200 texts, of which every other one was drawn uniformly."""
+    store = Store(str(tmp_path / "observed.sqlite"))
+    name = Artefact.at(old).manifest.source["name"]
+    store.append(
+        [
+            Feedback(
+                *(str(i), float(i), name, "r1", f"{i}:0", row["text"], "", row["label"], "anonymous", "ann"),
+                *("review", ("uniform", "shadow")[i % 2]),
+            )
+            for i, row in enumerate(_rows(rows_file)[:200])
+        ]
+    )
+    store.close()
+    return store.address
+
+
+def test_reviews_of_uniformly_drawn_texts_are_compared_on_and_no_others(
+    old: Path, worse: Path, rows_file: Path, reviews: str
+) -> None:
+    options = verdict._parse_arguments([str(old), str(worse), "--store", reviews])
+
+    rows = verdict._read_rows(options, Artefact.at(old), Artefact.at(worse))
+
+    reviewed = _rows(rows_file)[:200]
+    drawn = {row["text"] for row in reviewed[::2] if text_hash(row["text"]) % 5}  # a fifth calibrates retrained models
+    assert {*rows.texts} == drawn
+    labels = {row["text"]: row["label"] for row in reviewed}
+    assert [rows.labels[target] for target in rows.targets] == [labels[text] for text in rows.texts]
+    assert "uniformly drawn and reviewed texts from the store" in rows.notes[0]
+
+
+def test_a_text_of_the_golden_rows_has_their_label_whatever_a_review_says(
+    old: Path, worse: Path, rows_file: Path, reviews: str, tmp_path: Path
+) -> None:
+    golden = tmp_path / "golden.jsonl"
+    drawn = [row for row in _rows(rows_file)[:200:2] if text_hash(row["text"]) % 5]
+    text, said = drawn[0]["text"], drawn[0]["label"]
+    other = next(row["label"] for row in drawn if row["label"] != said)
+    golden.write_text(json.dumps({"text": text, "label": other}) + "\n")
+    options = verdict._parse_arguments([str(old), str(worse), "--rows", str(golden), "--store", reviews])
+
+    rows = verdict._read_rows(options, Artefact.at(old), Artefact.at(worse))
+
+    assert rows.labels[rows.targets[rows.texts.index(text)]] == other
+    assert rows.left_out["repeated"] >= 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -127,15 +177,24 @@ def test_rows_that_a_model_was_trained_on_are_left_out(old: Path, worse: Path, r
         (["BARE", "NEW", "--rows", "ROWS"], "has no exported artefact"),
         (["OLD", "NEW", "--rows", "gone.csv"], "gone.csv: no such file"),
         (["OLD", "NEW", "--rows", "BAD"], "Weather"),
-        (["OLD", "NEW"], "--rows"),
+        (["OLD", "NEW"], "--rows, --store or both"),
+        (["OLD", "NEW", "--store", "gone.sqlite"], "gone.sqlite: no such file"),
+        (["OLD", "NEW", "--store", "REVIEWS", "--model", "other"], "has nothing of a model other; there are "),
     ],
 )
 def test_bad_input_ends_in_one_line(
-    arguments: list[str], error: str, old: Path, worse: Path, model_folder: Path, rows_file: Path, tmp_path: Path
+    arguments: list[str],
+    error: str,
+    old: Path,
+    worse: Path,
+    model_folder: Path,
+    rows_file: Path,
+    reviews: str,
+    tmp_path: Path,
 ) -> None:
     bad = tmp_path / "bad.csv"
     bad.write_text("text,label\nRain until noon,Weather\n")
-    places = {"OLD": old, "NEW": worse, "BARE": model_folder, "ROWS": rows_file, "BAD": bad}
+    places = {"OLD": old, "NEW": worse, "BARE": model_folder, "ROWS": rows_file, "BAD": bad, "REVIEWS": reviews}
 
     with pytest.raises(verdict.UserError) as caught:
         verdict.main([str(places.get(one, one)) for one in arguments])

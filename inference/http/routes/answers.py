@@ -19,6 +19,7 @@ from inference.http.error_responses import RETRY_AFTER_SECONDS
 from inference.http.request_context import RequestContext
 from inference.http.schemas import AsksMore, ExplainRequest, PredictRequest
 from inference.http.server_parts import Parts, weight_of
+from inference.observing.stream import InShadow
 from inference.settings import Settings
 
 
@@ -39,13 +40,34 @@ async def classify(
         "list[Answer]",
         await classify_some(request, parts, served, texts, name, num_required=len(texts)),
     )
-    if parts.observer is not None:
-        context = RequestContext.of(request.scope)
-        caller = context.allowance.caller
-        parts.observer.saw(served, context.request_id, caller, texts, answers)
-    if served.shadow is not None:
-        served.shadow.saw(texts, answers)
+    show(parts, served, RequestContext.of(request.scope), texts, answers)
     return answers
+
+
+def show(
+    parts: Parts,
+    served: Served,
+    context: RequestContext,
+    texts: Sequence[Text],
+    answers: Sequence[Answer],
+    first: int = 0,
+) -> None:
+    """Show answers to those who look at the stream: the observer, and a candidate in shadow, whose
+    answers the observer keeps with the texts. ``first``: the position of the first in its request.
+    """
+    observer, about = parts.observer, (served, context.request_id, context.allowance.caller)
+    if observer is not None:
+        observer.saw(*about, texts, answers, first)
+    if served.shadow is None:
+        return
+    if observer is None or not observer.keeps_texts:
+        served.shadow.saw(texts, answers)
+        return
+
+    def keep(place: int, in_shadow: InShadow) -> None:
+        observer.saw(*about, [texts[place]], [answers[place]], first + place, in_shadow)
+
+    served.shadow.saw(texts, answers, keep)
 
 
 async def classify_some(

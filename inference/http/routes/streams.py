@@ -41,6 +41,7 @@ from inference.http.routes.answers import (
     note,
     refuse_other_kind,
     render,
+    show,
     text_of,
     wanted_by,
 )
@@ -234,12 +235,7 @@ class StreamResponse(Response):
         self._num_refused = 0
         request, served, wanted = line
         text = text_of(request, self._parts.settings)
-        if (observer := self._parts.observer) is not None:
-            context = self._context
-            caller = context.allowance.caller
-            observer.saw(served, context.request_id, caller, [text], [answer], self._index)
-        if served.shadow is not None:
-            served.shadow.saw([text], [answer])
+        show(self._parts, served, self._context, [text], [answer], self._index)
         return render(self._parts, served, answer, request.top_k, wanted)
 
     def _error(self, error: Exception) -> dict[str, Any]:

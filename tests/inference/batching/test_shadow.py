@@ -11,6 +11,7 @@ import pytest
 from inference.batching.calls import Answer
 from inference.batching.classifier import BUSY_ABOVE, QueueLimits
 from inference.batching.shadow import Shadow
+from inference.observing.stream import InShadow
 from tests.inference.batching.classifier_bench import LONG, Bench, StandInModel, run
 from tests.inference.stand_in_engine import StandInEngine
 
@@ -96,6 +97,20 @@ def test_the_candidate_reads_texts_while_nothing_else_waits() -> None:
             assert bench.shadow.record["agreement"] == 1
             labels = bench.shadow.record["labels"].values()
             assert sum(one["texts"] for one in labels) == sum(one["same"] for one in labels) == 10
+
+    run(test())
+
+
+def test_what_the_candidate_answers_is_told_with_the_place_of_the_text() -> None:
+    async def test() -> None:
+        async with in_shadow() as bench:
+            texts = [f"w{number}" for number in range(4)]
+            told: list[tuple[int, InShadow]] = []
+            bench.shadow.saw(texts, await bench.answers(*texts), lambda *one: told.append(one))
+            await bench.counted(4)
+            assert sorted(place for place, _ in told) == [0, 1, 2, 3]
+            assert {one.revision for _, one in told} == {"new"}
+            assert all(0 < one.confidence <= 1 for _, one in told)
 
     run(test())
 

@@ -13,7 +13,9 @@ import pytest
 from inference.app import create_app
 from inference.engines import native
 from inference.engines.model_loader import ModelLoader
+from inference.observing.store import Store
 from inference.settings import Settings
+from loop.candidates import SHADOW, choose
 from tests.inference.cascades import make_artefact_with_head
 from tests.inference.conftest import TEXTS
 from tests.inference.servers import ThreadedServer, metric, stand_in_server
@@ -58,6 +60,39 @@ def test_every_way_to_ask_gets_the_answers_of_the_live_model_and_both_are_compar
             assert shadow["agreement"] == pytest.approx(same / len(TEXTS))
         assert metric(client, "predictions_total") == drawn + 1  # the explained text has an answer too
         assert metric(client, "worker_failures_total") == 0
+
+
+@needs_native
+def test_what_a_candidate_answers_otherwise_is_kept_and_asked_about_if_texts_may_be_kept(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    live, candidate = (make_artefact_with_head(model_folder, tmp_path / name, seed) for seed, name in enumerate("ab"))
+    path = tmp_path / "observed.sqlite"
+    settings = Settings(model_checkpoint=live, shadow=candidate, shadow_share=1.0, observe=str(path), keep_texts="1h")
+    server = ThreadedServer(create_app(settings))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    with server.running() as client:
+        wait_until(lambda: "shadow" in client.get("/model").json())
+        for text in TEXTS:
+            before = _compared(client)
+            client.post("/predict/batch", json={"texts": [TEXTS[0], text]})
+            wait_until(lambda before=before: _compared(client) == before + 2)
+        client.post("/predict/batch", content=lines, headers={"content-type": "application/x-ndjson"})
+
+    store = Store(str(path))
+    [model] = store.models()
+    kept = {one.id: one for one in store.texts(model)}
+    shadows = store.shadows(model)
+    old, new = ModelLoader(live), ModelLoader(candidate)
+    assert len(shadows) >= 2 * len(TEXTS)
+    for one in shadows:
+        assert (one.text, one.revision) == (kept[one.id].text, new.info["revision"])
+        assert (kept[one.id].label, one.label) == (old.predict(one.text)["label"], new.predict(one.text)["label"])
+    differing = {one.text for one in shadows if one.label != kept[one.id].label}
+    drawn = {one.text for one in kept.values() if one.uniform}
+    asked = choose(list(kept.values()), [], 10 * len(TEXTS), shadows=shadows)
+    assert {one.text for one in asked if one.why == SHADOW} == differing - drawn
+    store.close()
 
 
 @pytest.fixture

@@ -49,6 +49,21 @@ def test_of_too_many_texts_the_least_sure_and_the_least_familiar_are_kept() -> N
     assert len(kept) < PER_HOUR
 
 
+def test_a_text_that_a_candidate_answered_otherwise_is_kept_before_all_others_and_not_drawn_for_it() -> None:
+    sample = Sample(random.Random(0))
+    many = [_candidate(number, confidence=0.3) for number in range(4 * PER_HOUR)]
+    sure = [_candidate(10**6 + number, confidence=0.99) for number in range(100)]
+    for one in many + sure:
+        sample.offer(one)
+    drawn = {one.id for one in sure if one.id in sample._drawn}
+    for one in sure:
+        sample.offer_contradicted(one)
+
+    kept = {one.id: one.uniform for one in sample.take()[0]}
+
+    assert {id: kept[id] for one in sure if (id := one.id)} == {one.id: int(one.id in drawn) for one in sure}
+
+
 def test_an_hour_has_its_texts_and_the_next_one_as_many_again() -> None:
     sample = Sample(random.Random(0))
     one, other = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.observing.store import Counted, Feedback, KeptText, Store, StoreError
+from inference.observing.store import Counted, Feedback, KeptText, ShadowAnswer, Store, StoreError
 
 DAY = 24 * 60
 
@@ -113,6 +113,26 @@ def test_a_text_may_stop_to_count_as_drawn(address: str) -> None:
     store.add({}, [dataclasses.replace(_text(number), uniform=1) for number in (1, 2)], undrawn=["r1:0", "r9:0"])
 
     assert {one.id: one.uniform for one in store.texts("news")} == {"r1:0": 0, "r2:0": 1}
+    store.close()
+
+
+def _shadow(number: int, text: str = "Shares fall") -> ShadowAnswer:
+    return ShadowAnswer(f"r{number}:0", text, "new", "World", 0.7)
+
+
+def test_what_a_candidate_answered_is_kept_with_its_text_and_goes_with_it(address: str) -> None:
+    store = Store(address)
+    store.add({}, [_text(1, 10.0), _text(2, 20.0, caller="ann"), _text(3, 30.0)], shadows=[_shadow(1)])
+    # Sent again, of a text that is not kept, and of another text with the same request id.
+    store.add({}, shadows=[_shadow(1), _shadow(2), _shadow(4), _shadow(3, "Goal!")])
+
+    assert store.shadows("news") == [_shadow(2), _shadow(1)]
+    assert not store.shadows("other")
+    store.forget(caller="ann")
+    assert store.shadows("news") == [_shadow(1)]
+    store.tidy(10.0, 2**30, now=25.0)
+    store.add({}, [_text(1, 10.0)])
+    assert not store.shadows("news")
     store.close()
 
 

@@ -19,8 +19,8 @@ from inference.engines.answering import NOTHING_MORE, Answering, OneLabelAnsweri
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.metrics import ModelMetrics
-from inference.observing.store import Store
-from inference.observing.stream import Observer, Watched
+from inference.observing.store import ShadowAnswer, Store
+from inference.observing.stream import InShadow, Observer, Watched
 from inference.observing.summary import Summaries
 from tests.processes import REPOSITORY, wait_until
 
@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_written_later_and_told_once(
         wait_until(lambda: len(tries) > seen + 3)
         assert caplog.messages == [
             "what the server sees is not recorded, and waits: "
-            f"{folder}/observed.sqlite: there is no folder {folder}; create it"
+            f"{folder}/observed.sqlite: there is no folder {folder}; create it [observations-unusable]"
         ]
         assert "there is no folder" in Summaries(observer).of(served)["error"]
         folder.mkdir()
@@ -291,6 +291,22 @@ def test_a_text_is_kept_only_if_it_may_be_and_goes_after_its_time(path: Path) ->
         assert (kept.confidence, kept.familiarity) == (0.4, 0.5)
     with _observing(path, keep_texts_s=0.01):
         wait_until(lambda: not store.texts("news"))
+    store.close()
+
+
+def test_both_answers_to_a_text_are_kept_and_it_is_counted_once(path: Path) -> None:
+    served = _Served()
+    new = InShadow("new", "Business", 0.8)
+    with _observing(path, keep_texts_s=600) as observer:
+        observer.saw(served, "a", "ann", ["one", "two"], [_answer(), _answer(UNSURE)])
+        observer.saw(served, "a", "ann", ["two"], [_answer(UNSURE)], first=1, in_shadow=new)
+
+    store = Store(str(path))
+    assert {one.id: one.label for one in store.texts("news")} == {"a:0": "World", "a:1": "Sports"}
+    assert store.shadows("news") == [ShadowAnswer("a:1", "two", *new)]
+    assert _counts(path, "texts", "label") == {("texts", ""): (2, 0.0), ("label", "World"): (1, 0.0)} | {
+        ("label", "Sports"): (1, 0.0)
+    }
     store.close()
 
 

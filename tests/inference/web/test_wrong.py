@@ -82,6 +82,19 @@ def test_a_correction_that_fails_says_why_and_can_be_sent_again(browser: Browser
         until(page, "document.getElementById('wrong-line').textContent.startsWith('Thanks')")
 
 
+@pytest.mark.parametrize(("keep_texts", "said"), [("7d", "7 days"), ("36h", "36 hours"), ("60m", "1 hour")])
+def test_the_footer_says_how_long_texts_are_kept(browser: Browser, tmp_path: Path, keep_texts: str, said: str) -> None:
+    with (
+        serving(NEWS, observe=str(tmp_path / "observed.sqlite"), keep_texts=keep_texts) as server,
+        visits(browser, f"{server.base_url}/demo") as open_page,
+    ):
+        page = open_page()
+        page.wait_for_selector("#kept-for:visible")
+        footer = page.inner_text("footer")
+        assert f"what you correct, it writes down. Texts are kept for {said}." in footer
+        assert "it writes none of them down" not in footer
+
+
 def test_a_server_that_takes_no_corrections_is_not_asked_to(browser: Browser) -> None:
     with serving(NEWS) as server, visits(browser, f"{server.base_url}/demo") as open_page:
         page = open_page()
@@ -89,4 +102,5 @@ def test_a_server_that_takes_no_corrections_is_not_asked_to(browser: Browser) ->
         until(page, "document.getElementById('confidence').textContent !== ''")
 
         assert not page.is_visible("#wrong")
-        assert "it writes none of them down" in page.inner_text("footer")
+        assert "it writes none of them down." in page.inner_text("footer")
+        assert not page.is_visible("#kept-for")
