@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from typing import NamedTuple
+from dataclasses import replace
 
 from inference.observing.store import KeptText
 
@@ -18,30 +18,17 @@ _MOST_UNIFORM = int(PER_HOUR * _UNIFORM_SHARE)
 _MOST_CHARS = 20_000
 
 
-class Candidate(NamedTuple):
-    """A text that was answered: what `KeptText` has of it, in the same order."""
+def _interest(one: KeptText) -> float:
+    """From 0 to 1: the less sure or the less familiar, the more."""
+    unsure = min(1.0, 2 * (1 - one.confidence))
+    foreign = 0.0 if one.familiarity is None else 1 - 20 * one.familiarity
+    return max(unsure, foreign)
 
-    id: str
-    at: float
-    model: str
-    revision: str
-    caller: str
-    text: str
-    label: str
-    confidence: float
-    familiarity: float | None
 
-    @property
-    def interest(self) -> float:
-        """From 0 to 1: the less sure or the less familiar, the more."""
-        unsure = min(1.0, 2 * (1 - self.confidence))
-        foreign = 0.0 if self.familiarity is None else 1 - 20 * self.familiarity
-        return max(unsure, foreign)
-
-    def kept(self, uniform: int) -> KeptText:
-        # Neither a lone half of a surrogate pair nor a null character can be stored.
-        text = self.text[:_MOST_CHARS].encode("utf-8", "replace").decode().replace("\0", "\ufffd")
-        return KeptText(*self._replace(text=text), uniform)
+def _storable(one: KeptText, uniform: int) -> KeptText:
+    # Neither a lone half of a surrogate pair nor a null character can be stored.
+    text = one.text[:_MOST_CHARS].encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+    return replace(one, text=text, uniform=uniform)
 
 
 class Sample:
@@ -51,16 +38,16 @@ class Sample:
         self._random = generator
         self._hour = -1
         self._num_kept = 0  # in this hour
-        self._chosen: list[tuple[float, int, Candidate]] = []  # a heap, the least interesting first
+        self._chosen: list[tuple[float, int, KeptText]] = []  # a heap, the least interesting first
         self._num_offered = 0
         # The share of this hour's texts that is drawn, and the number between 0 and 1 that each
         # drawn text got: it was drawn because it is below the share.
         self._share = _UNIFORM_SHARE
         self._drawn: dict[str, float] = {}
-        self._new: list[Candidate] = []  # drawn since `take`
+        self._new: list[KeptText] = []  # drawn since `take`
         self._undrawn: list[str] = []
 
-    def offer(self, one: Candidate) -> None:
+    def offer(self, one: KeptText) -> None:
         if (hour := int(one.at // 3600)) != self._hour:
             self._hour, self._num_kept = hour, len(self._chosen)
             self._share = _UNIFORM_SHARE
@@ -73,7 +60,7 @@ class Sample:
                 self._draw_fewer()
             return
         self._num_offered += 1  # of two that are equally interesting, the later one
-        entry = (one.interest, self._num_offered, one)
+        entry = (_interest(one), self._num_offered, one)
         # Half of what an hour may have at once, the rest as the hour goes by.
         allowed = PER_HOUR / 2 * (1 + one.at % 3600 / 3600)
         if self._num_kept < allowed:
@@ -93,7 +80,8 @@ class Sample:
         """The texts to be kept since the last call, and the ids of those that, now or earlier,
         count as drawn no more.
         """
-        kept = [one.kept(1) for one in self._new] + [one.kept(0) for *_, one in self._chosen]
+        kept = [_storable(one, 1) for one in self._new]
+        kept += [_storable(one, 0) for *_, one in self._chosen]
         undrawn, self._undrawn = self._undrawn, []
         self._new, self._chosen = [], []
         return kept, undrawn

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from common.problem_types import SINGLE_LABEL
 from common.text import Text, num_chars
 from inference.observing.alarm import ALARM_AT, Alarm, ChunkCounts, explain
-from inference.observing.kept_texts import PER_HOUR, Candidate, Sample
+from inference.observing.kept_texts import PER_HOUR, Sample
 from inference.observing.reference import Reference
 from inference.observing.store import Counted, KeptText, Store, StoreError
 
@@ -163,7 +163,7 @@ class Watched:
             sure = [max(one, 1 - one) for one in values if 0 <= one <= 1]
             confidence = min(sure) if len(sure) == len(self.answering.labels) > 1 else 1.0
         self.sample.offer(
-            Candidate(
+            KeptText(
                 *(f"{entry.request_id}:{entry.first + place}", entry.at, *self.key, caller),
                 *(text, label, confidence, values.familiarity),
             )

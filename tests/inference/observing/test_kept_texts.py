@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from inference.observing.kept_texts import PER_HOUR, Candidate, Sample
+from inference.observing.kept_texts import PER_HOUR, Sample
 from inference.observing.store import KeptText
 
 HOUR = 3600.0
 
 
-def _candidate(number: int, at: float = 0.0, confidence: float = 0.9, familiarity: float = 0.5) -> Candidate:
-    return Candidate(f"r{number}:0", at, "news", "abc", "anonymous", "Shares fall", "World", confidence, familiarity)
+def _answered(number: int, at: float = 0.0, confidence: float = 0.9, familiarity: float = 0.5) -> KeptText:
+    return KeptText(f"r{number}:0", at, "news", "abc", "anonymous", "Shares fall", "World", confidence, familiarity)
 
 
-def _kept(sample: Sample, candidates: list[Candidate], times: int = 1) -> dict[str, KeptText]:
+def _kept(sample: Sample, candidates: list[KeptText], times: int = 1) -> dict[str, KeptText]:
     """What is in the store in the end, if texts are taken so many times."""
     kept: dict[str, KeptText] = {}
     for part in range(times):
@@ -22,25 +23,21 @@ def _kept(sample: Sample, candidates: list[Candidate], times: int = 1) -> dict[s
             sample.offer(one)
         texts, undrawn = sample.take()
         kept |= {one.id: one for one in texts}
-        kept |= {id: KeptText(*_row(kept[id]), 0) for id in undrawn}
+        kept |= {id: replace(kept[id], uniform=0) for id in undrawn}
     return kept
 
 
-def _row(text: KeptText) -> list[object]:
-    return [getattr(text, name) for name in Candidate._fields]
-
-
 def test_few_texts_are_all_kept_and_about_a_tenth_of_them_is_drawn() -> None:
-    kept = _kept(Sample(random.Random(0)), [_candidate(number) for number in range(800)], times=8)
+    kept = _kept(Sample(random.Random(0)), [_answered(number) for number in range(800)], times=8)
 
     assert len(kept) == 800
     assert 50 <= sum(one.uniform for one in kept.values()) <= 110
 
 
 def test_of_too_many_texts_the_least_sure_and_the_least_familiar_are_kept() -> None:
-    unsure = [_candidate(number, confidence=0.4) for number in range(400)]
-    foreign = [_candidate(number, familiarity=0.001) for number in range(400, 800)]
-    usual = [_candidate(number) for number in range(800, 20_000)]
+    unsure = [_answered(number, confidence=0.4) for number in range(400)]
+    foreign = [_answered(number, familiarity=0.001) for number in range(400, 800)]
+    usual = [_answered(number) for number in range(800, 20_000)]
     candidates = [*unsure, *usual, *foreign]
 
     kept = _kept(Sample(random.Random(0)), candidates)
@@ -52,7 +49,7 @@ def test_of_too_many_texts_the_least_sure_and_the_least_familiar_are_kept() -> N
 def test_an_hour_has_its_texts_and_the_next_one_as_many_again() -> None:
     sample = Sample(random.Random(0))
     one, other = (
-        [_candidate(start + n, at=HOUR * (hour + n / 40_000)) for n in range(40_000)]
+        [_answered(start + n, at=HOUR * (hour + n / 40_000)) for n in range(40_000)]
         for hour, start in enumerate((0, 40_000))
     )
 
@@ -64,7 +61,7 @@ def test_an_hour_has_its_texts_and_the_next_one_as_many_again() -> None:
 
 def test_every_text_of_an_hour_has_the_same_chance_to_be_drawn_however_many_come() -> None:
     # Doubtful texts come first: what is kept for its interest must not count as drawn.
-    candidates = [_candidate(number, confidence=0.3 if number < 10_000 else 0.9) for number in range(40_000)]
+    candidates = [_answered(number, confidence=0.3 if number < 10_000 else 0.9) for number in range(40_000)]
     generator = random.Random(0)
     drawn = [
         int(one.id[1:-2])
@@ -80,9 +77,9 @@ def test_every_text_of_an_hour_has_the_same_chance_to_be_drawn_however_many_come
 
 
 def test_a_text_that_no_database_takes_is_kept_without_what_it_cannot_hold() -> None:
-    one = _candidate(1)._replace(text="half \ud83d and null \0" + "a" * 30_000)
+    one = replace(_answered(1), text="half \ud83d and null \0" + "a" * 30_000)
 
-    kept = one.kept(0)
+    [kept] = _kept(Sample(random.Random(0)), [one]).values()
 
     assert kept.text.startswith("half ? and null \ufffdaaa")
     assert len(kept.text) == 20_000
