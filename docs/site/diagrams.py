@@ -141,25 +141,30 @@ def request() -> Drawing:
 
 
 def mlops() -> Drawing:
-    """What repeats for as long as a model is in use."""
-    drawing = Drawing(392, "The loop: retrain, compare, promote, serve, watch, review, and train again")
-    wide, high, step = 180, 70, 126
-    positions = {
-        (0, 0): (BLUE, "loop.retrain", "on old and new rows,", "then exports to int8"),
-        (1, 0): (BLUE, "loop.verdict", "PROMOTE, HOLD", "or REJECT"),
-        (1, 1): (ORANGE, "loop.promote", "no request fails;", "--back rolls back"),
-        (1, 2): (ORANGE, "serve", "and, with OBSERVE,", "count the answers"),
-        (0, 2): (GREEN, "watch", "estimated accuracy,", "drift, corrections"),
-        (0, 1): (GREEN, "loop.review", "label the texts that", "are worth it"),
-    }
-    for (column, row), (fill, *lines) in positions.items():
-        drawing.box(LEFT + 200 * column, 24 + step * row, wide, high, fill, *lines)
-    drawing.arrow(200, 59, 218, 59)
-    drawing.arrow(220, 59 + 2 * step, 202, 59 + 2 * step)
-    for row in range(2):
-        drawing.arrow(310, 94 + step * row, 310, 22 + step * (row + 1))
-        drawing.arrow(110, 24 + step * (row + 1), 110, 96 + step * row)
-    drawing.text(LEFT, 376, "The server keeps no texts unless you set KEEP_TEXTS.")
+    """What repeats for as long as a model is in use, with the command of each station."""
+    drawing = Drawing(494, "The loop: serve, observe, alarm, review, retrain, verdict, promote, and serve again")
+    wide, high, step, left, right = 182, 76, 108, LEFT, RIGHT - 182
+    drawing.text(LEFT, 32, "A name with a dot is a command: python -m NAME.")
+    stations = (
+        (left, 0, wide, BLUE, "serve", "answers over HTTP", "inference.serve"),
+        (right, 0, wide, GREY, "observe", "counts, keeps texts", "OBSERVE, KEEP_TEXTS"),
+        (right, 1, wide, ORANGE, "alarm", "the texts have changed", "GET /model"),
+        (right, 2, wide, ORANGE, "review", "people label what helps", "loop.review serve"),
+        (left, 3, RIGHT - LEFT, GREEN, "retrain", "old and reviewed rows, then the export", "loop.retrain"),
+        (left, 2, wide, GREEN, "verdict", "old and new, row by row", "loop.verdict"),
+        (left, 1, wide, BLUE, "promote", "or later: roll back", "loop.promote"),
+    )
+    for x, row, width, fill, name, what, command in stations:
+        y = 46 + step * row
+        drawing.box(x, y, width, high, fill)
+        for line, words in enumerate((name, what, command)):
+            drawing.text(x + width / 2, y + 25 + 19 * line, words, anchor="middle", bold=line == 0)
+    drawing.arrow(left + wide, 46 + high / 2, right - 2, 46 + high / 2)
+    for row in range(3):
+        top, bottom = 46 + high + step * row, 46 + step * (row + 1)
+        drawing.arrow(right + wide / 2, top, right + wide / 2, bottom - 2)
+        drawing.arrow(left + wide / 2, bottom, left + wide / 2, top + 2)
+    drawing.text(left, 474, "After HOLD or REJECT, the old model stays.")
     return drawing
 
 
