@@ -134,9 +134,9 @@ def test_a_reference_nested_however_deep_is_cleaned_for_good(depth: int) -> None
 )
 def test_no_text_takes_more_than_linear_time(piece: str) -> None:
     text = (piece * 400_000)[:400_000]
-    start = time.perf_counter()
+    start = time.thread_time()  # processor time, to which other programs add nothing
     clean_text(text)
-    assert time.perf_counter() - start < 3  # quadratic time would be minutes
+    assert time.thread_time() - start < 3  # quadratic time would be minutes
 
 
 @pytest.fixture(scope="module")

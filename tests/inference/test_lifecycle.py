@@ -292,7 +292,7 @@ def _by_signal(server: Server) -> None:
     wait_until(lambda: metric(server.client, "model_reloads_total", result="served") > before)
 
 
-@pytest.mark.parametrize("reload", [_by_request, _by_signal])
+@pytest.mark.parametrize("reload", [pytest.param(_by_request, marks=pytest.mark.slow), _by_signal])
 def test_a_reload_under_load_fails_no_request(
     own_folder: Path, tmp_path: Path, reload: Callable[[Server], None]
 ) -> None:
@@ -438,7 +438,11 @@ def _ask_and_wait_in_vain(server: Server) -> None:
         server.new_client().post("/predict", json={"text": text_of(1)})
 
 
-@pytest.mark.parametrize("command", [(), ("uvicorn", "tests.inference.stand_in_server:app")])
+@pytest.mark.parametrize(
+    "command",
+    [(), pytest.param(("uvicorn", "tests.inference.stand_in_server:app"), marks=pytest.mark.slow)],
+    ids=["serve", "uvicorn"],
+)
 def test_a_process_whose_model_hangs_ends_with_a_code_of_its_own(
     model_folder: Path, tmp_path: Path, command: tuple[str, ...]
 ) -> None:

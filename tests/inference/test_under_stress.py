@@ -179,8 +179,9 @@ def test_at_three_times_its_capacity_it_refuses_the_rest_and_answers_what_it_too
         assert load.statuses[200] > 80
         assert load.statuses[503] > 80
         assert all(1 <= seconds <= 30 for seconds in load.retry_after)
-        # 0.7 s of waiting and a pass of as much; without a bound the last ones would wait for 8 s.
-        assert max(load.seconds_to_answers) < 4
+        # 0.7 s of waiting and a pass of as much; without a bound the last ones would wait for 8 s. The limit is far
+        # from both, since a machine that takes a core away for a while makes all of them wait.
+        assert max(load.seconds_to_answers) < 6
         assert metric(server.client, "requests_total", route="/predict", status="200") == load.statuses[200] + 20
         assert metric(server.client, "queue_tokens") == 0
         assert _memory_mb(server) < before + 50

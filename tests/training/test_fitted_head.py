@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,9 +136,9 @@ def test_the_first_evaluation_is_that_of_the_fitted_head_and_the_best_one_is_kep
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
     step: int, encoder: Path, rows: Path, train_here: Train, tmp_path: Path
 ) -> None:
-    for name in ("whole", "resumed"):
-        more = ("--save_every", "2", "--keep_last", "9", "--epochs", "2")
-        assert train_here(*flags(encoder, rows, tmp_path / name, *more)) == 0
+    more = ("--save_every", "2", "--keep_last", "9", "--epochs", "2")
+    assert train_here(*flags(encoder, rows, tmp_path / "whole", *more)) == 0
+    shutil.copytree(tmp_path / "whole.run", tmp_path / "resumed.run")
     checkpoint = tmp_path / "resumed.run" / "checkpoints" / f"step_{step:08}"
     assert train_here(*flags(encoder, rows, tmp_path / "resumed", *more), "--resume", checkpoint) == 0
 

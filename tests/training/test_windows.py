@@ -172,6 +172,7 @@ def test_a_run_writes_an_ordinary_model_which_is_evaluated_with_its_windows(
         assert run_on_ranks(1, loss_of_saved, path)[0] == pytest.approx(saved.metadata["test"]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_on_windows_resumes_exactly(
     long_texts: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:

@@ -198,10 +198,8 @@ def test_the_length_of_texts_is_learnt_from_those_before() -> None:
 
 
 def test_what_a_slow_engine_accepts_is_answered_in_time() -> None:
-    wait_s = 0.5
-
     async def test() -> None:
-        async with running(model=StandInModel(SlowEngine()), max_wait_seconds=wait_s) as bench:
+        async with running(model=StandInModel(SlowEngine()), max_wait_seconds=0.5) as bench:
             await bench.answers("w1 w2 w3")  # now its speed is known
             accepted, refused = [], 0
             for i in range(200):  # 8 tokens each 8 ms where one takes 4 ms: four times what the engine can do
@@ -214,8 +212,9 @@ def test_what_a_slow_engine_accepts_is_answered_in_time() -> None:
             longest = max(await asyncio.gather(*accepted))
             assert refused > 50
             assert len(accepted) > 20
-            # A pass of 64 tokens takes 0.26 s; unbounded, the last ones would wait for more than 4 s.
-            assert longest < wait_s + 0.26 + 1.0
+            # 0.5 s of waiting and a pass of 64 tokens, 0.26 s. Unbounded, the last ones would wait for 8 s: 2,480
+            # tokens take 9.9 s and come within 1.6 s. The limit is far from both, since machines take cores away.
+            assert longest < 5
 
     run(test())
 
@@ -234,8 +233,8 @@ async def _seconds_to(future: asyncio.Future[Answer]) -> float:
 
 def test_a_fast_engine_refuses_nothing() -> None:
     async def test() -> None:
-        # 40,000 tokens at 2,000 per second are 20 of the 45 s that may wait. The limit is far away on purpose: a machine
-        # that takes a core away for a while makes the engine slower than it says.
+        # 40,000 tokens at 2,000 per second are 20 of the 45 s that may wait. The limit is far away on purpose: a
+        # machine that takes a core away for a while makes the engine slower than it says.
         async with running(model=StandInModel(StandInEngine(), tokens_per_second=2_000), max_wait_seconds=60) as bench:
             for i in range(50):
                 bench.submit(*(f"w{i} w{j} " + "w1 " * 14 for j in range(50)))

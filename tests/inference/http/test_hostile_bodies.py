@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,9 @@ from tests.processes import wait_until
 
 MIB = 2**20
 MODEL = "tiny"
-# The promise is 100 ms on an idle machine; tests share theirs. Before bodies were bounded it was seconds to minutes.
-LONGEST_PROBE_S = 1.0
+# The promise is 100 ms on an idle machine. Tests share theirs, so we count the processor time that the server spends
+# while a probe waits for it. Before bodies were bounded, it was seconds to minutes.
+MOST_WORK_S = 1.0
 MOST_MEMORY_MB = 50
 
 
@@ -223,12 +224,12 @@ def _watched(server: Server, num_body_bytes: int) -> Iterator[None]:
     def probe() -> None:
         nonlocal worst
         while not is_done.wait(0.01):
-            started = time.perf_counter()
+            started = _processor_seconds(server)
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
             connection.request("GET", "/livez")
             assert connection.getresponse().read()
             connection.close()
-            worst = max(worst, time.perf_counter() - started)
+            worst = max(worst, _processor_seconds(server) - started)
 
     status = Path(f"/proc/{server.process.pid}/status")
     status.with_name("clear_refs").write_text("5")  # the highest memory starts again from what it is now
@@ -241,9 +242,15 @@ def _watched(server: Server, num_body_bytes: int) -> Iterator[None]:
         is_done.set()
         thread.join()
     grown_mb = (_kilobytes(status, "VmHWM") - before) / 1024 - num_body_bytes / MIB
-    print(f"  /livez took {worst * 1000:.0f} ms at most, memory grew by {grown_mb:.0f} MB above the body")
-    assert worst < LONGEST_PROBE_S
+    print(f"  /livez waited for {worst * 1000:.0f} ms of work at most, memory grew by {grown_mb:.0f} MB above the body")
+    assert worst < MOST_WORK_S
     assert grown_mb < MOST_MEMORY_MB
+
+
+def _processor_seconds(server: Server) -> float:
+    """What all threads of a server have had of the processors, in ticks of the kernel's clock."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _kilobytes(status: Path, name: str) -> int:

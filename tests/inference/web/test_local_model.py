@@ -200,7 +200,13 @@ def logits_of(answer: dict[str, Any]) -> np.ndarray:
     return np.array(answer["bits"], dtype=np.uint32).view(np.float32)
 
 
-@pytest.fixture(params=["tiny", "BERT", "MPNet", "ELECTRA with narrow embeddings"])
+@pytest.fixture(
+    params=[
+        "tiny",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("BERT", "MPNet")),
+        "ELECTRA with narrow embeddings",
+    ]
+)
 def any_folder(request: pytest.FixtureRequest, make_folder: MakeFolder, rows_file: Path) -> Path:
     if request.param == "tiny":
         return request.getfixturevalue("native_folder")

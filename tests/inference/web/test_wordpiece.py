@@ -131,7 +131,7 @@ def test_all_test_rows_of_ag_news_get_the_tokens_of_the_server(cleaning: str) ->
     [
         {},
         {"lowercase": False},
-        {"lowercase": False, "strip_accents": True},
+        pytest.param({"lowercase": False, "strip_accents": True}, marks=pytest.mark.slow),
         {"strip_accents": False},
         {"clean_text": False, "handle_chinese_chars": False},
     ],

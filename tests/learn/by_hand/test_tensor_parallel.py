@@ -1,6 +1,5 @@
 """Layers cut by hand: equal to DTensor's and to one process, on real ranks."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +77,10 @@ def _refuse() -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(("world_size", "bias"), itertools.product([2, 4], [True, False]))
+@pytest.mark.parametrize(
+    ("world_size", "bias"),
+    [(2, True), (4, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
+)
 def test_a_pair_cut_by_hand_equals_dtensor_and_one_process(
     run_on_ranks: Callable[..., list[Any]], world_size: int, bias: bool
 ) -> None:

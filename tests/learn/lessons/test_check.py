@@ -124,7 +124,7 @@ def test_a_mistake_has_the_same_name_on_three_ranks(wrong: dict[str, tuple[Path,
     assert not _untold(judge({name: case for name, case in wrong.items() if EXERCISES[case[1]].lesson in LISTED}, 3))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_truth_passes_on_two_and_three_ranks(world_size: int, judge: Judge) -> None:
     cases = {name: (TRUTHS[exercise.lesson], name) for name, exercise in EXERCISES.items()}
 

@@ -90,7 +90,7 @@ def alone() -> tuple[Gradients, list[float]]:
 @pytest.mark.parametrize(
     ("name", "speeds", "accumulation"),
     [
-        ("ddp", [0.7, 0.3], 1),
+        pytest.param("ddp", [0.7, 0.3], 1, marks=pytest.mark.slow),
         ("zero1", [0.2, 0.5, 0.3], 2),
         ("ddp", [0.45, 0.1, 0.0, 0.45], 1),
         pytest.param("ddp", [0.05, 0.95], 3, marks=pytest.mark.slow),

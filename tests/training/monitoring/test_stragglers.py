@@ -112,7 +112,7 @@ def _take_steps(context: SimpleNamespace, steps: range, *, slow_data: bool) -> N
     ("phase", "fields"),
     [
         ("backward", {"strategy": "ddp"}),
-        ("compute", {"strategy": "zero3"}),
+        pytest.param("compute", {"strategy": "zero3"}, marks=pytest.mark.slow),
         pytest.param("data", {"strategy": "tp"}, marks=pytest.mark.slow),
         pytest.param("forward", {"strategy": "zero1", "gradient_accumulation": 2}, marks=pytest.mark.slow),
         pytest.param("forward", {"strategy": "ddp", "balance": "auto"}, marks=pytest.mark.slow),

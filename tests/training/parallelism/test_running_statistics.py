@@ -59,11 +59,11 @@ def _after_steps(fields: dict[str, Any], accumulation: int) -> tuple[str, torch.
     [
         {"strategy": "ddp"},
         {"strategy": "ddp", "ema": 0.5, "deterministic": True},
-        {"strategy": "ddp", "compress": "fp16"},
-        {"strategy": "zero1"},
-        {"strategy": "zero2"},
+        pytest.param({"strategy": "ddp", "compress": "fp16"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "zero2"}, marks=pytest.mark.slow),
         {"strategy": "zero3"},
-        {"strategy": "zero3", "precision": "bf16"},
+        pytest.param({"strategy": "zero3", "precision": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
