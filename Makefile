@@ -34,7 +34,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev install-locked demo serve demo-elastic test test-all test-locked gpu-check lint format docs bench measure bench-serving image image-torch lock base sbom clean
+.PHONY: help demo-begin install install-dev install-locked demo serve demo-elastic loop-demo test test-all test-locked gpu-check lint format docs bench measure bench-serving image image-torch lock base sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -94,6 +94,9 @@ serve: $(INSTALLED) ## Serve the news classifier that comes with the repository 
 
 demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone
 	$(BIN)/python deployment/demo_elastic.py
+
+loop-demo: $(INSTALLED) ## Serve a model until it grows old, review 100 texts, retrain, compare, promote (5 minutes)
+	$(BIN)/python deployment/demo_loop.py
 
 # Four tests at a time on two cores: with three, the cores were busy for 63% of the time, since many tests wait for
 # processes. A worker that is done takes tests from the others.
