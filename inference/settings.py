@@ -45,65 +45,64 @@ class Settings(BaseModel):
 
     model_checkpoint: Path = Field(
         default=Path("checkpoints/news"),
-        description="The model to serve: a model folder, a .pt file of this trainer, or an "
-        "exported artefact. The default is the news classifier of the repository. Several paths "
-        "with commas between them, or a folder of model folders, serve [several "
-        "models](#several-models).",
+        description="What to serve: a model folder, a .pt file of this trainer, an exported "
+        "artefact, or [several models](#several-models), as paths with commas between them or a "
+        "folder of model folders.",
     )
     model_weights: str = Field(
         default="",
-        description="How several models share the processors while all have texts: with "
-        "news=2,spam=1 news gets twice the time of spam. A model that is not named has weight 1.",
+        description="How several models share the processors while all have texts, such as "
+        "news=2,spam=1. The others have weight 1.",
     )
     models_folder: Path | None = Field(
         default=None,
-        description="The folder of models that `PUT /models/NAME` may serve. With it, models have "
-        "the names of their folders, even if there is only one. Empty: MODEL_CHECKPOINT, if that "
-        "is a folder of models; otherwise PUT is rejected.",
+        description="The folder of models that `PUT /models/NAME` may serve. With it, even a "
+        "single model has the name of its folder. Empty: MODEL_CHECKPOINT, if that is a folder of "
+        "models; otherwise PUT is rejected.",
     )
     shadow: Path | None = Field(
         default=None,
-        description="A candidate that answers a share of the default model's texts too, after the "
-        "answer and only while the server has time, [to compare the two](loop.md#shadow).",
+        description="A candidate that also classifies a share of the default model's texts, only "
+        "while the server has time, [to compare the two](loop.md#shadow).",
     )
     shadow_share: float = Field(
         default=0.05,
         gt=0,
         le=1,
-        description="The share of texts that SHADOW answers too, such as 5% or 0.05.",
+        description="The share of texts for SHADOW, such as 5% or 0.05.",
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
-        description="What runs the model. auto takes the fastest artefact beside the model, else "
-        "torch; any other name insists on that engine.",
+        description="What runs the model. auto takes the fastest artefact beside it, else torch; "
+        "any other name insists on that engine.",
     )
     threads: int = Field(
         default=0,
         ge=0,
-        description="Processors that the model uses; 0, also the most, is all that this process "
-        "may use (affinity, container quota). Set it if other processes serve on the same machine.",
+        description="Processors that the model uses; 0, also the most, is all that affinity and "
+        "quota allow. Set it if the machine serves something else too.",
     )
     workers: int | Literal["auto"] = Field(
         default="auto",
-        description="Processes that serve on the same port (`python -m inference.serve` only), "
-        "each with its share of the processors, MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES. "
-        "auto is one per 8 processors or so with the native engine, and otherwise 1.",
+        description="Processes on the same port (`python -m inference.serve` only), which divide "
+        "the processors, MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES among them. auto is one "
+        "per 8 processors or so with the native engine, and otherwise 1.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="Where PyTorch runs the model. auto takes a GPU if it can use one, and logs "
-        "why it cannot; cuda does not serve without one.",
+        description="Where PyTorch runs. auto takes a GPU if it can, and logs why it cannot; cuda "
+        "insists on one.",
     )
     instruction_set: str = Field(
         default="auto",
-        description="What the native engine uses of the processor: avx512_vnni, avx512, avx_vnni, "
-        "avx2, neon_i8mm, neon_dotprod, neon or plain. auto takes the fastest. Answers are the "
-        "same to the last bit.",
+        description="What the native engine uses: avx512_vnni, avx512, avx_vnni, avx2, neon_i8mm, "
+        "neon_dotprod, neon or plain. auto takes the fastest; answers are the same to the last "
+        "bit.",
     )
     model_name: str = Field(
         default="",
-        description="Name of the model in `/models/NAME`, in `/v2/models/NAME` and in the metrics. "
-        "Empty: its own, as in its manifest. Several models have the names of their folders.",
+        description="Name of the model in `/models/NAME`, `/v2/models/NAME` and the metrics. "
+        "Empty: as in its manifest. Several models have the names of their folders.",
     )
     listen_host: str = Field(
         default="127.0.0.1",
@@ -119,69 +118,64 @@ class Settings(BaseModel):
     )
     forwarded_allow_ips: str = Field(
         default="127.0.0.1",
-        description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* "
-        "for all). Too many let clients forge the address that the rate limit counts by.",
+        description="Proxies, comma-separated, whose X-Forwarded-For is believed (* for all). Too "
+        "many let clients forge the address that the rate limit counts by.",
     )
     max_text_chars: int = Field(
         default=20_000,
         ge=1,
-        description="Longest text, in characters. The model reads only the beginning of a long "
-        "text, so a larger value costs tokenizing time and gains no accuracy.",
+        description="Longest text, in characters. A larger value costs time and gains no accuracy "
+        "if the model reads only the beginning.",
     )
     max_batch_texts: int = Field(
         default=256,
         ge=1,
-        description="Most texts in one batch request. A larger value lets one client fill more of "
-        "the queue.",
+        description="Most texts in one request. A larger value lets one client fill more of the "
+        "queue.",
     )
     max_body_mb: float = Field(
         default=8,
         gt=0,
-        description="Largest request body, in MiB; the two limits above can mean less. A larger "
-        "value costs memory and event-loop time per request.",
+        description="Largest body, in MiB; the two limits above can mean less.",
     )
     max_pending_mb: float = Field(
         default=64,
         gt=0,
-        description="Bodies held by all requests in progress and the texts read from them, in MiB; "
-        "beyond it requests get 503. It bounds the memory that clients can take; streams take at "
-        "most half of it.",
+        description="Memory for the bodies and texts of all requests in progress, in MiB; beyond "
+        "it they get 503. Streams take at most half of it.",
     )
     max_batch_tokens: int = Field(
         default=0,
         ge=0,
-        description="Most tokens in one forward pass. A smaller value answers single texts sooner "
-        "under load, a larger one reads the weights less often per text. 0 takes 512 on a "
-        "processor, 8192 on a GPU, or the longest text that the model reads if that is more.",
+        description="Most tokens in one forward pass. Fewer answer single texts sooner under load, "
+        "more read the weights less often per text. 0: 512 on a processor, 8192 on a GPU, or the "
+        "longest text that the model reads if that is more.",
     )
     max_wait_seconds: float = Field(
         default=5,
         gt=0,
         description="A text that would take longer than this, by the measured speed, gets 503 at "
-        "once. A call of several texts may fill three quarters of it, the rest is for single "
-        "texts. A text that finds the server idle is never rejected.",
+        "once, unless the server is idle. A call of several texts may fill three quarters of it.",
     )
     request_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Seconds until a text that is not answered ends in 504, a body that does not "
-        "arrive in 408, and a connection is closed whose headers do not arrive or whose answer is "
-        "not read.",
+        description="Seconds until an unanswered text gets 504 and an incomplete body 408, and "
+        "until a connection is closed that sends no headers or does not read its answer.",
     )
     restart_after_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds without an answer, from a forward pass that hangs or a model that "
-        "fails even on a known good text, until `/livez` fails and the process ends with exit code "
-        "70, to be started again. It must be longer than the slowest batch takes.",
+        description="Seconds without an answer, because a pass hangs or even a known good text "
+        "fails, until `/livez` fails and the process ends with exit code 70. Must be longer than "
+        "the slowest batch.",
     )
     max_connections: int = Field(
         default=1000,
         ge=1,
-        description="Most connections at a time; fewer if `ulimit -n` is lower. While half of them "
-        "wait for answers, further texts get 503 server_busy. When all are in use, a new one "
-        "closes the one that has been idle longest; if none has been idle for a second, it gets "
-        "503.",
+        description="Most connections; fewer if `ulimit -n` is lower. While half of them wait for "
+        "answers, further texts get 503. One too many closes the one that has been idle longest, "
+        "or gets 503 if none has been idle for a second.",
     )
     max_connection_age_s: float = Field(
         default=300,
@@ -192,37 +186,34 @@ class Settings(BaseModel):
     cache_entries: int = Field(
         default=0,
         ge=0,
-        description="Answers remembered for texts that are sent again, about 1 kB each; the least "
-        "recently used goes first. 0 is off. It pays off only if texts repeat.",
+        description="Answers kept for texts that are sent again, about 1 kB each; the least "
+        "recently used goes first. 0 is off.",
     )
     explain_max_passes: int = Field(
         default=64,
         ge=1,
-        description="Most texts that one /explain request classifies; a longer text is explained "
-        "in groups of words. A larger value is finer, but slower.",
+        description="Most texts that one /explain request classifies; longer texts are explained "
+        "in groups of words.",
     )
     coverage: float | None = Field(
         default=None,
         gt=0,
         lt=1,
         description="Adds to every answer the set of labels (or the interval) that holds the right "
-        "one this often, such as 0.95, unless the request names another coverage. Needs a "
-        "calibrated model.",
+        "one this often, such as 0.95, unless the request names another. Needs a calibrated model.",
     )
     max_error: str = Field(
         default="",
-        description="Abstains so that at most this share of the answers is wrong, such as 2% or "
-        "0.02, or as the operating point of this name requires, unless the request names another. "
-        "Formats that only list scores (/hub and most gateways') stay complete. Needs a calibrated "
-        "model.",
+        description="Abstains so that at most this share of the answers is wrong (2%, 0.02, or the "
+        "name of an operating point), unless the request names another. Formats that only list "
+        "scores (/hub and most gateways') stay complete. Needs a calibrated model.",
     )
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
-        description="Texts per second with one API key, or from one client address if no key is "
-        "asked for, with bursts of up to twice that; more get 429. Other requests (pages, "
-        "`/metrics`) are limited to the same number per address, but never to fewer than 10 per "
-        "second; probes are not. 0 is off.",
+        description="Texts per second per API key, or per client address if no key is asked for, "
+        "with bursts of up to twice that; more get 429. Other requests (pages, `/metrics`) have "
+        "the same limit per address, but at least 10 per second; probes have none. 0 is off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
@@ -231,31 +222,31 @@ class Settings(BaseModel):
     )
     api_keys_file: Path | None = Field(
         default=None,
-        description="A file of more keys, one per line, each with its own rate limit if `KEY "
-        "TEXTS_PER_SECOND` is written. It is read again when it changes. If it becomes missing, "
-        "damaged or empty, none of its keys is valid.",
+        description="A file of more keys, one per line, as `KEY` or `KEY TEXTS_PER_SECOND`. It is "
+        "read again when it changes. If it becomes missing, damaged or empty, none of its keys is "
+        "valid.",
     )
     require_api_key: bool = Field(
         default=False,
-        description="1: do not start unless API_KEY or API_KEYS_FILE is set, so that a missing "
-        "secret never opens the server to everybody.",
+        description="1: do not start without API_KEY or API_KEYS_FILE, so that a missing secret "
+        "never opens the server to everybody.",
     )
     cors_origins: str = Field(
         default="",
         description="Origins, comma-separated (https://example.org), whose pages may call this "
-        "server from a browser; * for all. Empty: none but its own.",
+        "server from a browser; * for all.",
     )
     drain_seconds: float = Field(
         default=1,
         ge=0,
-        description="Seconds between SIGTERM and closing the port: not ready, but still answering, "
-        "so that load balancers and clients move elsewhere. 0 closes at once.",
+        description="Seconds between SIGTERM and closing the port, in which the server is not "
+        "ready but still answers, so that clients move elsewhere.",
     )
     grace_seconds: float = Field(
         default=25,
         gt=0,
-        description="Seconds after that for requests in progress to finish; then they are cut off. "
-        "Both together should be less than the time until the platform kills the process.",
+        description="Seconds after that until requests in progress are cut off. Both together must "
+        "be less than the platform's time to kill.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
@@ -267,24 +258,24 @@ class Settings(BaseModel):
         repr=False,  # it may hold a password
         description="Where the server [counts what it sees](#what-the-server-sees) and keeps "
         "corrections: 1 for observed.sqlite in the working directory, the path of an .sqlite file, "
-        "or postgresql://USER:PASSWORD@HOST/DATABASE for several servers together (needs the "
-        "`postgres` extra). Empty: nothing is counted.",
+        "or, for several servers, postgresql://USER:PASSWORD@HOST/DATABASE (needs the `postgres` "
+        "extra).",
     )
     keep_texts: str = Field(
         default="",
         description="How long texts may be kept for review, such as 12h or 7d, up to 2,000 per "
-        "hour and model. Needs OBSERVE. Empty: no text is ever kept.",
+        "hour and model. Needs OBSERVE. Empty: not at all.",
     )
     observe_mb: float = Field(
         default=256,
         ge=1,
-        description="Most that counts, kept texts and corrections may take on the disk, in MiB. "
-        "The oldest texts go first, then the oldest counts; corrections are never deleted.",
+        description="Most disk space for counts, kept texts and corrections, in MiB. The oldest "
+        "texts go first, then the oldest counts; corrections are never deleted.",
     )
     otel_endpoint: str = Field(
         default="",
         description="Where OpenTelemetry traces go, as OTLP over HTTP "
-        "(http://collector:4318/v1/traces). Needs the `otel` extra. Empty: off.",
+        "(http://collector:4318/v1/traces). Needs the `otel` extra.",
     )
 
     @model_validator(mode="before")
