@@ -86,7 +86,7 @@ def test_a_term_is_explained_before_the_guide_uses_it() -> None:
     """Each term of the glossary occurs first in the section that the glossary names."""
     body, glossary = TEXT.split("\n## Glossary\n")
     sections = {int(number): part for number, part in re.findall(r"\n## (\d+)\. (.*?)(?=\n## |\Z)", body, re.S)}
-    terms = re.findall(r"^- \*\*(.+?)\*\*: .*?\(\[(\d+)\]", glossary, re.M)
+    terms = re.findall(r"\[([^]]+)\]\(#(\d+)-", glossary)
 
     assert len(terms) > 30
     early = []
