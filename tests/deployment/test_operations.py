@@ -1,4 +1,4 @@
-"""The operator's page and its settings: the commands work on a real server, its sizing table is the measured one."""
+"""The operator's page and its settings: the commands work on a real server, its sizing tables are measured."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_the_first_look_shows_health_model_and_load_and_the_metrics_name_the_dev
         assert word in shown
 
 
-def test_the_sizing_tables_are_those_that_were_measured() -> None:
-    page = (REPOSITORY / PAGE).read_text()
-    _, *sections = (REPOSITORY / "benchmarks" / "sizing.md").read_text().split("\n## ")
-    assert sections
-    for section in sections:
-        table = [line for line in section.splitlines() if line.startswith("|")]
-        assert "\n".join(table) in page, section.splitlines()[0]
+def test_the_rows_of_the_sizing_tables_are_those_that_were_measured() -> None:
+    section = (REPOSITORY / PAGE).read_text().partition("\n## Size it\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    measured = (REPOSITORY / "benchmarks" / "sizing.md").read_text().splitlines()
+
+    assert len(rows) > 4
+    assert [row for row in rows if row not in measured] == []
 
 
 def test_every_line_of_the_production_file_changes_a_setting_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
