@@ -201,6 +201,6 @@ def test_the_lines_that_the_table_of_faults_quotes_are_in_the_words_of_the_progr
     faults = [fault for family in FAMILIES for fault in family if fault.says]
 
     for fault in faults:
-        happened = cells("docs/RELIABILITY.md", fault.name)[1]
+        happened = cells("benchmarks/faults.md", fault.name)[1]
         assert re.search(f'"{fault.says}"$', happened), fault.name
     assert faults
