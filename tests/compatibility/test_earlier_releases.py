@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,7 @@ def fixture_record(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module", name="kept")
 def fixture_kept(record: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept")
-    with tarfile.open(FOLDER / f"{record['version']}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(FOLDER / f"{record['version']}.tar.xz", folder)
     return folder
 
 
