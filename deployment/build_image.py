@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ForeseenError, OneLineParser, run_command
+from common.version import version
 from deployment.image_context import (
     DOCKERFILE,
     EXTRAS,
@@ -35,7 +36,6 @@ from deployment.image_context import (
     exported_artefacts,
     image_files,
     torch_image_files,
-    version,
 )
 
 BUILDERS = ("docker", "podman", "buildah")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tomllib
 from pathlib import Path
 
 from common.errors import ModelLoadError, UserError
@@ -19,6 +18,7 @@ from common.model_folder import (
     verified_cascade,
     verified_manifest,
 )
+from common.version import version
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"
@@ -146,10 +146,6 @@ def _cascade(folder: Path) -> dict[str, Manifest]:
         what += f"for {' or '.join(ENGINES)}: python -m inference.cascade BIG/native SMALL/native"
         raise DeploymentError(f"{folder}: {what}", code="artefact-missing")
     return found
-
-
-def version() -> str:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def copy_files(files: dict[str, Path], folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 import os
 
-__version__ = "0.1.0"
+from common.version import version
+
+__version__ = version()
 
 # ONNX Runtime sends telemetry from its import on, unless this is set.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

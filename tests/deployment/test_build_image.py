@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployment.image_context import ROOT, build_arguments, version
+from common.version import version
+from deployment.image_context import ROOT, build_arguments
 from tests.deployment.documented import documented
 from tests.inference.cascades import make_cascade
 

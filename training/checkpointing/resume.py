@@ -330,6 +330,12 @@ def _other_sources(
     # The key of cached tokens once had no version and changed with every edit of that code, so
     # that of an old checkpoint says nothing about its data.
     if state["data_key"].startswith("v") and state["data_key"] != sources["data_key"]:
+        releases = {str(key).partition("-")[0] for key in (state["data_key"], sources["data_key"])}
+        if len(releases) > 1:
+            return [
+                "the release that began it made other tokens of some texts, so finish it with that "
+                "release"
+            ]
         return ["the texts, the tokenizer or the cleaning have changed"]
     if state.get("frozen_hash") != sources["frozen_hash"]:
         return [f"the weights of --model {config.model} have changed"]
