@@ -18,6 +18,7 @@ from common.commands import run_module
 from common.errors import TrainingFailure, UserError, first_line
 from common.files import write_csv
 from common.model_folder import CLEANING_KEY
+from common.problem_types import MULTI_LABEL, SINGLE_LABEL
 from common.text import counted, in_one_line
 from training.checkpointing import FinishedModel, write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
@@ -42,6 +43,9 @@ from training.run.extend import Change, measure_change
 from training.run.hints import Evidence, hints_of, trust_in
 from training.run.suspects import notes_on_suspects
 from training.tasks.task import RowAnswer
+
+# The page shows so many, each as long as a headline is, and none that would fill its field.
+MOST_EXAMPLES, EXAMPLE_CHARACTERS, LONGEST_EXAMPLE = 6, 80, 300
 
 
 def finish_run(context: RunContext) -> Path:
@@ -177,6 +181,7 @@ def _metrics(context: RunContext, result: _Result) -> dict[str, Any]:
         **({"learned_before": sources_of(read_earlier(config))} if config.from_model else {}),
         **({"earlier": asdict(result.change)} if result.change else {}),
         **({"hints": result.hints} if result.hints else {}),
+        **_examples(context, result.answers),
     }
 
 
@@ -261,6 +266,23 @@ def _distilled_from(context: RunContext) -> dict[str, Any]:
         return {}
     names = ",".join(map(recorded_name, context.config.teachers))
     return {"distilled_from": names, "unlabelled_rows": context.data.num_unlabelled}
+
+
+def _examples(context: RunContext, answers: Sequence[RowAnswer]) -> dict[str, Any]:
+    """One short test text per label for the page of the server, by label."""
+    config = context.config
+    has_classes = context.strategy.task.problem_type in (SINGLE_LABEL, MULTI_LABEL)
+    if not config.examples or not has_classes or config.columns.pair:
+        return {}
+    found: dict[str, tuple[bool, int, str]] = {}
+    for text, answer in zip(context.data.texts.test.texts, answers, strict=True):
+        line = in_one_line(text)
+        # Those that the model answers right first, then the one nearest to the length of a headline.
+        rank = (answer.surprise > 0, abs(len(line) - EXAMPLE_CHARACTERS), line)
+        if len(line) <= LONGEST_EXAMPLE:
+            found[answer.label] = min(rank, found.get(answer.label, rank))
+    names = sorted(found)[:MOST_EXAMPLES]
+    return {"examples": {name: found[name][-1] for name in names}} if names else {}
 
 
 def export_model(config: TrainConfig) -> None:
