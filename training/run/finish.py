@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -269,20 +269,23 @@ def _distilled_from(context: RunContext) -> dict[str, Any]:
 
 
 def _examples(context: RunContext, answers: Sequence[RowAnswer]) -> dict[str, Any]:
-    """One short test text per label for the page of the server, by label."""
     config = context.config
     has_classes = context.strategy.task.problem_type in (SINGLE_LABEL, MULTI_LABEL)
     if not config.examples or not has_classes or config.columns.pair:
         return {}
+    examples = examples_by_label(map(in_one_line, context.data.texts.test.texts), answers)
+    return {"examples": examples} if examples else {}
+
+
+def examples_by_label(texts: Iterable[str], answers: Iterable[RowAnswer]) -> dict[str, str]:
+    """One short test text per label, which the server's page offers to its visitors."""
     found: dict[str, tuple[bool, int, str]] = {}
-    for text, answer in zip(context.data.texts.test.texts, answers, strict=True):
-        line = in_one_line(text)
+    for text, answer in zip(texts, answers, strict=True):
         # Those that the model answers right first, then the one nearest to the length of a headline.
-        rank = (answer.surprise > 0, abs(len(line) - EXAMPLE_CHARACTERS), line)
-        if len(line) <= LONGEST_EXAMPLE:
+        rank = (answer.surprise > 0, abs(len(text) - EXAMPLE_CHARACTERS), text)
+        if len(text) <= LONGEST_EXAMPLE:
             found[answer.label] = min(rank, found.get(answer.label, rank))
-    names = sorted(found)[:MOST_EXAMPLES]
-    return {"examples": {name: found[name][-1] for name in names}} if names else {}
+    return {label: found[label][-1] for label in sorted(found)[:MOST_EXAMPLES]}
 
 
 def export_model(config: TrainConfig) -> None:
