@@ -105,6 +105,7 @@ export function modelReady({ labels, model }) {
 // Texts that training has kept of its test rows, by name. A visitor who finds the page empty sees the first one answered.
 function offerExamples(found) {
   const texts = Object.entries(found).slice(0, MOST_EXAMPLES);
+  const isFirst = !examples.children.length; // not when a server is there again
   exampleBox.hidden = !texts.length;
   examples.replaceChildren(
     ...texts.map(([name, text]) => {
@@ -113,7 +114,7 @@ function offerExamples(found) {
       return element("li", {}, chip);
     }),
   );
-  isOffered = texts.length > 0 && !field.value && document.activeElement !== field;
+  isOffered = isFirst && texts.length > 0 && !field.value && document.activeElement !== field;
   if (isOffered) field.value = texts[0][1];
 }
 
