@@ -55,6 +55,7 @@ METRICS_KEYS = {
     *("base_model", "max_length", "best_epoch", "created", "version", "train_rows"),
     *("distilled_from", "unlabelled_rows", "rows_left_out", "test", "test_precision"),
     *("validation", "baseline", "hints", "method", "fitted_head"),
+    "examples",
 }
 # What a model folder has besides its weights; an artefact folder has a copy of each. Of the files
 # of the tokenizer only the first is always there.

@@ -498,6 +498,10 @@ class TrainConfig(BaseModel):
     """a version of your own for the model, such as 2026-11 or v3: letters, digits, . _ + and -; it
     is in the model card, in metrics.json and in the server's /model"""
 
+    examples: bool = _field(True, "output", on_resume="any")
+    """keep one short test text per label in metrics.json, which the server's page offers to its
+    visitors; false for texts that nobody else may see"""
+
     resume: str = _field("auto", "output", on_resume="any")
     """auto = resume from the run folder's newest complete checkpoint, if it has one; none = start
     from scratch (an older run is moved aside, not deleted); or the path of a checkpoint"""

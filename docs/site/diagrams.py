@@ -13,11 +13,15 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # started by path: th
 from training.planning.memory import zero_states
 
 DOCS = Path(__file__).resolve().parents[1]
-# Okabe and Ito's colours, told apart by the colour-blind too, on a ground of their own for light
-# and dark pages.
-GROUND, INK, GREY, BLUE, ORANGE, GREEN = "#fbfbf8", "#222222", "#d9d9d6", "#8cc6ee", "#f2c14e", "#7fcfb4"
+# After Okabe and Ito: told apart with any colour vision, on a light and on a dark page.
+GROUND, INK, GREY, BLUE, ORANGE, GREEN = LIGHT = "#fbfbf8", "#222222", "#d9d9d6", "#a5d3f5", "#f2b134", "#46a883"
+DARK = "#1b1e23", "#f2f0ea", "#434850", "#2a5f9e", "#8a5a00", "#0f5c46"
+_DARK_RULES = "".join(
+    f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}'
+    for light, dark in zip(LIGHT, DARK, strict=True)
+)
 
-
+TERMINAL_INK = "#e6edf3"
 WIDTH = 420  # pixels, so that a telephone shows the text at nearly its full size
 LEFT, RIGHT = 20, WIDTH - 20
 
@@ -31,6 +35,7 @@ class Drawing:
             f'viewBox="0 0 {WIDTH} {height}" role="img" '
             f'font-family="system-ui, sans-serif" font-size="14" fill="{INK}">',
             f"<title>{escape(title)}</title>",
+            f"<style>@media (prefers-color-scheme:dark){{{_DARK_RULES}}}</style>",
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             f'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z" fill="{INK}"/></marker></defs>',
             f'<rect width="{WIDTH}" height="{height}" rx="10" fill="{GROUND}"/>',
@@ -412,6 +417,25 @@ def _layer_of_ranks(drawing: Drawing, strategy: str, layer: int, left: float, y:
             drawing.box(x + 42.5 * rank, y, 42.5, 28, fill, f"½ {layer}")
 
 
+def terminal(title: str, lines: list[tuple[str, str]]) -> str:
+    """The window of a terminal with lines and their colours."""
+    # Monospace letters are 0.6 as wide as they are high, or a little more.
+    width, height = 32 + 8 * max(len(line) for line, _ in lines), 20 * len(lines) + 58
+    dots = "".join(f'<circle cx="{18 + 18 * dot}" cy="18" r="5" fill="#484f58"/>' for dot in range(3))
+    texts = "".join(
+        f'<text x="16" y="{58 + 20 * number}" fill="{colour}" xml:space="preserve">{escape(line)}</text>'
+        for number, (line, colour) in enumerate(lines)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'role="img" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13">'
+        f"<title>{escape(title)}</title>"
+        # The frame keeps the window apart from a page that is as dark as it is.
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="#0d1117" stroke="#484f58"/>'
+        f"{dots}{texts}</svg>\n"
+    )
+
+
 def check() -> str:
     """A terminal with what the checker says in the guide, wrapped as a terminal would."""
     guide = (DOCS / "DISTRIBUTED_TRAINING_GUIDE.md").read_text()
@@ -421,19 +445,9 @@ def check() -> str:
     lines = [("$ python -m learn.check data_parallel my_solution.py", "#9cdcfe")]
     for line in printed.replace("faulty_solution", "my_solution").splitlines():
         colours = {"wrong": "#ff7b72", "right": "#7ee787", "       hint": "#79c0ff"}
-        colour = next((colour for start, colour in colours.items() if line.startswith(start)), "#e6edf3")
-        lines += [(part, colour) for part in textwrap.wrap(line, 96, subsequent_indent=" " * 7) or [""]]
-    width, height = 800, 22 * len(lines) + 32
-    texts = "".join(
-        f'<text x="16" y="{30 + 22 * number}" fill="{colour}" xml:space="preserve">{escape(line)}</text>'
-        for number, (line, colour) in enumerate(lines)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'role="img" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13">'
-        "<title>The checker says that a solution forgot the buffers and forgot to divide</title>"
-        f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>{texts}</svg>\n'
-    )
+        colour = next((colour for start, colour in colours.items() if line.startswith(start)), TERMINAL_INK)
+        lines += [(part, colour) for part in textwrap.wrap(line, 70, subsequent_indent=" " * 7) or [""]]
+    return terminal("The checker says that a solution forgot the buffers and forgot to divide", lines)
 
 
 DIAGRAMS = {

@@ -24,6 +24,16 @@ _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", "
 _RUN, _RUN_MARK = "recorded_run.html", "<!-- recorded run -->"
 _RUN_LINK = f"[Open a recorded run of the default pipeline]({_RUN}), and choose a card to see what every rank held."
 
+# The front page of the site, not of the folder: three ways in, and a picture of the first.
+_DOORS_MARK = "<!-- doors -->"
+_DOORS = f"""[Open a recorded run]({_RUN}){{ .md-button .md-button--primary }}
+[Play with the toys](TOYS.md){{ .md-button }}
+[Start lesson 1](lessons/ring.md){{ .md-button }}
+
+[![Gradients of four ranks, different before the all-reduce and equal after it](cards.png){{ width=400 }}]({_RUN})"""
+_GUIDE = "DISTRIBUTED_TRAINING_GUIDE.md"
+_SECTION = re.compile(r"^## \d+\. .+$", re.MULTILINE)
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the measured pages, by their headings."""
@@ -55,7 +65,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links to files of the repository lead to their pages here."""
     folder = _place(page.file.src_uri)
-    markdown = markdown.replace(_RUN_MARK, _RUN_LINK)
+    markdown = markdown.replace(_RUN_MARK, _RUN_LINK).replace(_DOORS_MARK, _DOORS)
+    if page.file.src_uri == _GUIDE:
+        markdown = _with_progress(markdown)
 
     def rewritten(match: re.Match[str]) -> str:
         target = (folder / match["path"]).resolve()
@@ -69,6 +81,18 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return markdown if page.file.src_uri.startswith("source/") else _LINK.sub(rewritten, markdown)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Give the theme's search a name, which a dialog has to have."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
+
+
+def _with_progress(markdown: str) -> str:
+    """Below the heading of each section, its number and how many there are."""
+    total = len(_SECTION.findall(markdown))
+    numbers = iter(range(1, total + 1))
+    return _SECTION.sub(lambda head: f"{head[0]}\n\nSection {next(numbers)} of {total}\n{{: .section }}", markdown)
+
+
 @cache  # mkdocs serve builds again and again
 def _recorded_run() -> str:
     """The page of a run of the cards that is made now, so that it shows what this version does."""
@@ -78,7 +102,8 @@ def _recorded_run() -> str:
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         if done.returncode:
             raise PluginError(f"the run of the cards failed: {done.stderr.strip()}")
-        return page.read_text(encoding="utf-8")
+        back = '<header>\n    <p><a href="./">DistriNews</a></p>'
+        return page.read_text(encoding="utf-8").replace("<header>", back, 1)
 
 
 def _place(src_uri: str) -> Path:

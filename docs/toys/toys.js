@@ -294,7 +294,7 @@
     const receives = copies ? "keeps it in place of its own (=)" : "adds it to its own (+)";
     const told =
       phase === "before"
-        ? "Nothing is sent yet. Rank r holds 1 to 9, times 10^r, so the digits of a sum tell you which ranks are in it."
+        ? "Nothing is sent yet. The ranks hold 1 to 9, times 1, 10, 100 and so on, so the digits of a sum tell you which ranks are in it."
         : `Step ${number} of ${ranks - 1} of the ${phase}: each rank sends a chunk (↓) to the next rank, the last ` +
           `one to rank 0, which ${receives}. Green chunks are sums over all ranks.`;
     return [[table], `${told} Bytes sent by each rank: ${bytes.join(", ")}.`];

@@ -87,6 +87,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "labels": saved.labels,
         "thresholds": Answering.of(saved, loaded.calibration).thresholds,
         "test": _test_result(saved.metadata),
+        "examples": saved.metadata.get("examples", {}),
         "calibration": manifest.calibration or None,
         "weights": {
             "file": name,

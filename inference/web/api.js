@@ -23,6 +23,11 @@ export class ApiError extends Error {
   }
 }
 
+/** Whether the server wanted a key, and has one. */
+export function hasKey() {
+  return apiKey !== "";
+}
+
 let answerHere = null;
 
 /** From now on, let `answer` do what `call` says. */

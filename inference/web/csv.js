@@ -84,6 +84,13 @@ export function decode(bytes) {
   }
 }
 
+/** Whether these bytes are no text: a byte of zero is in most other files, and in no text but UTF-16 with its mark. */
+export function isBinary(bytes) {
+  const start = new Uint8Array(bytes, 0, Math.min(1024, bytes.byteLength));
+  const isWide = start[0] + start[1] === 0x1fd; // ff fe or fe ff
+  return !isWide && start.includes(0);
+}
+
 function quote(cell, delimiter) {
   return cell.includes(delimiter) || /["\r\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
 }

@@ -1,7 +1,7 @@
 // A whole file: chosen or dropped, planned, classified, downloaded.
 
 import { classifyAll } from "./batch.js";
-import { Table, decode } from "./csv.js";
+import { Table, decode, isBinary } from "./csv.js";
 import { accentOf, count, element, joined, number, percent, rows } from "./format.js";
 import { asked, onChoice } from "./promise.js";
 import { kind, onReady } from "./server.js";
@@ -43,7 +43,7 @@ export function startFile() {
 function showHint() {
   const names = columnsOf(asked());
   const number = ["one more column", "two more columns", "three more columns", "four more columns"][names.length - 1];
-  const what = kind.readsPairs ? "CSV with a column for each text." : "CSV, or plain text with one headline a line.";
+  const what = kind.readsPairs ? "CSV with a column for each text." : "CSV, or plain text with one text per line.";
   const list = new Intl.ListFormat("en").formatToParts(names);
   const parts = list.map(({ type, value }) => (type === "element" ? element("em", {}, value) : value));
   $("file-hint").replaceChildren(`${what} You get it back with ${number}: `, ...parts, ".");
@@ -103,7 +103,9 @@ async function open(chosen) {
   $("drop-error").textContent = "";
   try {
     if (file.size > MAX_BYTES) throw new Error(`${file.name} is larger than 64 MB: split it.`);
-    table = new Table(decode(await file.arrayBuffer()), isCsv(file));
+    const bytes = await file.arrayBuffer();
+    if (isBinary(bytes)) throw new Error(`${file.name} is not a text file.`);
+    table = new Table(decode(bytes), isCsv(file));
     if (!table.records.length) throw new Error(`${file.name} is empty.`);
     if (kind.readsPairs && table.width < 2) {
       throw new Error(`${file.name} has one column: the model reads two texts together, each from its own.`);
@@ -151,7 +153,7 @@ function showSample() {
 
 function previewRow(text, ...extra) {
   const shown = [text].flat().map((part) => part.slice(0, 300) || "(blank)").join(" | ");
-  return element("li", {}, ...extra, element("span", { class: "excerpt" }, shown));
+  return element("li", {}, ...extra, element("span", { class: "excerpt", dir: "auto" }, shown));
 }
 
 async function run() {
@@ -238,6 +240,7 @@ function showTally(answers) {
       return element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(some)));
     }),
     ...[...silent].map(([why, some]) => element("li", { class: "silent" }, `${why} `, element("b", {}, count(some)))),
+    ...(numRefused ? [element("li", { class: "refused" }, "no answer ", element("b", {}, count(numRefused)))] : []),
     ...numbersOf(answers),
   );
 }
@@ -261,13 +264,15 @@ function showEnd(state) {
   $("run-state").textContent =
     done < texts.length
       ? `Cancelled. ${rows(done)} of ${count(texts.length)} are done and can be downloaded.`
-      : `Done in ${seconds.toFixed(1)} s, ${count(Math.round(done / Math.max(seconds, 0.001)))} rows a second.`;
+      : `Done in ${seconds.toFixed(1)} s, ${count(Math.round(done / Math.max(seconds, 0.001)))} rows per second.`;
   $("announce").textContent = $("run-state").textContent;
   $("cancel").hidden = true;
   $("again").hidden = false;
   offerDownload(answers, more);
   showRefused(refused);
-  const answered = answers.flatMap((answer, i) => (isAnswered(answer) ? [i] : [])).slice(0, NUM_PREVIEW);
+  // The least sure are the ones to check. Several labels and numbers have no confidence, and stay in their order.
+  const answered = answers.flatMap((answer, i) => (isAnswered(answer) ? [i] : []));
+  answered.sort((a, b) => (answers[a].confidence ?? 0) - (answers[b].confidence ?? 0)).splice(NUM_PREVIEW);
   $("preview").replaceChildren(...answered.map((i) => previewRow(texts[i], ...tagOf(answers[i]))));
   ($("download").hidden ? $("again") : $("download")).focus();
 }

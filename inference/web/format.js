@@ -23,9 +23,9 @@ export function percent(share) {
   return `${(share * 100).toFixed(1)}%`;
 }
 
-/** A probability's change in percentage points, two digits of it: "+36", "−0.68". */
+/** A probability's change in percentage points: "+36.2", "\u22120.7". */
 export function points(change) {
-  return difference(change * 100);
+  return `${change < 0 ? "\u2212" : "+"}${Math.abs(change * 100).toFixed(1)}`;
 }
 
 /** A model's number with six digits: "3.21408", "\u22121,250,000". */

@@ -3,9 +3,9 @@
 import { ApiError, call, sleep } from "./api.js";
 import { accentOf, difference, element, milliseconds, number, percent, points } from "./format.js";
 import { Highlight, LEAST_STRENGTH, marksOf, withStrength, withStrengthOfNumbers } from "./highlight.js";
-import { setNotice } from "./notice.js";
-import { asked, onChoice, reasonOf, silence } from "./promise.js";
+import { asked, doubt, onChoice, reasonOf, silence } from "./promise.js";
 import { kind, watch } from "./server.js";
+import { linkedTexts, offerUse } from "./use.js";
 import { offerCorrection } from "./wrong.js";
 
 const PAUSE_MS = 150; // asked once the typing pauses this long,
@@ -16,13 +16,15 @@ const NUM_WORDS = 6;
 const PASSAGE_STRENGTH = 0.4;
 const CLOSE_CALL = 0.2;
 const MOST_BARS = 12;
-const NEWS_LABELS = "World,Sports,Business,Sci/Tech";
+const MOST_EXAMPLES = 6;
+const TITLES = { multi_label_classification: "Which labels fit?", regression: "What does the model say?" };
 
 const [
   title, fieldName, field, pairField, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer,
+  exampleBox, examples,
 ] = [
   "title", "text-name", "text", "text-pair", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing",
-  "announce",
+  "announce", "example-box", "examples",
 ].map((id) => document.getElementById(id));
 const empty = { label: label.textContent, remark: remark.textContent, why: why.textContent };
 const highlight = new Highlight(document.getElementById("mirror"));
@@ -32,11 +34,19 @@ let current = new AbortController(); // everything under way for the text as it 
 let timer = 0;
 let waitingSince = 0;
 let shown = {}; // the answer
+let isOffered = false; // the text is an example that nobody has chosen: a click selects it, and typing replaces it
 
 /** Answer what is typed from now on. */
 export function startLive() {
   for (const one of [field, pairField]) {
-    one.addEventListener("input", () => textChanged());
+    one.addEventListener("input", () => {
+      isOffered = false;
+      textChanged();
+    });
+    one.addEventListener("click", () => {
+      if (isOffered) one.select();
+      isOffered = false;
+    });
     one.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.isComposing) setText("");
     });
@@ -48,16 +58,25 @@ export function startLive() {
   explainButton.addEventListener("click", () => {
     explainButton.hidden = true;
     field.focus();
-    explain(typed(), current.signal);
+    // Its end is in view, and only its beginning may have been read.
+    explain(typed(), current.signal).then(() => highlight.mirror.querySelector("mark")?.scrollIntoView({ block: "nearest" }));
   });
   onChoice(() => textChanged(0));
+  addEventListener("hashchange", showLinked);
+  showLinked();
   textChanged(); // a browser may have kept the text over a reload
 }
 
-/** Put `text` into the field, empty that of the second text, and answer it at once. */
-export function setText(text) {
+function showLinked() {
+  const { text, textPair } = linkedTexts();
+  if (text) setText(text, textPair);
+}
+
+/** Put the texts into their fields, and answer them at once. */
+function setText(text, textPair = "") {
+  isOffered = false;
   field.value = text;
-  pairField.value = "";
+  pairField.value = textPair;
   textChanged(0);
 }
 
@@ -76,12 +95,27 @@ export function modelReady({ labels, model }) {
   const answersNumber = kind.problemType === "regression";
   bars.hidden = answersNumber;
   bars.replaceChildren(); // another model may have other thresholds
-  const isNews = !kind.readsPairs && labels.join() === NEWS_LABELS; // of which the examples are
-  document.getElementById("of-news").hidden = !isNews;
-  if (isNews && kind.problemType === "single_label_classification") title.textContent = "What kind of news is this?";
-  fieldName.textContent = kind.readsPairs ? "First text" : isNews ? "Headline or article" : "Text";
-  if (isComplete()) textChanged(0);
-  else if (!answersNumber) showBars(Object.fromEntries(labels.map((name) => [name, 0])), []);
+  title.textContent = TITLES[kind.problemType] ?? "Which label fits?";
+  fieldName.textContent = kind.readsPairs ? "First text" : "Text";
+  offerExamples(kind.readsPairs ? {} : (model?.metrics?.examples ?? {}));
+  if (!isComplete() && !answersNumber) showBars(Object.fromEntries(labels.map((name) => [name, 0])), []);
+  textChanged(0);
+}
+
+// Texts that training has kept of its test rows, by name. A visitor who finds the page empty sees the first one answered.
+function offerExamples(found) {
+  const texts = Object.entries(found).slice(0, MOST_EXAMPLES);
+  const isFirst = !examples.children.length; // not when a server is there again
+  exampleBox.hidden = !texts.length;
+  examples.replaceChildren(
+    ...texts.map(([name, text]) => {
+      const chip = element("button", { type: "button", class: "chip", title: text }, name);
+      chip.addEventListener("click", () => setText(text));
+      return element("li", {}, chip);
+    }),
+  );
+  isOffered = isFirst && texts.length > 0 && !field.value && document.activeElement !== field;
+  if (isOffered) field.value = texts[0][1];
 }
 
 function textChanged(pause = PAUSE_MS) {
@@ -92,13 +126,15 @@ function textChanged(pause = PAUSE_MS) {
   pairHighlight.follow(pairField.value);
   explainButton.hidden = true;
   clearButton.hidden = !field.value && !pairField.value;
-  setNotice("request", null);
+  for (const { firstChild: chip } of examples.children) chip.setAttribute("aria-pressed", chip.title === field.value);
+  offerUse({ ...typed(), ...asked() });
   offerCorrection(null);
   if (!isComplete()) {
     waitingSince = 0;
     showNothing();
     return;
   }
+  answer.classList.add("stale");
   waitingSince ||= performance.now();
   const rest = waitingSince + LONGEST_WAIT_MS - performance.now();
   const { signal } = current;
@@ -171,13 +207,21 @@ async function ask(path, body, signal) {
       // Asks again through modelReady: the model is there again, or it is another one, with other promises.
       if (error.isOutage || error.code === "no_guarantee") watch();
       else if (path === "explain") why.textContent = error.message;
-      else setNotice("request", error.message);
+      else {
+        setRemark(error.message, true); // the older answer stays, paler, so that nothing moves
+        announcer.textContent = error.message;
+      }
       if (!error.isBusy) return undefined;
       await sleep(error.retryAfter ?? 1, signal).catch(() => {});
       if (signal.aborted) return undefined;
-      setNotice("request", null);
     }
   }
+}
+
+function setRemark(line, isError = false) {
+  remark.textContent = line;
+  remark.classList.toggle("error", isError);
+  answer.classList.toggle("stale", isError);
 }
 
 function showNothing() {
@@ -185,7 +229,7 @@ function showNothing() {
   answer.classList.remove("silent");
   label.textContent = empty.label;
   confidence.textContent = "";
-  remark.textContent = kind.readsPairs && (field.value || pairField.value) ? "Both texts are read together." : empty.remark;
+  setRemark(kind.readsPairs && (field.value || pairField.value) ? "Both texts are read together." : empty.remark);
   for (const bar of bars.children) setBar(bar, 0, false);
   words.replaceChildren();
   why.textContent = empty.why;
@@ -204,7 +248,7 @@ function showAnswer(data) {
   label.textContent = headline(data);
   confidence.textContent = data.confidence === undefined || !isAnswered ? "" : percent(data.confidence);
   if (data.probabilities) showBars(data.probabilities, given);
-  remark.textContent = data.abstained ? reasonOf(data) : remarkOn(data);
+  setRemark(data.abstained ? reasonOf(data) : doubt(data) || remarkOn(data));
 }
 
 function remarkOn(data) {
@@ -255,13 +299,14 @@ function setBar(bar, share, isWinner) {
 }
 
 function showWords(list, { value, explained } = {}) {
-  const deciding = list
+  const deciding = merged(list)
     .filter(({ strength }) => strength >= LEAST_STRENGTH)
     .sort((a, b) => b.strength - a.strength)
     .slice(0, NUM_WORDS);
   words.replaceChildren(
-    ...deciding.map(({ word, weight, strength, against }) => {
-      const parts = [element("span", {}, word), element("b", {}, value === undefined ? points(weight) : difference(weight))];
+    ...deciding.map(({ word, weight, strength, against, times }) => {
+      const name = element("bdi", {}, times > 1 ? `${word} ×${times}` : word);
+      const parts = [name, element("b", {}, value === undefined ? points(weight) : difference(weight))];
       const item = element("li", against ? { class: "against" } : {}, ...parts);
       item.style.setProperty("--strength", strength.toFixed(3));
       return item;
@@ -271,6 +316,17 @@ function showWords(list, { value, explained } = {}) {
   why.textContent = deciding.length
     ? `In ${unit}${explained === undefined ? "" : ` of ${explained}`} lost without the word.`
     : "No single word decides.";
+}
+
+// A word that a text repeats is one entry: "this ×3".
+function merged(list) {
+  const found = new Map();
+  for (const { word, weight, strength, against } of list) {
+    const name = `${against} ${word.toLowerCase()}`;
+    const { weight: others = 0, strength: most = 0, times = 0 } = found.get(name) ?? {};
+    found.set(name, { word, weight: weight + others, strength: Math.max(strength, most), against, times: times + 1 });
+  }
+  return [...found.values()];
 }
 
 function wordList() {

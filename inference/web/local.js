@@ -3,7 +3,7 @@
 import { meaning, placeOfBest } from "./answering.js";
 import { ApiError } from "./api.js";
 import { openModel } from "./local_model.js";
-import { setNotice } from "./notice.js";
+import { element } from "./format.js";
 
 const MOST_EXPLAINING_TEXTS = 64; // a longer text is explained in groups of words
 const MEGABYTE = 1e6;
@@ -37,7 +37,10 @@ function showProgress({ loaded, total }) {
   if (step === shownStep) return;
   shownStep = step;
   const megabytes = (bytes) => (bytes / MEGABYTE).toFixed(0);
-  setNotice("server", `Loading the model into this browser: ${megabytes(loaded)} of ${megabytes(total)} MB.`);
+  const line = `Loading the model into this browser: ${megabytes(loaded)} of ${megabytes(total)} MB.`;
+  const bar = element("progress", { value: loaded / total, "aria-hidden": "true" });
+  document.getElementById("remark").replaceChildren(bar, ` ${line}`);
+  document.getElementById("announce").textContent = line;
 }
 
 const ANSWERS = {
@@ -50,7 +53,7 @@ const ANSWERS = {
     calibrated: Boolean(info.calibration),
     engine: { engine: engineOf(info) },
     test_accuracy: info.test.accuracy,
-    metrics: { test: info.test },
+    metrics: { test: info.test, examples: info.examples },
   }),
   predict: async (found, { text, ...asked }, signal) => render(found, (await found.classify([text], { signal }))[0], asked),
   "predict/batch": async (found, { texts, ...asked }, signal) =>

@@ -170,13 +170,14 @@ export class LocalModel {
   }
 
   get info() {
-    const { name, problem_type: problemType, labels, thresholds, test, weights, tokenizer, calibration } = this.description;
+    const { name, problem_type: problemType, labels, thresholds, test, examples, weights, tokenizer, calibration } = this.description;
     return {
       name,
       problemType,
       labels,
       thresholds,
       test,
+      examples,
       calibration,
       maxTokens: tokenizer.max_tokens,
       instructionSet: this.instructions,

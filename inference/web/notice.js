@@ -1,6 +1,6 @@
 // The one line at the foot of the window that says what is wrong, and the field for an API key.
 
-const ORDER = ["key", "server", "request"]; // the first that has something to say is shown
+const ORDER = ["key", "server"]; // the first that has something to say is shown
 const lines = new Map();
 const bar = document.getElementById("notice");
 const text = document.getElementById("notice-text");
@@ -8,7 +8,7 @@ const form = document.getElementById("key-form");
 const field = document.getElementById("key");
 let pendingKey = null;
 
-/** Show `line` for `source` ("server" or "request"); null takes it away. */
+/** Show `line` for `source` ("key" or "server"); null takes it away. */
 export function setNotice(source, line) {
   if (line) lines.set(source, line);
   else lines.delete(source);

@@ -10,6 +10,7 @@ const MOST_NAMED = 3;
 
 const [box, choice, line] = ["promise", "max-error", "promise-line"].map((id) => document.getElementById(id));
 let known = null; // the calibration of a model that bounds the share of wrong answers
+let leastFamiliar = null; // below it, a text is not like those that the model knows; null if it cannot tell
 let levels = new Map(); // its operating points by that bound
 
 /** Offer what the model can promise; `calibration` is that of GET model. */
@@ -17,6 +18,7 @@ export function promiseReady({ model }) {
   const bounds = heldPoints(model?.calibration).filter(([, one]) => one.max_error);
   levels = new Map(bounds.map(([, one]) => [one.max_error, one]));
   const before = known && choice.value;
+  leastFamiliar = model?.calibration?.familiarity?.limit ?? null;
   known = levels.size ? model.calibration : null;
   box.hidden = !known;
   if (!known) return;
@@ -41,8 +43,9 @@ export function onChoice(listener) {
 
 /** What a request asks for in addition to the answer. */
 export function asked() {
-  if (!known || !choice.value) return {};
-  return { max_error: Number(choice.value), coverage: heldCoverage(), familiarity: Boolean(known.familiarity) };
+  const more = leastFamiliar !== null ? { familiarity: true } : {};
+  if (!known || !choice.value) return more;
+  return { max_error: Number(choice.value), coverage: heldCoverage(), ...more };
 }
 
 function heldCoverage() {
@@ -70,11 +73,19 @@ export function silence({ abstained, set = [] }) {
   return set.length ? `Not sure: ${new Intl.ListFormat("en", { type: "disjunction" }).format(set)}` : "Not sure";
 }
 
+/** A warning where the model answers a text that is not like those that it knows. */
+export function doubt({ familiarity }) {
+  return familiarity < leastFamiliar ? `Mostly unknown to this model: ${rankOf(familiarity)} Do not trust the answer.` : "";
+}
+
+function rankOf(familiarity) {
+  return `less familiar than ${Number((100 - 100 * familiarity).toFixed(2))}% of ordinary texts.`;
+}
+
 /** Why the model does not answer, in a sentence. */
 export function reasonOf({ abstained, familiarity, confidence }) {
   if (abstained === "unfamiliar") {
-    const others = Number((100 - 100 * familiarity).toFixed(2));
-    return familiarity === undefined ? "" : `Less familiar than ${others}% of ordinary texts.`;
+    return familiarity === undefined ? "" : rankOf(familiarity).replace("less", "Less");
   }
   const point = levels.get(Number(choice.value));
   if (!point) return "This server is set to answer only when the model is surer.";

@@ -43,7 +43,7 @@ FOREIGN = {
     "--shm-size",
     "--signal",
 }
-TERMINALS = {"check.svg"}  # as wide as a terminal, so too small to read on a telephone
+TERMINALS = {"check.svg", "training.svg"}  # as wide as a terminal, so too small to read on a telephone
 # Texts of a drawing that leave the smallest rectangle around their middle, and the pixels of its font when it is shrunk
 # to the window.
 _TEXTS_OUTSIDE = """() => {
@@ -125,6 +125,11 @@ def test_every_text_of_a_diagram_lies_within_its_box_and_can_be_read_on_a_teleph
             problems, font = page.evaluate(_TEXTS_OUTSIDE)
             assert problems == [], path.name
             assert font > 11, path.name
+
+
+def test_the_pictures_of_the_readme_are_small() -> None:
+    sizes = {name: (REPOSITORY / "docs" / name).stat().st_size for name in ("cards.png", "training.svg", "demo.png")}
+    assert max(sizes.values()) < 150_000, sizes
 
 
 @pytest.mark.parametrize(("page", "code", "printed"), PYTHON, ids=lambda text: text.splitlines()[0][:40])

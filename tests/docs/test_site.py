@@ -51,6 +51,17 @@ def test_a_source_that_a_page_links_to_is_a_page_of_the_site(site: Path) -> None
     assert "broadcast_parameters" in (site / "DISTRIBUTED_TRAINING_GUIDE" / link / "index.html").read_text()
 
 
+def test_the_front_page_has_three_ways_in_and_the_guide_counts_its_sections(site: Path) -> None:
+    start, guide = ((site / name / "index.html").read_text() for name in ("", "DISTRIBUTED_TRAINING_GUIDE"))
+
+    doors = re.findall(r'<a class="md-button[^"]*" href="([^"]+)"', start)
+    assert doors == ["recorded_run.html", "TOYS/", "lessons/ring/"]
+    total = len(re.findall(r"<h2 [^>]*>\d+\. ", guide))
+    shown = re.findall(r'<p class="section">(.*?)</p>', guide)
+    assert shown == [f"Section {number} of {total}" for number in range(1, total + 1)]
+    assert 'role="dialog" aria-label="Search"' in start
+
+
 def test_a_run_of_all_cards_is_recorded_and_the_page_of_the_cards_links_to_it(site: Path) -> None:
     link = re.search(r'href="([^"]*recorded_run\.html)"', (site / "CARDS" / "index.html").read_text())
     page = (site / "CARDS" / link[1]).read_text()

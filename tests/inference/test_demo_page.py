@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
+import json
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -104,6 +107,7 @@ def test_a_calibrated_model_answers_only_where_it_is_sure_enough(
 
     page.select_option("#max-error", label="Always")
     expect_answer(page, _predict(calibrated, FOREIGN))
+    assert page.inner_text("#remark").startswith("Mostly unknown to this model: less familiar than ")
     assert page.inner_text("#promise-line") == "It names the likeliest label, however unsure it is."
 
 
@@ -153,7 +157,7 @@ def test_a_file_comes_back_with_what_the_model_was_not_sure_of(
         assert row["set"] == "|".join(expected["set"])
     assert [row["abstained"] for row in rows] == ["", "uncertain", "unfamiliar"]
     assert page.locator("#legend li").all_inner_texts() == ["Sports 1", "not sure 1", "unfamiliar 1"]
-    assert page.locator("#preview .tag").all_inner_texts() == ["Sports", "not sure", "unfamiliar"]
+    assert page.locator("#preview .tag").all_inner_texts() == ["unfamiliar", "not sure", "Sports"]
 
     page.click("#again")
     page.select_option("#max-error", label="Always")
@@ -295,11 +299,75 @@ def test_words_that_decided_are_coloured_where_they_stand(open_page: OpenPage, s
     marked = page.locator("#mirror mark").all_inner_texts()
     assert marked
     assert set(marked) <= words
-    assert set(page.locator("#words li span").all_inner_texts()) <= words
+    assert set(page.locator("#words bdi").all_inner_texts()) <= words
     sizes = page.evaluate("[text, mirror].map(one => [one.scrollHeight, one.clientWidth, getComputedStyle(one).font])")
     assert sizes[0] == sizes[1]
     page.type("#text", " More")  # what stays keeps its colour until the next answer
     assert page.locator("#mirror.stale mark").all_inner_texts() == marked
+
+
+def test_the_first_example_of_the_model_is_answered_on_load_and_replaced_by_what_is_typed(
+    open_calibrated: OpenPage, calibrated: httpx.Client
+) -> None:
+    page = open_calibrated()
+    examples = calibrated.get("/model").json()["metrics"]["examples"]
+    names, texts = list(examples), list(examples.values())
+    assert page.locator("#examples button").all_inner_texts() == names
+    expect_answer(page, _predict(calibrated, texts[0]))
+    page.click("#text")
+    page.keyboard.type(SURE)
+    expect_answer(page, _predict(calibrated, SURE))
+    page.focus("#examples li:nth-child(3) button")
+    page.keyboard.press("Enter")
+    expect_answer(page, _predict(calibrated, texts[2]))
+    assert page.locator("#examples [aria-pressed=true]").all_inner_texts() == [names[2]]
+
+
+def test_the_page_shows_how_to_ask_the_same_and_a_link_that_holds_the_text(
+    open_page: OpenPage, server: httpx.Client
+) -> None:
+    page = open_page()
+    text = """It's "oil" again: 5% & \\more"""
+    page.fill("#text", text)
+    expected = _predict(server, text)
+    expect_answer(page, expected)
+    page.click("#use summary")
+    until(page, "document.getElementById('use-curl').textContent.includes('oil')")
+    answer = subprocess.run(["bash", "-c", page.inner_text("#use-curl")], capture_output=True, check=True)
+    assert json.loads(answer.stdout)["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-3)
+    asked = page.inner_text("#use-python").splitlines()[2].removeprefix("asked = ")
+    assert ast.literal_eval(asked) == {"text": text}
+    linked = open_page(f"{server.base_url}/demo{page.get_attribute('#use-link', 'href')}")
+    expect_answer(linked, expected)
+    assert linked.input_value("#text") == text
+
+
+def test_a_refusal_stands_beside_the_text_and_the_older_answer_is_paler(open_page: OpenPage) -> None:
+    page = open_page(refusals=True)
+    page.fill("#text", HEADLINE)
+    until(page, "confidence.textContent.endsWith('%')")
+    page.fill("#text", "x" * 2001)
+    until(page, "remark.textContent.includes('> maximum 2000')")
+    assert page.is_hidden("#notice")
+    until(page, "getComputedStyle(bars).opacity === '0.5' && getComputedStyle(remark).opacity === '1'")
+    page.fill("#text", HEADLINE)
+    until(page, "getComputedStyle(bars).opacity === '1' && !remark.classList.contains('error')")
+
+
+def test_long_addresses_and_scripts_from_right_to_left_stay_in_their_field(open_page: OpenPage) -> None:
+    page = open_page()
+    page.fill("#text", "مرحبا https://example.com/" + "never-ends" * 20)
+    assert page.evaluate("[text, mirror].map((one) => getComputedStyle(one).direction)") == ["rtl", "rtl"]
+    widths = "(({ scrollWidth, clientWidth }) => [scrollWidth, clientWidth])(text.closest('.scroller'))"
+    assert len(set(page.evaluate(widths))) == 1
+
+
+def test_a_picture_is_not_taken_for_a_text_file(open_page: OpenPage) -> None:
+    page = open_page()
+    choose(page, "pic.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR")
+    assert page.inner_text("#drop-error") == "pic.png is not a text file."
+    choose(page, "wide.txt", "Goal!\nShares fall\n".encode("utf-16"))
+    assert page.locator("#sample li").all_inner_texts() == ["Goal!", "Shares fall"]
 
 
 def test_a_long_text_is_explained_on_demand_only(open_page: OpenPage) -> None:
@@ -428,8 +496,7 @@ def test_everything_can_be_done_by_keyboard(open_page: OpenPage) -> None:
     page.keyboard.press("Escape")
     assert page.input_value("#text") == ""
     assert page.inner_text("#label") == "What will it be?"
-    tab_to("chip")
-    page.keyboard.press("Enter")
+    page.keyboard.type("Goal!")
     until(page, "announce.textContent.includes('%')")  # for who hears the page
     tab_to("choose")
     page.keyboard.press("Enter")

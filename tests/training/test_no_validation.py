@@ -34,6 +34,7 @@ def test_without_validation_all_rows_are_trained_on_and_the_last_epoch_is_writte
     assert "* best" not in printed.out
     assert "Testing epoch 2 on" in printed.out
     assert metrics.keys() <= METRICS_KEYS  # a server publishes these
+    assert metrics["examples"].keys() <= set(metrics["test"]["labels"])
     assert (metrics["train_rows"], metrics["best_epoch"], metrics["validation"]) == (63, 2, None)
     assert "after the last epoch (2); no validation split chose" in (output / "README.md").read_text()
     assert report.count("<td>none</td>") == 2

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALL = "all"
-COLOURS = {"F": "#6baed6", "B": "#fdae6b", "I": "#fdae6b", "W": "#74c476"}
-PASTEL = {"F": "#c6dbef", "B": "#fdd9b5", "I": "#fdd9b5", "W": "#c7e9c0"}
+# Okabe and Ito's, which people with any colour vision tell apart.
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#e69f00", "W": "#0a9a70"}
+PASTEL = {"F": "#cde9fb", "B": "#ffe2a3", "I": "#ffe2a3", "W": "#84ccb2"}
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 # Distinguishes the kinds on terminals without colors.
 FILL = {"F": " ", "B": "▒", "I": "▒", "W": "░"}

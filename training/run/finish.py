@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,6 +18,7 @@ from common.commands import run_module
 from common.errors import TrainingFailure, UserError, first_line
 from common.files import write_csv
 from common.model_folder import CLEANING_KEY
+from common.problem_types import MULTI_LABEL, SINGLE_LABEL
 from common.text import counted, in_one_line
 from training.checkpointing import FinishedModel, write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
@@ -42,6 +43,9 @@ from training.run.extend import Change, measure_change
 from training.run.hints import Evidence, hints_of, trust_in
 from training.run.suspects import notes_on_suspects
 from training.tasks.task import RowAnswer
+
+# The page shows so many, each as long as a headline is, and none that would fill its field.
+MOST_EXAMPLES, EXAMPLE_CHARACTERS, LONGEST_EXAMPLE = 6, 80, 300
 
 
 def finish_run(context: RunContext) -> Path:
@@ -177,6 +181,7 @@ def _metrics(context: RunContext, result: _Result) -> dict[str, Any]:
         **({"learned_before": sources_of(read_earlier(config))} if config.from_model else {}),
         **({"earlier": asdict(result.change)} if result.change else {}),
         **({"hints": result.hints} if result.hints else {}),
+        **_examples(context, result.answers),
     }
 
 
@@ -261,6 +266,26 @@ def _distilled_from(context: RunContext) -> dict[str, Any]:
         return {}
     names = ",".join(map(recorded_name, context.config.teachers))
     return {"distilled_from": names, "unlabelled_rows": context.data.num_unlabelled}
+
+
+def _examples(context: RunContext, answers: Sequence[RowAnswer]) -> dict[str, Any]:
+    config = context.config
+    has_classes = context.strategy.task.problem_type in (SINGLE_LABEL, MULTI_LABEL)
+    if not config.examples or not has_classes or config.columns.pair:
+        return {}
+    examples = examples_by_label(map(in_one_line, context.data.texts.test.texts), answers)
+    return {"examples": examples} if examples else {}
+
+
+def examples_by_label(texts: Iterable[str], answers: Iterable[RowAnswer]) -> dict[str, str]:
+    """One short test text per label, which the server's page offers to its visitors."""
+    found: dict[str, tuple[bool, int, str]] = {}
+    for text, answer in zip(texts, answers, strict=True):
+        # Those that the model answers right first, then the one nearest to the length of a headline.
+        rank = (answer.surprise > 0, abs(len(text) - EXAMPLE_CHARACTERS), text)
+        if len(text) <= LONGEST_EXAMPLE:
+            found[answer.label] = min(rank, found.get(answer.label, rank))
+    return {label: found[label][-1] for label in sorted(found)[:MOST_EXAMPLES]}
 
 
 def export_model(config: TrainConfig) -> None:

@@ -20,7 +20,7 @@ export class Editor {
     this.place.hidden = false;
     this.drawFrame();
     this.drawNodes();
-    this.newCard.focus();
+    (this.items[0]?.box.querySelector("summary") ?? this.newCard).focus();
     await this.check();
   }
 
@@ -58,8 +58,8 @@ export class Editor {
     for (const item of this.items) item.box.open = open.has(item.node);
     this.list.replaceChildren(...this.items.map((item) => h("li", {}, item.box)));
     const unused = [...this.cards.values()].filter((card) => !this.nodes.some((node) => node.card === card.card_type));
-    this.newCard.replaceChildren(...unused.map((card) => h("option", { value: card.card_type }, card.name)),
-      ...(unused.length ? [] : [h("option", { value: "" }, "every card is in use")]));
+    this.newCard.replaceChildren(...unused.map((card) => h("option", { value: card.card_type }, card.name)));
+    this.newCard.closest(".actions").hidden = !unused.length;
     this.refreshSources();
   }
 

@@ -25,6 +25,7 @@ class Page {
 
   start() {
     byId("controls").hidden = !this.source.isLive;
+    byId("how-to-run").hidden = this.source.isLive;
     byId("step").addEventListener("click", () => this.step());
     byId("run-all").addEventListener("click", () => this.act("run-all", () => this.source.run()));
     byId("reset").addEventListener("click", () => this.act("reset", () => this.source.reset(this.workers)));
@@ -128,7 +129,7 @@ class Page {
     const size = `${plural(nodes.length, "card")}${this.hasShards ? ranks : ""}`;
     return this.source.isLive
       ? `The pipeline ${name}: ${size}. Step through it, and see what comes out of each card.`
-      : `A run of the pipeline ${name}: ${size}. Choose a card to see what came out of it.`;
+      : `A recorded run of the pipeline ${name}: ${size}. Choose a card to see what came out of it.`;
   }
 
   showControls(state) {
@@ -139,7 +140,9 @@ class Page {
 
   summary(state) {
     if (state.failure) return state.failure;
-    if (state.next === null) return "All cards are done.";
+    // With shards there is a card for the strategy, too.
+    const more = this.hasShards ? " Try another number of workers, or FSDP (Edit wiring)." : "";
+    if (state.next === null) return `All cards are done.${more}`;
     const { name } = this.pipeline.nodes.find((node) => node.id === state.next);
     if (!state.busy) return `Next: ${name}`;
     const { epoch } = state.cards[state.next];

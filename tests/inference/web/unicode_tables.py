@@ -42,11 +42,12 @@ def _ranges(codes: Iterable[int]) -> str:
             found[-1][1] = code
         else:
             found.append([code, code])
-    return "".join(_written(first) + (f"-{_written(last)}" if last > first else "") for first, last in found)
-
-
-def _written(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\u{{{code:x}}}"
+    # In hexadecimal, the distance from the range before, and how many more follow.
+    befores = [0, *(last for _, last in found)]
+    return " ".join(
+        f"{first - before:x}" + (f"-{last - first:x}" if last > first else "")
+        for before, (first, last) in zip(befores, found, strict=False)
+    )
 
 
 if __name__ == "__main__":
