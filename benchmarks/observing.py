@@ -52,7 +52,7 @@ PARTS: dict[str, Callable[[Namespace], Results]] = {
 
 
 def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__ or "", page="observing.md", rounds=6)
+    parser = harness.Parser(MODULE, __doc__ or "", page="observing.md", rounds=2)
     add = parser.add_argument
     news = harness.ROOT / "checkpoints" / "news"
     add(
@@ -86,8 +86,7 @@ def _parse() -> Namespace:
         default=[],
         help="folders with a test.csv, with a column text, of other domains (default: none)",
     )
-    # Longer than the five seconds between two times that a server writes to its store.
-    add("--seconds", type=harness.seconds, default=6, help="of each load, for cost (default: 6)")
+    add("--seconds", type=harness.seconds, default=48, help="of each load, for cost (default: 48)")
     harness.add_parts_flag(parser, PARTS)
     add(
         "--trials",

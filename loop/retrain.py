@@ -39,6 +39,7 @@ from loop.new_rows import (
     read_reviewed,
     reviewed_in_store,
 )
+from loop.record import Artefact
 
 # Up to so many rows, the head learns and the encoder stays as it is: what training calls few rows
 # (docs/data.md).
@@ -72,6 +73,7 @@ def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
         metavar="ADDRESS",
         help="take the reviewed rows from the server's observations: an SQLite file or postgresql://...",
     )
+    flag("--model", metavar="NAME", help="name of the model in the store (default: that of OLD)")
     flag(
         "--golden",
         type=Path,
@@ -103,6 +105,8 @@ def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:end])
+    if options.model and not options.store:
+        parser.error("--model: names the model in a store; give --store too")
     options.training_flags = arguments[end + 1 :]
     return options
 
@@ -181,6 +185,9 @@ def _inputs(options: argparse.Namespace) -> dict[str, Any]:
     # Training resumes on any number of ranks.
     free = ("output_dir", "processes")
     given = {name: str(value) for name, value in vars(options).items() if name not in free}
+    if options.store:
+        # This goes into a file beside the model, and a new password does not make it another store.
+        given["store"] = without_password(options.store)
     files = (options.rows, options.golden, options.reviewed)
     hashes = {str(path): sha256_of(path) for path in files if path and path.is_file()}
     return {**given, "files": hashes}
@@ -192,7 +199,8 @@ def _split(options: argparse.Namespace, saved: SavedModel) -> NewRows:
     if options.reviewed:
         reviewed = read_reviewed(options.reviewed, labels)
     else:
-        name = options.old.absolute().name
+        # The export's name for it, as the server's: a promoted model is in a folder of another name.
+        name = options.model or Artefact.at(options.old).manifest.source["name"]
         reviewed, note = reviewed_in_store(options.store, name, labels)
     if note:
         print(note)

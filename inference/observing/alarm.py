@@ -136,8 +136,10 @@ class AlarmState:
         says what has moved, and the games have begun from scratch.
         """
         most = 0.0
-        for counts in chunks:
-            self.money = (self.money + 1) * self.alarm.multiplied(counts)
+        played = list(chunks)
+        # All at once, because the calls of numpy are most of the time: (chunks, tails, bets).
+        for multiplied in self.alarm.multiplied(played) if played else ():
+            self.money = (self.money + 1) * multiplied
             self.chunks += 1
             evidence = self.evidence
             if evidence >= most:

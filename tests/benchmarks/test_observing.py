@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from benchmarks.drift import alarms, months
+from benchmarks.drift import alarms, cost, months
 from benchmarks.drift.answers import Answers
 from inference.observing.alarm import Alarm
 from inference.observing.reference import Reference
@@ -52,3 +53,15 @@ def test_foreign_texts_are_found_and_usual_ones_raise_no_alarm() -> None:
     assert found["found"] == 1
     assert 16 <= found["low"] <= found["median"] <= found["high"] <= 320
     assert alarms._time_to_alarm(alarm, quiet, [same], 20, draw)["median"] is None
+
+
+def test_the_cost_is_that_of_neighbouring_slices_and_the_observers_thread_counts_for_the_texts_it_counted() -> None:
+    idle = [[is_on, 0.5, 0, 0.0, 0.0] for is_on in (False, False, True, True, False)]
+    off, on, after = [False, 0.5, 100, 0.2, 0.0], [True, 0.5, 100, 0.22, 0.001], [False, 0.5, 100, 0.2, 0.003]
+    last = [[False, 0.5, 100, 0.2, 0.0], [True, 0.5, 3, 0.1, 0.0], [True, 0.5, 0, 0.0, 0.0], [False, 0.5, 0, 0.0, 0.0]]
+
+    found = cost.compared([*idle, *[off, on, on, after] * 4, *last])
+
+    assert len(found) == 2
+    # Of 0.020 s for 803 texts, each has its share.
+    assert found[0] == {"off": 200, "on": 200, "off_cpu_ms": 2.0, "on_cpu_ms": pytest.approx(2.2 + 20 / 803)}

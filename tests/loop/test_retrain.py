@@ -151,8 +151,45 @@ def inputs(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPat
 
 def words(inputs: Path, output: Path, **changed: str) -> list[str]:
     given = {name: str(inputs / f"{name}.jsonl") for name in ("rows", "reviewed", "golden")} | changed
+    if "store" in changed:
+        del given["reviewed"]
     flags = [word for name, value in given.items() for word in (f"--{name}", value)]
     return [str(inputs / "old"), *flags, "--output_dir", str(output), "--", "--device", "cpu"]
+
+
+def test_the_address_of_the_store_is_kept_and_compared_without_its_password(inputs: Path, tmp_path: Path) -> None:
+    first, second, other = (
+        retrain._inputs(retrain._parse_arguments(words(inputs, tmp_path / "new", store=f"postgresql://{where}/seen")))
+        for where in ("ann:secret@db", "ann:changed@db", "ann:secret@other")
+    )
+
+    assert "secret" not in json.dumps(first)
+    assert first == second != other
+
+
+def test_reviews_are_those_of_the_name_in_the_export_whatever_the_folder_is_called_or_of_model(
+    inputs: Path, tmp_path: Path
+) -> None:
+    label = json.loads((inputs / "rows.jsonl").read_text().splitlines()[0])["label"]
+    store = Store(str(tmp_path / "observed.sqlite"))
+    for number, model in enumerate(("old", "live", "live")):
+        about = (model, "r1", "request", f"review {number}", "", label)
+        store.append([Feedback(str(number), 1.0, *about, "anonymous", "ann", "review", "")])
+    store.close()
+    shutil.copytree(inputs / "old", tmp_path / "renamed")
+
+    def num_reviewed(**flags: str) -> int:
+        given = words(inputs, tmp_path / "new", store=store.address, **flags)
+        options = retrain._parse_arguments([str(tmp_path / "renamed"), *given[1:]])
+        return retrain._split(options, retrain._read_old(options.old)).counts["reviewed"]
+
+    assert num_reviewed() == 1
+    assert num_reviewed(model="live") == 2
+
+
+def test_a_name_in_the_store_without_a_store_is_refused(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--model: names the model in a store; give --store too"):
+        retrain.main(words(inputs, tmp_path / "new", model="live"))
 
 
 @pytest.mark.slow
