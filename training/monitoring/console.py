@@ -159,34 +159,44 @@ class Console:
             yield lambda rows: progress.advance(task, rows)
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
+        """Print a row for each epoch, below one heading for all of the run's."""
+        shown = list(metrics_of(epochs[-1].validation).items())[:2]
+        has_accuracy = epochs[-1].train_accuracy is not None
+        # Widths are fixed, because the rows come one by one and have to align with those before.
+        # They are of the longest value, such as 100.00%; with two usual metrics 73 columns.
+        trained = ("train loss", *["accuracy"] * has_accuracy)
+        validated = ("val loss", *(metric.title for _, metric in shown))
+        widths = [max(8, len(title)) for title in (*trained, *validated)]
+        if not self._epochs_shown:
+            heading = _epoch_row("epoch", trained, validated, "time", widths)
+            self.say(Text(printable(heading), "bold"))
         self._epochs_shown |= {metrics.epoch for metrics in epochs}
         # Several epochs may be marked: each was the best when it ended. The last of them still is.
         best = max(
             (metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation),
             default=None,
         )
-        shown = list(metrics_of(epochs[-1].validation).items())[:2]
-        titles = [metric.title for _, metric in shown]
-        trained = ["train accuracy"] if epochs[-1].train_accuracy is not None else []
-        table = self._table(
-            ("epoch", "train loss", *trained, "validation loss", *titles, "time", "")
-        )
         for metrics in epochs:
-            validation, is_best = metrics.validation, metrics.epoch == best
-            cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}"]
-            if trained:
-                cells.append(
-                    "" if metrics.train_accuracy is None else format_percent(metrics.train_accuracy)
-                )
-            cells.append(f"{validation['loss']:.4f}" if validation else "none")
-            cells += [metric.shown(validation[name]) for name, metric in shown]
-            cells += [format_time(metrics.seconds), "* best" if is_best else ""]
-            table.add_row(*cells, style="green" if is_best else None)
-        self._rich.print(table)
+            values = metrics.validation
+            loss = [f"{values['loss']:.4f}" if values else "none"]
+            accuracy = metrics.train_accuracy
+            row = _epoch_row(
+                f"{metrics.epoch:.4g}",
+                [
+                    f"{metrics.train_loss:.4f}",
+                    *["" if accuracy is None else format_percent(accuracy)] * has_accuracy,
+                ],
+                loss + [metric.shown(values[name]) for name, metric in shown],
+                format_time(metrics.seconds),
+                widths,
+            )
+            is_best = metrics.epoch == best
+            self.say(Text(row + "  * best" * is_best, "green" if is_best else ""))
 
     def rest_of_epochs(self, epochs: Sequence[EpochMetrics]) -> None:
         """Print the whole table if it has epochs that this process has not shown, those before a resume."""
         if not self._epochs_shown.issuperset(metrics.epoch for metrics in epochs):
+            self._epochs_shown.clear()  # a second table, so with its own heading
             self.epoch_table(epochs)
 
     def table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -267,7 +277,7 @@ class ProgressBar(Subscriber):
         # times as long as the others.
         now = time.monotonic()
         first_time, first_step = self._first_update = self._first_update or (now, step)
-        if step == first_step:
+        if step in (first_step, self._total_steps):
             return ""
         return (
             "ETA "
@@ -282,9 +292,10 @@ class LiveBar(ProgressBar):
         super().__init__(console, total_steps)
         self._progress = _ProgressWithFigures(
             TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=None),
+            # rich's own colours are those of a warning.
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TaskProgressColumn(),
+            TaskProgressColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[time_left]}", style="cyan"),
             console=console._rich,
@@ -352,6 +363,14 @@ class PlainBar(ProgressBar):
         self._console.say(
             "  ".join([progress, *_figures(metrics), self._eta(metrics.step)]).rstrip()
         )
+
+
+def _epoch_row(
+    epoch: str, trained: Sequence[str], validated: Sequence[str], time: str, widths: Sequence[int]
+) -> str:
+    cells = [cell.rjust(width) for cell, width in zip((*trained, *validated), widths, strict=True)]
+    left, right = cells[: len(trained)], cells[len(trained) :]
+    return f"{epoch:>6}  {'  '.join(left)} | {'  '.join(right)}  {time:>7}"
 
 
 def _figures(metrics: StepMetrics) -> list[str]:

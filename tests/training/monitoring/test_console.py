@@ -6,6 +6,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_the_table_of_epochs_at_the_end_is_printed_only_if_it_has_epochs_not_sho
 
     console.rest_of_epochs([before_a_resume, here])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["epoch", "1", "2"]
+
+
+def test_the_rows_of_a_run_stand_below_one_heading_and_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], epoch_metrics: Callable[..., EpochMetrics]
+) -> None:
+    console = Console()
+    for epoch in (1, 2.5, 12):
+        trained = {"train_loss": 10.0 + epoch, "train_accuracy": epoch / 12, "seconds": 1000.0 * epoch}
+        console.epoch_table([replace(epoch_metrics(epoch, 10, is_best=epoch > 1), **trained)])
+
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["1", "2.5", "12"]
+    assert max(map(len, rows)) <= 80
+    # Every value ends below the end of its title.
+    for title in ("epoch", "train loss", "accuracy", "val loss", "macro F1", "time"):
+        end = heading.index(title) + len(title)
+        assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows), title
 
 
 def test_the_time_left_is_estimated_without_the_first_step(
