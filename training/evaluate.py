@@ -70,7 +70,7 @@ def main() -> None:
 
 def _table(metrics: dict[str, Any]) -> str:
     from training.evaluation.robustness import robustness_table
-    from training.monitoring.records import metrics_of
+    from training.monitoring.records import calibration_in_words, metrics_of
 
     width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
     figures = {"loss": metrics["loss"]} | {
@@ -80,6 +80,8 @@ def _table(metrics: dict[str, Any]) -> str:
         printable(f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows"),
         "  ".join(f"{title} {value:.4f}" for title, value in figures.items()),
     ]
+    if words := calibration_in_words(metrics):
+        lines.append(f"it {words}")
     if "per_class" in metrics:
         lines += ["", f"{'class':{width}}  precision  recall      F1   rows"]
     for name, scores in metrics.get("per_class", {}).items():

@@ -109,7 +109,8 @@ class Console:
         # A times sign must not end a run on a terminal that only knows ASCII.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
-        self._epochs_shown: set[int] = set()
+        self._epochs_shown: set[float] = set()
+        self._has_accuracy = False  # of training, in the table of epochs
         # A dumb terminal cannot move its cursor back, which a live bar needs for every refresh.
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (
             "dumb",
@@ -161,7 +162,11 @@ class Console:
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         """Print a row for each epoch, below one heading for all of the run's."""
         shown = list(metrics_of(epochs[-1].validation).items())[:2]
-        has_accuracy = epochs[-1].train_accuracy is not None
+        if not self._epochs_shown:
+            # The first row may be that of a fitted head, which has learned from no step.
+            last = epochs[-1]
+            self._has_accuracy = last.train_accuracy is not None or "accuracy" in last.validation
+        has_accuracy = self._has_accuracy
         # Widths are fixed, because the rows come one by one and have to align with those before.
         # They are of the longest value, such as 100.00%; with two usual metrics 73 columns.
         trained = ("train loss", *["accuracy"] * has_accuracy)

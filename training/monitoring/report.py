@@ -17,13 +17,21 @@ from training.config import FAULTS
 from training.data.report import in_words
 from training.monitoring.events import read_metrics
 from training.monitoring.profiler import operator_table, rank_table, read_summary
-from training.monitoring.records import format_percent, format_time, metrics_of, wilson_interval
+from training.monitoring.records import (
+    calibration_in_words,
+    format_percent,
+    format_time,
+    metrics_of,
+    wilson_interval,
+)
 
 if TYPE_CHECKING:
     from training.monitoring.plots import Curves
     from training.tasks.task import RowAnswer
 
 REPORT_FILE = "report.html"
+# Drawn below the tables of the test; all others are of the training.
+PLOTS_OF_TEST = ("confusion_matrix", "reliability", "predictions")
 MOST_WRONG_TEXTS = MOST_DOUBTED_TEXTS = 20
 LONGEST_TEXT = 700
 PLOTS = {
@@ -33,6 +41,7 @@ PLOTS = {
     "throughput": "Samples per second by step",
     "gradient_norm": "Gradient norm by step",
     "confusion_matrix": "Confusion matrix of the test: true class by predicted class",
+    "reliability": "Share of right answers to test texts by the confidence of the answer",
     "predictions": "Test rows in tenths by predicted number: the mean true number of each",
 }
 
@@ -124,6 +133,8 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
             for name in PLOTS
             if name in light
         },
+        plots_of_test=PLOTS_OF_TEST,
+        calibration=calibration_in_words(report.test),
         profile=_profile(run_dir),
         data_facts=in_words(report.figures) if report.figures else {},
         faults={
@@ -256,7 +267,7 @@ def _headline(
 def _test_tiles(test: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     small_prints = {
         "macro_f1": f"over {len(test['labels'])} classes, {counted(test['rows'], 'text')}",
-        "calibration_error": "how far confidence is from accuracy",
+        "calibration_error": calibration_in_words(test) or "how far confidence is from accuracy",
         "micro_f1": "over all labels and texts",
         "exact_match": "share of the texts",
         "rmse": f"of {', '.join(test['labels'])}, {counted(test['rows'], 'text')}",

@@ -27,6 +27,7 @@ def _evaluation(labels: Sequence[str] = NEWS, right: int = 45, wrong: int = 5) -
         "accuracy": share,
         "macro_f1": share,
         "calibration_error": 0.02,
+        "reliability": [[len(labels) * (right + wrong), 0.55, share]],
         "labels": list(labels),
         "per_class": {label: dict(figures) for label in labels},
         "confusion_matrix": matrix,

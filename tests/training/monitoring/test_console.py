@@ -98,17 +98,21 @@ def test_the_rows_of_a_run_stand_below_one_heading_and_fit_80_columns(
     capsys: pytest.CaptureFixture[str], epoch_metrics: Callable[..., EpochMetrics]
 ) -> None:
     console = Console()
-    for epoch in (1, 2.5, 12):
-        trained = {"train_loss": 10.0 + epoch, "train_accuracy": epoch / 12, "seconds": 1000.0 * epoch}
+    for epoch in (0, 1, 2.5, 12):
+        trained = {"train_loss": 10.0 + epoch, "seconds": 1000.0 * epoch}
+        # Nothing was trained before the first epoch, in which a head was fitted.
+        trained["train_accuracy"] = epoch / 12 if epoch else None
         console.epoch_table([replace(epoch_metrics(epoch, 10, is_best=epoch > 1), **trained)])
 
     heading, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["1", "2.5", "12"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2.5", "12"]
     assert max(map(len, rows)) <= 80
     # Every value ends below the end of its title.
-    for title in ("epoch", "train loss", "accuracy", "val loss", "macro F1", "time"):
+    for title in ("epoch", "train loss", "val loss", "macro F1", "time"):
         end = heading.index(title) + len(title)
         assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows), title
+    end = heading.index("accuracy") + len("accuracy")
+    assert [row[end - 6 : end].strip() for row in rows] == ["", "8.33%", "20.83%", "00.00%"]
 
 
 def test_the_time_left_is_estimated_without_the_first_step(

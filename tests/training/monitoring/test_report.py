@@ -10,7 +10,7 @@ import pytest
 
 from training.monitoring.events import read_metrics
 from training.monitoring.plots import LIGHT, Curves, draw_all
-from training.monitoring.records import wilson_interval
+from training.monitoring.records import calibration_in_words, wilson_interval
 from training.monitoring.report import ReportData, WrongText, write_report
 from training.tasks.task import RowAnswer
 
@@ -19,7 +19,7 @@ MakeReport = Callable[..., ReportData]
 WriteRun = Callable[..., Path]
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & {{ 7 * 7 }} $\\frac{1}$"
-PLOTS = ["confusion_matrix", "gradient_norm", "learning_rate", "loss", "throughput", "validation"]
+PLOTS = ["confusion_matrix", "gradient_norm", "learning_rate", "loss", "reliability", "throughput", "validation"]
 
 
 class _Page(html.parser.HTMLParser):
@@ -85,6 +85,7 @@ def test_the_report_holds_the_figures_of_the_run(page: _Page) -> None:
         "90.00%",
         "95% interval 85.06% to 93.43%",
         "2.00%",
+        "answers with 55% on average and is right 90% of the time: too modest; more epochs help",
         "2m 40s",
         "100.0",
         "Sci/Tech",
@@ -170,6 +171,16 @@ def test_a_resumed_run_is_one_curve(
     page = _Page(write_report(tmp_path, report_data(evaluation())).read_text())
     # A heading, two epochs; a heading, four classes.
     assert [tag for tag, _ in page.tags].count("tr") == 3 + 5
+
+
+@pytest.mark.parametrize(
+    ("confidence", "verdict"),
+    [(0.6, "too modest; more epochs help"), (0.88, "as it should be"), (0.99, "too sure; fewer epochs or --label")],
+)
+def test_calibration_is_told_with_its_direction(evaluation: Evaluation, confidence: float, verdict: str) -> None:
+    found = calibration_in_words(evaluation() | {"reliability": [[100, confidence, 0.9], [100, confidence, 0.9]]})
+
+    assert found.startswith(f"answers with {confidence:.0%} on average and is right 90% of the time: {verdict}")
 
 
 def test_wilson_interval_agrees_with_the_published_formula() -> None:
