@@ -285,7 +285,7 @@ def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure
     axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
     if metric.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    _legend_above(axes, columns=4)
+    _legend_above(axes, columns=2)
     return figure
 
 
@@ -301,8 +301,10 @@ def _learning_rate(curves: Curves, theme: Theme) -> Figure:
 
 def _throughput(curves: Curves, theme: Theme) -> Figure:
     figure, axes = _curve_axes("Throughput, samples per second", "step")
-    speed = curves.column("samples_per_second")
-    axes.plot(curves.column("step"), speed, _mark(curves), color=theme.first, linewidth=1.2)
+    # The first interval starts threads and allocates: beside it, the others would seem unsteady.
+    first = 1 if len(curves.steps) > 2 else 0
+    steps, speed = (curves.column(name)[first:] for name in ("step", "samples_per_second"))
+    axes.plot(steps, speed, _mark(curves), color=theme.first, linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if known := [value for value in speed if math.isfinite(value)]:
@@ -416,7 +418,10 @@ def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
 
 
 def _legend_above(axes: Axes, columns: int = 3) -> None:
-    # Between title and curves, so that no curve runs through it.
+    # Between title and curves, so that no curve runs through it. A legend that is wider than the
+    # axes would make the layout shrink them, so a long one has two rows, and the title moves up.
+    rows = math.ceil(len(axes.get_legend_handles_labels()[1]) / columns)
+    axes.set_title(axes.get_title("left"), pad=mpl.rcParams["axes.titlepad"] + 14 * (rows - 1))
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.99),

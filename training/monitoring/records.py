@@ -179,7 +179,7 @@ def calibration_in_words(evaluation: Mapping[str, Any]) -> str:
         verdict = "too modest; more epochs help"
     elif sure > right + limit:
         verdict = "too sure; fewer epochs or --label_smoothing help"
-    found = f"answers with {sure:.0%} on average and is right {right:.0%} of the time"
+    found = f"answers with {sure:.0%} confidence on average and is right {right:.0%} of the time"
     return f"{found}: {verdict}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,14 @@ REPORT_FILE = "report.html"
 PLOTS_OF_TEST = ("confusion_matrix", "reliability", "predictions")
 MOST_WRONG_TEXTS = MOST_DOUBTED_TEXTS = 20
 LONGEST_TEXT = 700
+# The page's only script. Its hash is in the page's policy, so that nothing else can run there.
+COPY_SCRIPT = """
+for (const button of document.querySelectorAll("button.copy"))
+  button.onclick = async () => {
+    await navigator.clipboard.writeText(button.previousElementSibling.textContent);
+    button.textContent = "Copied";
+  };
+"""
 PLOTS = {
     "loss": "Training and validation loss by step",
     "validation": "Metrics on the validation rows by epoch",
@@ -73,11 +82,15 @@ class ReportData:
     and ``baseline`` a figure to compare it with, and what that is.
 
     Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts``
-    the first ones. ``figures``: of the data report; none of a language model.
+    the first ones. ``command``: starts the same run, empty if none does; ``changed``: the part of
+    the configuration that is not as by default; ``figures``: of the data report; none of a language
+    model.
     """
 
     title: str
+    command: str
     configuration: dict[str, Any]
+    changed: dict[str, Any]
     environment: dict[str, str]
     test: dict[str, Any]
     wrong_texts: Sequence[WrongText]
@@ -96,6 +109,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         The page's path. It needs no other file and no network.
     """
     import jinja2
+    from markupsafe import Markup
 
     # Here and not at the top, because matplotlib takes a second to import.
     from training.monitoring.plots import DARK, LIGHT, Curves, draw_all
@@ -133,6 +147,9 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
             for name in PLOTS
             if name in light
         },
+        title=_title(report),
+        script=Markup(COPY_SCRIPT),
+        script_hash=base64.b64encode(hashlib.sha256(COPY_SCRIPT.encode()).digest()).decode(),
         plots_of_test=PLOTS_OF_TEST,
         calibration=calibration_in_words(report.test),
         profile=_profile(run_dir),
@@ -148,6 +165,14 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     )
     write_whole(run_dir / REPORT_FILE, page.encode())
     return run_dir / REPORT_FILE
+
+
+def _title(report: ReportData) -> str:
+    """What was trained on what, and how good it is, such as for a bookmark."""
+    if not report.test["rows"]:
+        return report.title
+    name, metric = next(iter(metrics_of(report.test).items()))
+    return f"{report.title}: {metric.title} {metric.shown(report.test[name])}"
 
 
 def _training(
@@ -253,7 +278,7 @@ def _headline(
     )
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
-        tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
+        tiles.append(("Samples/s", f"{statistics.median(samples):,.1f}", small_print))
     shares_of = {"efficiency": efficiencies} | {
         name: [record[name] for record in curves.steps if name in record]
         for name in ("gpu_utilization", "mfu")
