@@ -36,13 +36,15 @@ endef
 
 .PHONY: help demo-begin install install-dev install-locked demo serve demo-elastic loop-demo test test-all test-locked gpu-check lint format docs bench measure bench-serving image image-torch lock base sbom clean
 
-help:             ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+# The digit after ## is the group that a target is listed in.
+help: ##1 Show this list
+	@list() { echo "$$1"; sed -n "s/^\([a-z-]*\):.*##$$2 /  \1\t/p" $(MAKEFILE_LIST) | expand -t 18; }; \
+	list Start: 1; echo; list Work: 2; echo; list Release: 3
 
-install: $(INSTALLED) ## Make .venv and install what training and serving need
+install: $(INSTALLED) ##1 Make .venv and install what training and serving need
 	@echo "Installed. Next: source .venv/bin/activate"
 
-install-dev: $(INSTALLED_DEV) ## The same and what the tests need
+install-dev: $(INSTALLED_DEV) ##2 The same as install, and what the tests need
 
 # PyTorch comes first and by itself: asked for together with the rest, an installer may take a build of several gigabytes.
 # pip installs it, since pip.conf may name a mirror or a folder of wheels.
@@ -65,7 +67,7 @@ $(INSTALLED_DEV): $(INSTALLED)
 	@touch $@
 
 # Each file is checked before any of its code runs. On Linux on x86-64, as the locks of PyTorch.
-install-locked: ## Install what the locks name, as a release does, into a new .venv
+install-locked: ##3 Install what the locks name into a new .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --require-hashes --no-deps --only-binary :all: --requirement deployment/requirements-uv.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps $(TORCH_CPU) \
@@ -77,7 +79,7 @@ demo-begin:
 	@echo "Installs into .venv if need be, then trains, evaluates, exports and serves a small news classifier on this machine's CPU."
 	@echo "About 2 minutes on 2 cores with nothing installed yet and a fast network; 1.6 GB of disk. make clean removes .venv."
 
-demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample, evaluate, export to int8, serve, ask three headlines
+demo: demo-begin $(INSTALLED) ##1 Train on the built-in sample, evaluate, export, serve, ask
 	@echo "Demo 1/4: train with two processes"
 	PYTHON=$(BIN)/python training/run_ddp.sh 2 --dataset sample --model starter --epochs 3 --batch_size 16 \
 		--device cpu --output_dir $(DEMO) --resume none
@@ -88,27 +90,27 @@ demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample
 	@echo "Demo 4/4: serve, and ask three headlines"
 	$(BIN)/python deployment/demo.py $(DEMO)
 
-serve: $(INSTALLED) ## Serve the news classifier that comes with the repository on port 7860, until Ctrl-C
+serve: $(INSTALLED) ##1 Serve the included news classifier on port 7860, until Ctrl-C
 	@echo "Once it is ready, try it at http://localhost:7860/demo; Ctrl-C stops it"
 	$(BIN)/python -m inference.serve --port 7860
 
-demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone
+demo-elastic: $(INSTALLED) ##1 Kill a rank, lose a machine, add one: the run goes on
 	$(BIN)/python deployment/demo_elastic.py
 
-loop-demo: $(INSTALLED) ## Serve a model until it grows old, review 100 texts, retrain, compare, promote (5 minutes)
+loop-demo: $(INSTALLED) ##1 See a model grow old, be reviewed, retrained and replaced
 	$(BIN)/python deployment/demo_loop.py
 
 # Four tests at a time on two cores: with three, the cores were busy for 63% of the time, since many tests wait for
 # processes. A worker that is done takes tests from the others.
-test: $(INSTALLED_DEV) ## Run the tests (7 to 12 minutes on 2 cores)
+test: $(INSTALLED_DEV) ##2 Run the tests (about 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow and not gpu" --durations=20 --durations-min=8
 
-test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
+test-all: $(INSTALLED_DEV) ##2 Run the tests with the slower matrix
 	$(call install,.[dev$(comma)docs$(comma)ray$(comma)deepspeed$(comma)wandb$(comma)mlflow$(comma)trackio])
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 LOCKED := $(BIN)/uv pip install --quiet --python build/locked/bin/python
-test-locked: $(INSTALLED) ## Run the tests of serving and deployment with the versions that the images install
+test-locked: $(INSTALLED) ##3 Test serving with the versions that the images install
 	mkdir -p build/lock
 	$(PYTHON) -m venv --without-pip --clear build/locked
 	$(LOCKED) --require-hashes --no-deps $(TORCH_CPU) --requirement deployment/requirements-torch-cpu.txt
@@ -121,7 +123,7 @@ test-locked: $(INSTALLED) ## Run the tests of serving and deployment with the ve
 	PYTHONPATH=$(CURDIR) build/locked/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" tests/inference tests/deployment
 
 # PyTorch is asked for GPUs without a CUDA context, which a process that forks must not have.
-gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure training on it; without one, say what was left out (10 minutes)
+gpu-check: $(INSTALLED_DEV) ##2 Run what needs a GPU, and measure on it (10 minutes)
 	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -rs -m gpu $(GPU_TESTS)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(BIN)/python -m benchmarks.one_or_two_processes --device gpu --data $(GPU_DATA) && \
@@ -129,38 +131,38 @@ gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure training on it;
 	else echo "Left out: the GPU tables of benchmarks/one_or_two_processes.md and benchmarks/training_throughput.md," \
 		"since this machine has no CUDA GPU."; fi
 
-lint: $(INSTALLED_DEV) ## Check style and types of mistakes
+lint: $(INSTALLED_DEV) ##2 Check style and types of mistakes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(INSTALLED_DEV) ## Put the code into its format
+format: $(INSTALLED_DEV) ##2 Put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## Build the documentation as a site, in site/, with a run of the cards that is recorded now
+docs: $(INSTALLED) ##2 Build the documentation as a site, in site/
 	$(call install,.[docs])
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
-bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
+bench: $(INSTALLED) ##2 Measure training against the usual recipes
 	$(call install,.[bench])
 	$(BIN)/python -m benchmarks.training_throughput
 
-measure: $(INSTALLED) ## Measure again, in one night, what README and docs cite, and list it in benchmarks/README.md
+measure: $(INSTALLED) ##2 Measure again, in one night, what README and docs cite
 	$(call install,.[bench])
 	$(BIN)/python -m benchmarks.measure $(MEASURE_FLAGS)
 
-bench-serving: $(INSTALLED) ## Measure the server of MODEL=folder beside others and write benchmarks/serving.md
+bench-serving: $(INSTALLED) ##2 Measure the server of MODEL=folder beside others
 	$(BIN)/python -m benchmarks.serving_load --model $(MODEL)
 
-image: $(INSTALLED) ## Build the image that serves MODEL=folder, with docker, podman or buildah (BUILD_FLAGS are theirs)
+image: $(INSTALLED) ##3 Build the image that serves MODEL=folder (see BUILD_FLAGS)
 	$(BIN)/python deployment/build_image.py --model $(MODEL) -- $(BUILD_FLAGS)
 
-image-torch: $(INSTALLED) ## Build the image for training jobs and for serving on GPUs
+image-torch: $(INSTALLED) ##3 Build the image for training and for serving on GPUs
 	$(BIN)/python deployment/build_image.py --torch cuda -- $(BUILD_FLAGS)
 
 # First all packages are resolved together, so that the locks agree: an image may be built from several of them. The
 # tokenizer's library needs the hub's client only to download. The locks for PyTorch are for Linux on x86-64.
-lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/requirements*.txt
+lock: $(INSTALLED) ##3 Pin what the images install, with hashes
 	mkdir -p build/lock
 	for extra in $(EXTRAS); do $(call extra,$$extra) >build/lock/$$extra.in || exit 2; done
 	$(LOCK) requirements.txt $(EXTRAS:%=build/lock/%.in) $(FOR_X86) $(TORCH_CPU) --no-emit-package torch \
@@ -177,12 +179,12 @@ lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/re
 	set -e; for extra in $(EXTRAS); do $(LOCK) build/lock/$$extra.in --constraints build/lock/all.txt --universal \
 		--output-file deployment/requirements-with-$$extra.txt; done
 
-base: $(INSTALLED) ## Pin the base images to what their tags name now (asks their registry)
+base: $(INSTALLED) ##3 Pin the base images to what their tags name now
 	$(BIN)/python deployment/pin_base_images.py
 
-sbom: $(INSTALLED_DEV) ## Write into build/sbom what the locks hold and what is known against it, or what IMAGE=name holds
+sbom: $(INSTALLED_DEV) ##3 List what the locks or IMAGE=name hold, and its known flaws
 	$(BIN)/python deployment/write_sbom.py $(if $(IMAGE),--image $(IMAGE))
 
-clean:            ## Remove .venv and what tools leave; checkpoints stay
+clean:            ##2 Remove .venv and what tools leave; checkpoints stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

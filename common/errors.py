@@ -150,7 +150,7 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """As wide as the terminal, at most 110 columns; keeps the paragraphs of a description."""
+    """As wide as the terminal, at most 110 columns; keeps paragraphs, and indented ones as they are."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(
@@ -159,7 +159,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(
-            super(HelpFormatter, self)._fill_text(part, width, indent)
+            part
+            if part.startswith("  ")
+            else super(HelpFormatter, self)._fill_text(part, width, indent)
             for part in text.split("\n\n")
         )
 

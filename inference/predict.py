@@ -33,7 +33,7 @@ _LINES_AT_ONCE = 256
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m inference.predict", description="Classify texts.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("text", nargs="?", help="the text to classify")
+    what.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="the texts to classify")
     what.add_argument(
         "--file",
         help="classify a file with one text per line, or, for a model that reads pairs, with two "
@@ -53,11 +53,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     asking.add_flags(parser)
     parser.add_argument(
-        "--json", action="store_true", help="print JSON; for a file, one object per line"
+        "--json", action="store_true", help="print JSON; for several texts, one object per line"
     )
     options = parser.parse_args(arguments)
     if options.file is not None and options.pair is not None:
         parser.error("--pair belongs to a single text; the lines of --file have both texts")
+    if options.pair is not None and len(options.texts) > 1:
+        parser.error(f"--pair belongs to a single text, and {len(options.texts)} are given")
     return options
 
 
@@ -95,7 +97,7 @@ def _load_model(options: argparse.Namespace) -> tuple[ModelLoader, dict[str, Any
 
 
 def _predict_text(options: argparse.Namespace) -> None:
-    if not options.text.strip():  # before the model is loaded, which takes seconds
+    if not all(map(str.strip, options.texts)):  # before the model is loaded, which takes seconds
         raise UserError("the text is blank: there is nothing to classify", code="prediction-failed")
     model, asked = _load_model(options)
     if model.reads_pairs is (options.pair is None):
@@ -103,7 +105,13 @@ def _predict_text(options: argparse.Namespace) -> None:
         if model.reads_pairs:
             what = "reads pairs of texts; give the second one with --pair"
         raise UserError(f"{model.info['path']}: {what}", code="prediction-failed")
-    text = options.text if options.pair is None else (options.text, options.pair)
+    if len(options.texts) > 1:
+        answers = cast("list[dict[str, Any]]", model.predict_batch(options.texts, **asked))
+        _print_lines(
+            zip(options.texts, answers, strict=True), model.answering, as_json=options.json
+        )
+        return
+    (text,) = options.texts if options.pair is None else [(*options.texts, options.pair)]
     prediction = cast("dict[str, Any]", model.predict(text, **asked))
     if options.json:
         print(json.dumps(prediction))

@@ -250,8 +250,8 @@ class Settings(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="What is logged, as JSON lines on standard output. info has one line per "
-        "request; warning only what needs attention.",
+        description="What is logged on standard output, as JSON lines or, in a terminal, lines for "
+        "people. info has one line per request; warning has only what needs attention.",
     )
     observe: str = Field(
         default="",

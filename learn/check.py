@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,18 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from common.errors import OneLineParser, UserError, positive, run_command
 from learn.checking.finding import MAX_RANKS, NOT_WRITTEN
+from learn.checking.solution import compile_solution
 from learn.lessons import LESSONS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
     from rich.text import Text
 
     from learn.checking.verdict import Verdict
 
 MAX_LINES = 5  # of what a rank printed
+HEAD = 7  # columns of "wrong  ": what belongs to it is indented by as much
 # What you have built once all functions of a lesson are right.
 ENDS = {
     "ring": "Libraries such as gloo and NCCL have rings like yours for large tensors.",
@@ -50,30 +55,49 @@ def main() -> int:
     if not 2 <= options.workers < MAX_RANKS:
         problem = f"must be 2 to {MAX_RANKS - 1}"
         raise UserError(f"--workers {options.workers}: {problem}", code="flag-value")
-    # Imported here because they import PyTorch, which --help and a wrong flag need not wait for.
-    from rich.console import Console
-
-    from learn.checking.exercises import EXERCISES, functions_of
-    from learn.checking.solution import compile_solution
-    from learn.checking.verdict import check_function
-
     compile_solution(options.solution)
     world_sizes = (options.workers, options.workers + 1)
 
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    # In a terminal lines break between words; in a file or a pipe each stays whole.
+    console.soft_wrap = not console.is_terminal
     sizes = " and ".join(map(str, world_sizes))
     how = f"each function is called on {sizes} ranks, in separate processes"
     console.print(f"{options.solution}: {how}\n")
+    # Imported here because they import PyTorch, which takes seconds: --help, a wrong flag and a
+    # file that is not there need not wait for it.
+    with console.status("loading PyTorch ..."):
+        from learn.checking.exercises import EXERCISES, functions_of
+        from learn.checking.verdict import check_function
+
     verdicts = []
     for name in functions_of(options.lesson):
-        with console.status(f"{name} ..."):
-            verdicts.append(check_function(options.solution, name, world_sizes))
-        console.print(describe(verdicts[-1], EXERCISES[name].promise))
+        with console.status(f"{name} ...") as status:
+            show = partial(_show_progress, status, name)
+            verdicts.append(check_function(options.solution, name, world_sizes, show=show))
+        for line in describe(verdicts[-1], EXERCISES[name].promise).split(include_separator=False):
+            console.print(hanging(line, console))
     num_right = sum(verdict.finding is None for verdict in verdicts)
     all_right = num_right == len(verdicts)
     end = f". {ENDS[options.lesson]}" if all_right else ""
     console.print(f"{num_right} of {len(verdicts)} right{end}")
     return 0 if all_right else 1
+
+
+def _show_progress(status: Status, name: str, progress: str) -> None:
+    status.update(f"{name}: {progress}")
+
+
+def hanging(line: Text, console: Console) -> Text:
+    """A line of a verdict, broken between words; what follows stands below its first word."""
+    if not console.is_terminal:
+        return line
+    from rich.text import Text
+
+    parts = line[HEAD:].wrap(console, max(1, console.width - HEAD))
+    return Text.assemble(line[:HEAD], Text("\n" + " " * HEAD).join(parts))
 
 
 def describe(verdict: Verdict, promise: str) -> Text:

@@ -53,29 +53,15 @@ STARTER = "starter"
 STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 # What --help shows; the others are in --help all.
 MOST_USED = (
-    *(
-        "task",
-        "dataset",
-        "labels",
-        "unlabelled",
-        "text_column",
-        "label_column",
-        "max_length",
-        "max_train_rows",
-    ),
-    *(
-        "model",
-        "from_model",
-        "method",
-        "budget",
-        "epochs",
-        "batch_size",
-        "learning_rate",
-        "precision",
-        "seed",
-    ),
-    *("strategy", "device", "output_dir", "export", "resume"),
+    *("task", "dataset", "labels", "text_column", "label_column"),
+    *("model", "from_model", "budget", "epochs", "batch_size", "learning_rate"),
+    *("strategy", "output_dir", "export", "resume"),
 )
+EXAMPLES = """examples:
+
+  training/run_ddp.sh 2 --dataset sample --model starter
+  training/run_ddp.sh 2 --dataset tickets.csv --budget 10m --export
+  training/run_ddp.sh 2 --config training/configs/laptop_cpu.yaml --epochs 5"""
 LONGEST_CHOICES = 60  # that fit into a line of the help
 TRACKERS = ("wandb", "mlflow", "trackio")
 # What decides, beside the dataset, which rows there are and how they are read.
@@ -973,8 +959,13 @@ class _Help(argparse.Action):
 
 def _build_parser(description: str, shown: Collection[str]) -> OneLineParser:
     """A parser of all flags, whose help has those that are ``shown``."""
-    more = "" if len(shown) == len(TrainConfig.model_fields) else "--help all shows all flags."
-    parser = OneLineParser(description=description, epilog=more, add_help=False)
+    more = len(TrainConfig.model_fields) - len(shown)
+    parser = OneLineParser(
+        usage="%(prog)s [flags]",
+        description=description,
+        epilog=f"{EXAMPLES}\n\n--help all shows {more} more flags." if more else "",
+        add_help=False,
+    )
     parser.add_argument(
         "-h", "--help", nargs="?", metavar="all", action=_Help, help="show help and exit"
     )

@@ -11,8 +11,10 @@ from typing import Any
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.errors import OneLineParser, run_command
+from common.errors import OneLineParser, rank0_only_output, run_command
 from common.escaping import printable
+from common.model_folder import read_saved_model
+from training.data.hub_access import refuse_missing
 from training.fault_tolerance.interruption import run_rank
 
 # A wider confusion matrix does not fit into a terminal; instead, this many of its cells are named.
@@ -46,7 +48,11 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
-    # PyTorch takes seconds to import, so check the flags first.
+    # PyTorch takes seconds to import, so check the paths first.
+    with rank0_only_output():
+        if not options.model.exists():
+            read_saved_model(options.model)  # raises the error for it
+        refuse_missing(options.dataset or "")
     from training.distributed.group import join_ranks
     from training.evaluation.evaluator import evaluate_saved
 
@@ -70,7 +76,7 @@ def main() -> None:
 
 def _table(metrics: dict[str, Any]) -> str:
     from training.evaluation.robustness import robustness_table
-    from training.monitoring.records import metrics_of
+    from training.monitoring.records import calibration_in_words, metrics_of
 
     width = max(len("class"), *(len(printable(name)) for name in metrics["labels"]))
     figures = {"loss": metrics["loss"]} | {
@@ -80,6 +86,8 @@ def _table(metrics: dict[str, Any]) -> str:
         printable(f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows"),
         "  ".join(f"{title} {value:.4f}" for title, value in figures.items()),
     ]
+    if words := calibration_in_words(metrics):
+        lines.append(f"it {words}")
     if "per_class" in metrics:
         lines += ["", f"{'class':{width}}  precision  recall      F1   rows"]
     for name, scores in metrics.get("per_class", {}).items():

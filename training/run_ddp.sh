@@ -50,6 +50,11 @@ ask_to_stop() {
   kill -TERM "$launcher" 2>/dev/null
 }
 
+# PyTorch takes seconds to load, in which a silent terminal looks as if nothing happened.
+case " $* " in *" -h "* | *" --help"* | *" --print"*) ;; *)
+  [ ! -t 2 ] || echo "Starting $processes processes (PyTorch takes a few seconds to load) ..." >&2 ;;
+esac
+
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
 # In Python, because macOS does not have the command setsid.
 detached='import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])'

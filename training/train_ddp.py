@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from common.errors import rank0_only_output, run_command
 from training.config import TrainConfig, parse_config
+from training.data.hub_access import refuse_missing
 from training.fault_tolerance.interruption import run_rank
 
 
@@ -35,7 +36,8 @@ def main() -> int:
         # All ranks read the same flags, so what is wrong with them is said once.
         with rank0_only_output():
             config = parse_config(arguments, description=__doc__)
-        # PyTorch takes seconds to import, so check the flags first.
+            refuse_missing(config.dataset)
+        # PyTorch takes seconds to import, so check the flags and the path of the data first.
         from torch.distributed.elastic.multiprocessing.errors import record
 
         # torchrun shows the error that `record` writes for it.

@@ -16,11 +16,13 @@ if __name__ == "__main__":
 
 from common.errors import run_command
 from training.config import parse_config
+from training.data.hub_access import refuse_missing
 
 
 def main() -> int:
     config = parse_config(sys.argv[1:], description=__doc__)
-    # PyTorch takes seconds to import, so check the flags first.
+    # PyTorch takes seconds to import, so check the flags and the path of the data first.
+    refuse_missing(config.dataset)
     from training.run.start import train
 
     result = train(config, use_process_group=False)

@@ -1,4 +1,6 @@
-"""The log: JSON lines on standard output, one per request, never with a text in them."""
+"""The log: JSON lines on standard output, one per request, never with a text in them; in a terminal,
+lines for people.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from common.escaping import printable
+from common.text import counted
 from inference.http.request_context import RequestContext
 
 _requests = logging.getLogger("inference.requests")
@@ -39,6 +43,28 @@ class JsonLines(logging.Formatter):
         return to_json(line, fallback=str, inf_nan_mode="strings").decode()
 
 
+class TerminalLines(logging.Formatter):
+    """A record as a person reads it: `12:04:09  POST /predict  200  2.4 ms  1 text, 12 tokens`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = dict(getattr(record, "fields", {}))
+        fields.pop("request_id", None)
+        if "ms" in fields:  # of a request
+            what = "{method} {route}  {status}  {ms:.1f} ms".format(**fields)
+            if "texts" in fields:
+                what += f"  {counted(fields['texts'], 'text')}, {fields['tokens']:,} tokens"
+            what += f"  {fields['code']}" if "code" in fields else ""
+        else:
+            what = "  ".join([record.getMessage(), *(f"{key} {fields[key]}" for key in fields)])
+        if record.levelno >= logging.WARNING:
+            what = f"{record.levelname.lower()}: {what}"
+        if record.exc_info and record.exc_info[1] is not None:
+            error = _without_message(record.exc_info[1])
+            what = f"{what}  {error['type']} at {' < '.join(reversed(error['frames']))}"
+        # What is logged may name a path or a model of somebody else's.
+        return printable(f"{time.strftime('%H:%M:%S', time.localtime(record.created))}  {what}")
+
+
 def _without_message(error: BaseException) -> dict[str, Any]:
     # A library's message may quote what it failed on, which may be a client's text, so only type
     # and location are logged.
@@ -50,7 +76,9 @@ def _without_message(error: BaseException) -> dict[str, Any]:
 
 
 def configure_logging(level: str, logger: logging.Logger) -> None:
-    """Send a logger's records to standard output as JSON lines, unless it is configured."""
+    """Send a logger's records to standard output, unless it is configured: as JSON lines, or, in a
+    terminal, as lines for people.
+    """
     if logger.hasHandlers():
         return
     # What no line shows need not be found out for each: the process, the thread, the task and the
@@ -60,7 +88,7 @@ def configure_logging(level: str, logger: logging.Logger) -> None:
     ) = False
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(TerminalLines() if sys.stdout.isatty() else JsonLines())
     logger.addHandler(handler)
     logger.setLevel(level.upper())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,8 @@ def main() -> None:
     if flags.command == "show":
         show(flags)
         return
+    if sys.stderr.isatty():
+        print("Loading PyTorch, which takes a few seconds ...", file=sys.stderr)
     try:
         flags.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,6 +39,10 @@ HANG_HINT = (
     "Every rank must make each call, or some wait forever. Which ranks reach that line, and how "
     "often?"
 )
+ENDLESS_HINT = (
+    "No rank waits for another one here: this code itself does not come to an end. When does its "
+    "loop stop?"
+)
 
 
 @dataclass(frozen=True)

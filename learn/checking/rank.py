@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import textwrap
@@ -24,6 +25,8 @@ from training.distributed.group import join_ranks
 
 READY = "ready"
 LATE_SECONDS = 0.1  # a rank that does not wait for rank 0 has returned by then
+# Files of PyTorch, and calls, in which a rank may wait for others: backward() may, in a hook.
+WAITING_FILES, WAITING_CALLS = r"torch/(distributed|autograd)/", r"wait|is_completed"
 MAX_PRINTED, MAX_ERROR = 2000, 240  # characters
 
 
@@ -32,7 +35,8 @@ class Report:
     """The outcome of the call on one rank.
 
     Args:
-        outcome: ``waits``: it had not returned when the parent asked; ``gone``: the process ended.
+        outcome: ``waits``: it had not returned when the parent asked, ``runs``: and did not wait
+            for other ranks either; ``gone``: the process ended.
         value: the exercise's observation of a call that returned; the exit code of a process that
             is gone.
         error: what was raised: its type and message, in one line.
@@ -40,7 +44,7 @@ class Report:
         printed: by the learner's file.
     """
 
-    outcome: Literal["returned", "raised", "wrong signature", "waits", "gone"]
+    outcome: Literal["returned", "raised", "wrong signature", "waits", "runs", "gone"]
     value: Any = None
     error: str = ""
     place: str = ""
@@ -94,7 +98,16 @@ class Rank:
             receive(self.pipe)
             # Documented in spite of its underscore: the only way to another thread's frame.
             frame = sys._current_frames()[threading.main_thread().ident]
-            self._send(Report("waits", place=self._place(traceback.extract_stack(frame))))
+            frames = traceback.extract_stack(frame)
+            outcome = "waits" if self._may_wait(frames) else "runs"
+            self._send(Report(outcome, place=self._place(frames)))
+
+    def _may_wait(self, frames: traceback.StackSummary) -> bool:
+        """Whether the innermost line of the learner's file may wait for other ranks."""
+        own = [index for index, frame in enumerate(frames) if frame.filename == str(self.path)]
+        if not own or re.search(WAITING_CALLS, frames[own[-1]].line or ""):
+            return True
+        return any(re.search(WAITING_FILES, frame.filename) for frame in frames[own[-1] :])
 
     def _place(self, frames: traceback.StackSummary) -> str:
         # The innermost line of the learner's own file, not the one in PyTorch that it called.

@@ -11,7 +11,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from common.errors import UserError
-from learn.checking.exercises import EXERCISES
 
 
 class WrongSignature(Exception):
@@ -45,6 +44,9 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     Raises:
         WrongSignature: the file has no such function, or it has other parameters than the exercise.
     """
+    # Imports PyTorch, which a file that cannot be read need not wait for.
+    from learn.checking.exercises import EXERCISES
+
     module = ModuleType("solution")
     module.__file__ = str(path)
     # Dataclasses, pickle and others look a class's module up there.

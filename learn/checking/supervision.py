@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,24 @@ from learn.ranks import Ended, RankPool
 START_SECONDS = 120.0  # for all processes to start and to form a group
 ANSWER_SECONDS = 5.0  # for a rank to report where it is
 OTHERS_SECONDS = 1.0  # for the other ranks to fail too, once one has
+SHOW_SECONDS = 1.0  # between two lines on how long the check has waited
 
 
-def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> list[Report]:
+def call_on_ranks(
+    world_size: int, path: Path, name: str, seconds: float, show: Callable[[str], None]
+) -> list[Report]:
     """Call a learner's function on new gloo ranks; returns one report per rank, in order.
 
     Soon after one has failed, the others are asked where they are, because they may wait for it
-    forever. ``seconds`` limits the call, without the start of the processes.
+    forever. ``seconds`` limits the call, without the start of the processes; meanwhile ``show`` is
+    told which ranks have not returned.
 
     Raises:
         TrainingFailure: the ranks did not form a group.
     """
     with RankPool(world_size, run_rank, path, name) as ranks:
         _wait_for_group(ranks, world_size)
-        reports = _reports(ranks, world_size, seconds)
+        reports = _reports(ranks, world_size, seconds, show)
     return [reports[rank] for rank in range(world_size)]
 
 
@@ -45,11 +49,18 @@ def _wait_for_group(ranks: RankPool, world_size: int) -> None:
         pending -= found.keys()
 
 
-def _reports(ranks: RankPool, world_size: int, seconds: float) -> dict[int, Report]:
+def _reports(
+    ranks: RankPool, world_size: int, seconds: float, show: Callable[[str], None]
+) -> dict[int, Report]:
     end = time.monotonic() + seconds
     reports: dict[int, Report] = {}
     pending = set(range(world_size))
-    while pending and (found := ranks.messages(pending, max(0.0, end - time.monotonic()))):
+    while pending and (left := end - time.monotonic()) > 0:
+        found = ranks.messages(pending, min(left, SHOW_SECONDS))
+        if not found:
+            names = ", ".join(map(str, sorted(pending)))
+            waited = f"{seconds - end + time.monotonic():.0f} of {seconds:.0f} s"
+            show(f"waiting for rank{'s' * (len(pending) > 1)} {names} ({waited})")
         reports |= _as_reports(found)
         pending -= found.keys()
         # The others may wait for the one that failed, forever. They get a moment to fail as well,

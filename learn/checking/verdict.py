@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from learn.checking.exercises import EXERCISES
-from learn.checking.finding import NOT_WRITTEN, Finding
+from learn.checking.finding import ENDLESS_HINT, NOT_WRITTEN, Finding
 from learn.checking.rank import Report
 from learn.checking.supervision import call_on_ranks
 
@@ -43,11 +43,14 @@ def check_function(
     name: str,
     world_sizes: Sequence[int],
     seconds: float = SECONDS,
+    show: Callable[[str], None] = lambda progress: None,
 ) -> Verdict:
-    """Call a learner's function on each number of ranks, until something is wrong."""
+    """Call a learner's function on each number of ranks, until something is wrong; ``show`` is told
+    each second for which ranks the check waits.
+    """
     # More than one number: a function that divides by 2 is right on two ranks.
     for world_size in world_sizes:
-        reports = call_on_ranks(world_size, path.resolve(), name, seconds)
+        reports = call_on_ranks(world_size, path.resolve(), name, seconds, show)
         finding = explain(name, reports, seconds)
         printed = {rank: report.printed for rank, report in enumerate(reports) if report.printed}
         if finding:
@@ -60,7 +63,7 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
     # Causes before consequences: a rank that failed on its own, then ranks that failed together,
     # then those that wait. Only if all have returned is there a result to judge.
     by_rank = dict(enumerate(reports))
-    quiet = ("returned", "waits")
+    quiet = ("returned", "waits", "runs")
     failed = {rank: report for rank, report in by_rank.items() if report.outcome not in quiet}
     for rank, report in failed.items():
         if not _failed_by_others(report):
@@ -71,9 +74,11 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
             "type."
         )
         return Finding("the ranks' collectives do not match", hint, _places(reports))
-    if any(report.outcome == "waits" for report in reports):
+    outcomes = {report.outcome for report in reports}
+    if outcomes & {"waits", "runs"}:
         problem = f"hangs: not all ranks had returned after {seconds:.0f} s"
-        return Finding(problem, EXERCISES[name].hang_hint, _places(reports))
+        hint = EXERCISES[name].hang_hint if "waits" in outcomes else ENDLESS_HINT
+        return Finding(problem, hint, _places(reports))
     return EXERCISES[name].judge([report.value for report in reports])
 
 

@@ -52,6 +52,14 @@ def test_one_text_is_answered_with_its_label_and_a_bar_for_each(
     assert "█" in lines[2]
 
 
+def test_several_texts_are_answered_on_a_line_each(model_folder: Path, texts: list[str]) -> None:
+    expected = ModelLoader(model_folder).predict_batch(texts[:2])
+    run = _run(*texts[:2], "--model", str(model_folder))
+    assert [line.split("\t") for line in run.stdout.splitlines()] == [
+        [answer["label"], f"{answer['confidence']:.4f}", text] for answer, text in zip(expected, texts, strict=False)
+    ]
+
+
 def test_json_carries_the_whole_answer_and_the_model_comes_from_the_environment(
     checkpoint: Path, texts: list[str]
 ) -> None:

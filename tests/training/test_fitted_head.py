@@ -75,7 +75,7 @@ def test_method_head_writes_a_model_without_a_step_of_training(
     assert re.search(r"Fitted head +accuracy \d+\.\d\d% by 5 folds", shown)
     assert "no validation rows to choose" not in shown
     plots = {path.stem for path in (tmp_path / "model.run" / "plots").iterdir()}
-    assert plots == {"confusion_matrix"}
+    assert plots == {"confusion_matrix", "reliability"}
 
 
 def test_models_that_are_fitted_to_different_rows_differ_only_behind_the_encoder(

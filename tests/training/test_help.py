@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from common.errors import OneLineParser
 from inference.export import _parse_arguments
-from training.config import TrainConfig
+from training.config import TrainConfig, parse_config
 from training.other_names import NOT_FLAGS, OTHER_NAMES, OTHER_VALUES
 from training.planning.__main__ import ask, build_parser
 
@@ -66,6 +67,34 @@ def test_flags_are_checked_before_pytorch_is_imported(without_torch: str) -> Non
     done = _run("training/train_ddp.py", "--epochs", "three", PYTHONPATH=without_torch)
 
     assert done.stderr.startswith("error: --epochs three: must be")
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (("training/train_ddp.py", "--dataset", "/no/rows.csv"), "--dataset /no/rows.csv: no such file or folder"),
+        (("training/train_single.py", "--dataset", "/no/rows.csv"), "--dataset /no/rows.csv: no such file or folder"),
+        (("-m", "training.evaluate", "/no/model"), "/no/model: no such model; train one"),
+        (("-m", "learn.check", "ring", "/no/solution.py"), "/no/solution.py: cannot be read (No such file"),
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_is_not_there_is_reported_before_pytorch_is_imported(
+    command: tuple[str, ...], problem: str, without_torch: str
+) -> None:
+    done = _run(*command, PYTHONPATH=without_torch)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {problem}")
+
+
+def test_the_examples_in_the_help_of_training_are_right(without_torch: str) -> None:
+    examples = _run("training/train_ddp.py", "--help", PYTHONPATH=without_torch).stdout.partition("examples:")[2]
+
+    commands = re.findall(r"training/run_ddp\.sh 2 (.*)", examples)
+    assert len(commands) == 3
+    for flags in commands:
+        parse_config(shlex.split(flags), {})
 
 
 def test_the_example_in_the_planners_help_can_be_run() -> None:

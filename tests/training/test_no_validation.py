@@ -42,7 +42,7 @@ def test_without_validation_all_rows_are_trained_on_and_the_last_epoch_is_writte
     assert "No rows were kept for validation" in report
     assert [record["validation"] for record in metrics_of(tmp_path / "model.run", "epoch")] == [{}, {}]
     plots = {path.stem: Image.open(path).size for path in (tmp_path / "model.run" / "plots").iterdir()}
-    assert plots.keys() == {"loss", "learning_rate", "throughput", "gradient_norm", "confusion_matrix"}
+    assert plots.keys() == {"loss", "learning_rate", "throughput", "gradient_norm", "confusion_matrix", "reliability"}
     assert all(min(size) > 500 for size in plots.values())
     assert read_saved_model(output).metadata["best_epoch"] == 2
 

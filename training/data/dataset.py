@@ -32,7 +32,7 @@ from common.rows import (
 )
 from common.text import Text, counted
 from training.config import Selection, TrainConfig
-from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.data.hub_access import ask_hub, did_you_mean, refuse_missing, refuse_revision
 from training.data.kept import writing_to
 from training.data.stored_texts import ChosenTexts, StoredTexts
 from training.tasks import TASKS, Classification, Task
@@ -175,8 +175,7 @@ def load_data(
     if path.is_file():
         _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
         return _read_single(path, options)
-    if looks_local(dataset):
-        raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
+    refuse_missing(dataset)
     if "/" in dataset:
         return _read_hub(dataset, options, say)
     raise UserError(

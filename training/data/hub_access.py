@@ -41,6 +41,13 @@ def looks_local(name: str) -> bool:
     return is_path or Path(name).suffix.lower() in FILE_SUFFIXES
 
 
+def refuse_missing(dataset: str) -> None:
+    """Refuse the path of a file or folder that is not there; needs no PyTorch."""
+    path = Path(dataset).expanduser()
+    if looks_local(dataset) and not (path.is_dir() or path.is_file()):
+        raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A suggestion for an error message, or nothing if no known name is similar."""
     near = near_names(name, known)

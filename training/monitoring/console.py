@@ -109,7 +109,8 @@ class Console:
         # A times sign must not end a run on a terminal that only knows ASCII.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
-        self._epochs_shown: set[int] = set()
+        self._epochs_shown: set[float] = set()
+        self._has_accuracy = False  # of training, in the table of epochs
         # A dumb terminal cannot move its cursor back, which a live bar needs for every refresh.
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (
             "dumb",
@@ -159,34 +160,48 @@ class Console:
             yield lambda rows: progress.advance(task, rows)
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
+        """Print a row for each epoch, below one heading for all of the run's."""
+        shown = list(metrics_of(epochs[-1].validation).items())[:2]
+        if not self._epochs_shown:
+            # The first row may be that of a fitted head, which has learned from no step.
+            last = epochs[-1]
+            self._has_accuracy = last.train_accuracy is not None or "accuracy" in last.validation
+        has_accuracy = self._has_accuracy
+        # Widths are fixed, because the rows come one by one and have to align with those before.
+        # They are of the longest value, such as 100.00%; with two usual metrics 73 columns.
+        trained = ("train loss", *["accuracy"] * has_accuracy)
+        validated = ("val loss", *(metric.title for _, metric in shown))
+        widths = [max(8, len(title)) for title in (*trained, *validated)]
+        if not self._epochs_shown:
+            heading = _epoch_row("epoch", trained, validated, "time", widths)
+            self.say(Text(printable(heading), "bold"))
         self._epochs_shown |= {metrics.epoch for metrics in epochs}
         # Several epochs may be marked: each was the best when it ended. The last of them still is.
         best = max(
             (metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation),
             default=None,
         )
-        shown = list(metrics_of(epochs[-1].validation).items())[:2]
-        titles = [metric.title for _, metric in shown]
-        trained = ["train accuracy"] if epochs[-1].train_accuracy is not None else []
-        table = self._table(
-            ("epoch", "train loss", *trained, "validation loss", *titles, "time", "")
-        )
         for metrics in epochs:
-            validation, is_best = metrics.validation, metrics.epoch == best
-            cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}"]
-            if trained:
-                cells.append(
-                    "" if metrics.train_accuracy is None else format_percent(metrics.train_accuracy)
-                )
-            cells.append(f"{validation['loss']:.4f}" if validation else "none")
-            cells += [metric.shown(validation[name]) for name, metric in shown]
-            cells += [format_time(metrics.seconds), "* best" if is_best else ""]
-            table.add_row(*cells, style="green" if is_best else None)
-        self._rich.print(table)
+            values = metrics.validation
+            loss = [f"{values['loss']:.4f}" if values else "none"]
+            accuracy = metrics.train_accuracy
+            row = _epoch_row(
+                f"{metrics.epoch:.4g}",
+                [
+                    f"{metrics.train_loss:.4f}",
+                    *["" if accuracy is None else format_percent(accuracy)] * has_accuracy,
+                ],
+                loss + [metric.shown(values[name]) for name, metric in shown],
+                format_time(metrics.seconds),
+                widths,
+            )
+            is_best = metrics.epoch == best
+            self.say(Text(row + "  * best" * is_best, "green" if is_best else ""))
 
     def rest_of_epochs(self, epochs: Sequence[EpochMetrics]) -> None:
         """Print the whole table if it has epochs that this process has not shown, those before a resume."""
         if not self._epochs_shown.issuperset(metrics.epoch for metrics in epochs):
+            self._epochs_shown.clear()  # a second table, so with its own heading
             self.epoch_table(epochs)
 
     def table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -267,7 +282,7 @@ class ProgressBar(Subscriber):
         # times as long as the others.
         now = time.monotonic()
         first_time, first_step = self._first_update = self._first_update or (now, step)
-        if step == first_step:
+        if step in (first_step, self._total_steps):
             return ""
         return (
             "ETA "
@@ -282,9 +297,10 @@ class LiveBar(ProgressBar):
         super().__init__(console, total_steps)
         self._progress = _ProgressWithFigures(
             TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=None),
+            # rich's own colours are those of a warning.
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TaskProgressColumn(),
+            TaskProgressColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[time_left]}", style="cyan"),
             console=console._rich,
@@ -352,6 +368,14 @@ class PlainBar(ProgressBar):
         self._console.say(
             "  ".join([progress, *_figures(metrics), self._eta(metrics.step)]).rstrip()
         )
+
+
+def _epoch_row(
+    epoch: str, trained: Sequence[str], validated: Sequence[str], time: str, widths: Sequence[int]
+) -> str:
+    cells = [cell.rjust(width) for cell, width in zip((*trained, *validated), widths, strict=True)]
+    left, right = cells[: len(trained)], cells[len(trained) :]
+    return f"{epoch:>6}  {'  '.join(left)} | {'  '.join(right)}  {time:>7}"
 
 
 def _figures(metrics: StepMetrics) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
 from common.escaping import printable
 from training.monitoring.records import (
@@ -86,7 +86,7 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
     """PNG bytes of each plot for which there are records.
 
     The names are loss, validation, learning_rate, throughput, gradient_norm, and of the test
-    confusion_matrix or predictions.
+    confusion_matrix and reliability, or predictions.
     """
     # The style holds within this context only, because both themes are drawn in one process.
     # Figures are made without pyplot, which would keep each of them until it is closed.
@@ -103,6 +103,8 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
             figures["gradient_norm"] = _gradient_norm(curves, theme)
         if "confusion_matrix" in test:
             figures["confusion_matrix"] = _confusion_matrix(test, theme)
+        if test.get("reliability"):
+            figures["reliability"] = _reliability(test, theme)
         if "by_tenth" in test:
             figures["predictions"] = _predictions(test, theme)
         return {
@@ -283,7 +285,7 @@ def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure
     axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
     if metric.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    _legend_above(axes, columns=4)
+    _legend_above(axes, columns=2)
     return figure
 
 
@@ -299,8 +301,10 @@ def _learning_rate(curves: Curves, theme: Theme) -> Figure:
 
 def _throughput(curves: Curves, theme: Theme) -> Figure:
     figure, axes = _curve_axes("Throughput, samples per second", "step")
-    speed = curves.column("samples_per_second")
-    axes.plot(curves.column("step"), speed, _mark(curves), color=theme.first, linewidth=1.2)
+    # The first interval starts threads and allocates: beside it, the others would seem unsteady.
+    first = 1 if len(curves.steps) > 2 else 0
+    steps, speed = (curves.column(name)[first:] for name in ("step", "samples_per_second"))
+    axes.plot(steps, speed, _mark(curves), color=theme.first, linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if known := [value for value in speed if math.isfinite(value)]:
@@ -320,6 +324,24 @@ def _gradient_norm(curves: Curves, theme: Theme) -> Figure:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
+    return figure
+
+
+def _reliability(test: Mapping[str, Any], theme: Theme) -> Figure:
+    """A bar for each tenth of the confidences: the share of its answers that is right."""
+    figure, axes = _curve_axes("Right answers by confidence", "confidence")
+    axes.plot([0, 1], [0, 1], color=theme.muted, linestyle=":", label="confidence = share right")
+    for count, confidence, right in test["reliability"]:
+        middle = min(int(confidence * 10), 9) / 10 + 0.05
+        axes.bar(middle, right, width=0.09, color=theme.first, zorder=2)
+        axes.text(middle, right + 0.02, f"{count:,}", ha="center", color=theme.muted, fontsize=7.5)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.1)
+    axes.xaxis.set_major_locator(MultipleLocator(0.2))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_locator(MultipleLocator(0.2))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _legend_above(axes)
     return figure
 
 
@@ -396,7 +418,10 @@ def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
 
 
 def _legend_above(axes: Axes, columns: int = 3) -> None:
-    # Between title and curves, so that no curve runs through it.
+    # Between title and curves, so that no curve runs through it. A legend that is wider than the
+    # axes would make the layout shrink them, so a long one has two rows, and the title moves up.
+    rows = math.ceil(len(axes.get_legend_handles_labels()[1]) / columns)
+    axes.set_title(axes.get_title("left"), pad=mpl.rcParams["axes.titlepad"] + 14 * (rows - 1))
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.99),

@@ -162,6 +162,27 @@ def wilson_interval(share: float, rows: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def calibration_in_words(evaluation: Mapping[str, Any]) -> str:
+    """How sure the answers are and how often they are right, and what helps if these differ; empty
+    if the evaluation does not tell.
+    """
+    bins, rows = evaluation.get("reliability"), evaluation["rows"]
+    if not bins:
+        return ""
+    right = evaluation["accuracy"]
+    sure = sum(count * confidence for count, confidence, _ in bins) / rows
+    # A calibration error has no sign, so a modest model looks as bad as a boastful one. Below two
+    # points, and within chance, there is nothing to report.
+    limit = 0.02 + 2 * math.sqrt(right * (1 - right) / rows)
+    verdict = "as it should be"
+    if sure < right - limit:
+        verdict = "too modest; more epochs help"
+    elif sure > right + limit:
+        verdict = "too sure; fewer epochs or --label_smoothing help"
+    found = f"answers with {sure:.0%} confidence on average and is right {right:.0%} of the time"
+    return f"{found}: {verdict}"
+
+
 def format_percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f}%"
 

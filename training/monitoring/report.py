@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,31 @@ from training.config import FAULTS
 from training.data.report import in_words
 from training.monitoring.events import read_metrics
 from training.monitoring.profiler import operator_table, rank_table, read_summary
-from training.monitoring.records import format_percent, format_time, metrics_of, wilson_interval
+from training.monitoring.records import (
+    calibration_in_words,
+    format_percent,
+    format_time,
+    metrics_of,
+    wilson_interval,
+)
 
 if TYPE_CHECKING:
     from training.monitoring.plots import Curves
     from training.tasks.task import RowAnswer
 
 REPORT_FILE = "report.html"
+# Drawn below the tables of the test; all others are of the training.
+PLOTS_OF_TEST = ("confusion_matrix", "reliability", "predictions")
 MOST_WRONG_TEXTS = MOST_DOUBTED_TEXTS = 20
 LONGEST_TEXT = 700
+# The page's only script. Its hash is in the page's policy, so that nothing else can run there.
+COPY_SCRIPT = """
+for (const button of document.querySelectorAll("button.copy"))
+  button.onclick = async () => {
+    await navigator.clipboard.writeText(button.previousElementSibling.textContent);
+    button.textContent = "Copied";
+  };
+"""
 PLOTS = {
     "loss": "Training and validation loss by step",
     "validation": "Metrics on the validation rows by epoch",
@@ -33,6 +50,7 @@ PLOTS = {
     "throughput": "Samples per second by step",
     "gradient_norm": "Gradient norm by step",
     "confusion_matrix": "Confusion matrix of the test: true class by predicted class",
+    "reliability": "Share of right answers to test texts by the confidence of the answer",
     "predictions": "Test rows in tenths by predicted number: the mean true number of each",
 }
 
@@ -64,11 +82,15 @@ class ReportData:
     and ``baseline`` a figure to compare it with, and what that is.
 
     Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts``
-    the first ones. ``figures``: of the data report; none of a language model.
+    the first ones. ``command``: starts the same run, empty if none does; ``changed``: the part of
+    the configuration that is not as by default; ``figures``: of the data report; none of a language
+    model.
     """
 
     title: str
+    command: str
     configuration: dict[str, Any]
+    changed: dict[str, Any]
     environment: dict[str, str]
     test: dict[str, Any]
     wrong_texts: Sequence[WrongText]
@@ -87,6 +109,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         The page's path. It needs no other file and no network.
     """
     import jinja2
+    from markupsafe import Markup
 
     # Here and not at the top, because matplotlib takes a second to import.
     from training.monitoring.plots import DARK, LIGHT, Curves, draw_all
@@ -124,6 +147,11 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
             for name in PLOTS
             if name in light
         },
+        title=_title(report),
+        script=Markup(COPY_SCRIPT),
+        script_hash=base64.b64encode(hashlib.sha256(COPY_SCRIPT.encode()).digest()).decode(),
+        plots_of_test=PLOTS_OF_TEST,
+        calibration=calibration_in_words(report.test),
         profile=_profile(run_dir),
         data_facts=in_words(report.figures) if report.figures else {},
         faults={
@@ -137,6 +165,14 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     )
     write_whole(run_dir / REPORT_FILE, page.encode())
     return run_dir / REPORT_FILE
+
+
+def _title(report: ReportData) -> str:
+    """What was trained on what, and how good it is, such as for a bookmark."""
+    if not report.test["rows"]:
+        return report.title
+    name, metric = next(iter(metrics_of(report.test).items()))
+    return f"{report.title}: {metric.title} {metric.shown(report.test[name])}"
 
 
 def _training(
@@ -242,7 +278,7 @@ def _headline(
     )
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
-        tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
+        tiles.append(("Samples/s", f"{statistics.median(samples):,.1f}", small_print))
     shares_of = {"efficiency": efficiencies} | {
         name: [record[name] for record in curves.steps if name in record]
         for name in ("gpu_utilization", "mfu")
@@ -256,7 +292,7 @@ def _headline(
 def _test_tiles(test: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     small_prints = {
         "macro_f1": f"over {len(test['labels'])} classes, {counted(test['rows'], 'text')}",
-        "calibration_error": "how far confidence is from accuracy",
+        "calibration_error": calibration_in_words(test) or "how far confidence is from accuracy",
         "micro_f1": "over all labels and texts",
         "exact_match": "share of the texts",
         "rmse": f"of {', '.join(test['labels'])}, {counted(test['rows'], 'text')}",

@@ -112,6 +112,8 @@ def build_parser() -> OneLineParser:
     target = parser.add_mutually_exclusive_group()
     for name, settings in _TARGETS.items():
         target.add_argument(name, **settings)
+    everything = "also print where memory and time go, what does not fit, and how it scales"
+    parser.add_argument("--details", action="store_true", help=everything)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     return parser
 
@@ -230,7 +232,7 @@ def main() -> None:
         return
     found = _answer(flags)
     _write(flags.json, as_record(found))
-    print_answer(found)
+    print_answer(found, details=flags.details)
     if not found.best:
         raise no_layout_fits(found)
 

@@ -16,6 +16,7 @@ from training.planning.models import ModelShape
 from training.planning.plan import ROUNDING, Answer, Plan, checkpoint_cost, largest_part
 
 MOST_ROWS = 12
+FIRST_ROWS = 5  # without --details
 FULL_LAYOUT = "layout, rows x micro-batches"
 NO_EFFICIENCY = (
     "Share of ideal: against GPUs that could hold the whole model and never had to communicate. An "
@@ -97,7 +98,8 @@ def _obstacle(plan: Plan) -> str:
     return f"{part.removeprefix('the ')}: {_gib(size)} of {_gib(plan.memory.total)} GiB"
 
 
-def print_answer(answer: Answer) -> None:
+def print_answer(answer: Answer, *, details: bool) -> None:
+    """Print the verdict, the fastest layouts and the command of the first; with ``details`` all of it."""
     console = _console()
     shape, work = answer.shape, answer.work
     size = _count(shape.num_parameters)
@@ -106,9 +108,13 @@ def print_answer(answer: Answer) -> None:
     console.print(f"{shape.name} ({size} parameters) on {answer.cluster.name}", style="bold")
     console.print(f"{tokens} in {work.precision}; every figure is simulated", style="bold")
     console.print(_summary(answer))
-    for table_of in (_layouts, _memory, _time, _traffic, _misfits, _scaling, _whole_run):
-        table_of(answer).print(console)
+    if details:
+        for table_of in (_layouts, _memory, _time, _traffic, _misfits, _scaling, _whole_run):
+            table_of(answer).print(console)
+    else:
+        _fastest(answer).print(console)
     commands = [(plan.layout.full_name, plan.launch) for plan in answer.best if plan.launch]
+    commands = commands if details else commands[:1]
     if commands:
         console.print("\nTo launch the best", style="bold")
     for name, command in commands:
@@ -116,6 +122,22 @@ def print_answer(answer: Answer) -> None:
         console.print(command, soft_wrap=True)
     for warning in answer.warnings:
         console.print(warning, style="yellow")
+    if not details:
+        console.print(
+            "\n--details: where memory and time go, what does not fit, and how it scales."
+        )
+
+
+def _fastest(answer: Answer) -> _Table:
+    """What fits into a terminal of 80 columns: how a layout runs its batch stands below its name."""
+    fitting = [plan for plan in answer.plans if plan.fits]
+    rows = []
+    for plan in fitting[:FIRST_ROWS]:
+        layout = plan.layout.full_name.replace(f"{plan.layout.name}, ", f"{plan.layout.name}\n  ")
+        figures = (_gib(plan.memory.total), f"{plan.time.total:.3g}")
+        rows.append((layout, *figures, f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.0%}"))
+    title = f"The {len(rows)} fastest of {len(fitting)} layouts that fit"
+    return _Table(title, (FULL_LAYOUT, "GiB", "s/step", "tokens/s", "MFU"), rows)
 
 
 def _layouts(answer: Answer) -> _Table:

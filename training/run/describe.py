@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
+import sys
+from pathlib import Path
 
 import torch
 import transformers
 
-from common.escaping import some_of
+from common.escaping import some_of, without_secrets
 from common.text import counted
 from training.config import TrainConfig
 from training.data.report import lengths_in_words, run_lengths
@@ -166,6 +170,17 @@ def _trained(context: RunContext) -> str:
         return ""
     share = context.num_trained / context.num_parameters
     return f", {context.num_trained / 1e6:.2f} M of them trained = {share:.1%}"
+
+
+def describe_command(ranks: Ranks) -> str:
+    """The command line that started this run, as one types it; empty from Python or on several machines."""
+    program, flags = Path(sys.argv[0]).name, without_secrets(shlex.join(sys.argv[1:]))
+    if program == "train_single.py":
+        return f"python training/train_single.py {flags}"
+    # torchrun tells each rank how many of them are on its machine.
+    if program == "train_ddp.py" and os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size):
+        return f"training/run_ddp.sh {ranks.world_size} {flags}"
+    return ""
 
 
 def describe_environment(ranks: Ranks) -> dict[str, str]:

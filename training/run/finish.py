@@ -38,7 +38,7 @@ from training.monitoring.report import DoubtedText, ReportData, WrongText, write
 from training.parallelism.strategy import Strategy
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
-from training.run.describe import describe_environment
+from training.run.describe import describe_command, describe_environment
 from training.run.extend import Change, measure_change
 from training.run.hints import Evidence, hints_of, trust_in
 from training.run.suspects import notes_on_suspects
@@ -338,12 +338,14 @@ def _report_data(
     context: RunContext, result: _Result, doubted: Sequence[DoubtedText]
 ) -> ReportData:
     config, data, task = context.config, context.data, context.strategy.task
-    figures = {**data.figures}
+    figures, configuration = {**data.figures}, config.model_dump(mode="json")
     if config.dataset and not config.is_language_model:
         figures["tokens"] = run_lengths(data.tokens, config)
     return ReportData(
-        title=config.output_dir.name,
-        configuration=config.model_dump(mode="json"),
+        title=f"{_short(config.model)} on {_short(config.dataset or 'names of labels')}",
+        command=describe_command(context.ranks),
+        configuration=configuration,
+        changed={name: configuration[name] for name in configuration if config.is_changed(name)},
         environment=describe_environment(context.ranks),
         test=result.test,
         baseline=result.baseline and result.baseline.tile,
@@ -358,6 +360,12 @@ def _report_data(
         model_folder=str(config.output_dir),
         figures=figures,
     )
+
+
+def _short(name: str) -> str:
+    """A model or dataset in a title: of a path the last part, a name on the hub as it is."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
 
 
 def _notes(context: RunContext, result: _Result) -> list[str]:

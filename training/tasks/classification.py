@@ -87,7 +87,8 @@ class Classification(Task):
         error.
 
         ``confusion_matrix[true][predicted]`` counts rows; ``calibration_error`` is the expected
-        calibration error over 15 equal bins (Guo et al., arXiv 1706.04599).
+        calibration error over 15 equal bins (Guo et al., arXiv 1706.04599); ``reliability`` has
+        rows, mean confidence and accuracy of each tenth of the confidences that has rows.
         """
         names, log_probabilities = self.label_names, log_softmax(scores)
         predicted = log_probabilities.argmax(axis=1)
@@ -103,6 +104,7 @@ class Classification(Task):
             "accuracy": float((predicted == targets).mean()),
             "macro_f1": float(np.mean(present)),
             "calibration_error": _calibration_error(confidence, predicted == targets),
+            "reliability": _reliability(confidence, predicted == targets),
             "labels": list(names),
             "per_class": per_class,
             "confusion_matrix": confusion.tolist(),
@@ -266,6 +268,15 @@ def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
         "f1": float(2 * hits / (predicted + actual)) if predicted + actual else 0.0,
         "rows": int(actual),
     }
+
+
+def _reliability(confidence: np.ndarray, correct: np.ndarray) -> list[list[float]]:
+    tenths = np.minimum((confidence * 10).astype(int), 9)  # a confidence of 1 is in the last one
+    parts = [tenths == i for i in np.unique(tenths)]
+    return [
+        [int(part.sum()), float(confidence[part].mean()), float(correct[part].mean())]
+        for part in parts
+    ]
 
 
 def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:

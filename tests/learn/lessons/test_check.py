@@ -1,5 +1,6 @@
 """The checkers of the lessons: the truth passes, and each wrong solution is told what is wrong with it."""
 
+import io
 import os
 import select
 import signal
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 
 from common.errors import TrainingFailure, run_command
 from learn import check, ranks
 from learn.by_hand import data_parallel, ring_all_reduce, zero1
-from learn.check import describe
+from learn.check import describe, hanging
 from learn.checking.exercises import EXERCISES, functions_of
+from learn.checking.finding import ENDLESS_HINT, Finding
 from learn.checking.rank import Report
 from learn.checking.solution import load_function
 from learn.checking.verdict import SECONDS, Verdict, check_function, explain
@@ -193,6 +196,33 @@ def test_ranks_that_do_not_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _on_no_network(environment: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
     return lambda *place: environment(*place) | {"GLOO_SOCKET_IFNAME": "none0"}
+
+
+def test_a_check_shows_for_whom_it_waits_and_what_is_no_waiting(tmp_path: Path) -> None:
+    path, shown = tmp_path / "endless.py", []
+    path.write_text(WRONG["gradients_in_an_endless_loop"][2])
+
+    verdict = check_function(path, "average_gradients", (2,), seconds=1.5, show=shown.append)
+
+    assert shown[0].startswith("waiting for ranks 0, 1 (")
+    assert verdict.finding is not None
+    assert verdict.finding.hint == ENDLESS_HINT
+
+
+def test_in_a_terminal_a_verdict_breaks_between_words_and_keeps_its_indent() -> None:
+    finding = Finding("forgot to divide", "What makes it a mean, and over how many?", "rank 0: [1.0, 2.0]")
+    console = Console(width=40, force_terminal=True, color_system=None, file=io.StringIO())
+
+    for line in describe(Verdict("average_gradients", finding, 2, {}), "").split():
+        console.print(hanging(line, console))
+
+    assert console.file.getvalue().splitlines() == [
+        "wrong  average_gradients, on 2 ranks:",
+        "       forgot to divide",
+        "       rank 0: [1.0, 2.0]",
+        "       hint: What makes it a mean, and",
+        "       over how many?",
+    ]
 
 
 def test_a_file_of_another_name_with_a_module_beside_it_is_checked(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def _evaluation(labels: Sequence[str] = NEWS, right: int = 45, wrong: int = 5) -
         "accuracy": share,
         "macro_f1": share,
         "calibration_error": 0.02,
+        "reliability": [[len(labels) * (right + wrong), 0.55, share]],
         "labels": list(labels),
         "per_class": {label: dict(figures) for label in labels},
         "confusion_matrix": matrix,
@@ -53,7 +54,9 @@ def _epoch(epoch: int, step: int, is_best: bool = True) -> EpochMetrics:
 def _report_data(test: dict[str, Any], texts: Sequence[WrongText] = ()) -> ReportData:
     return ReportData(
         title="DistilBERT on AG News",
+        command="training/run_ddp.sh 2 --dataset ag_news",
         configuration={"dataset": "ag_news", "epochs": 3, "learning_rate": 2e-5},
+        changed={"learning_rate": 2e-5},
         environment={"torch": "2.13.0", "device": "cpu"},
         test=test,
         wrong_texts=list(texts),

@@ -6,6 +6,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,27 @@ def test_the_table_of_epochs_at_the_end_is_printed_only_if_it_has_epochs_not_sho
 
     console.rest_of_epochs([before_a_resume, here])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["epoch", "1", "2"]
+
+
+def test_the_rows_of_a_run_stand_below_one_heading_and_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], epoch_metrics: Callable[..., EpochMetrics]
+) -> None:
+    console = Console()
+    for epoch in (0, 1, 2.5, 12):
+        trained = {"train_loss": 10.0 + epoch, "seconds": 1000.0 * epoch}
+        # Nothing was trained before the first epoch, in which a head was fitted.
+        trained["train_accuracy"] = epoch / 12 if epoch else None
+        console.epoch_table([replace(epoch_metrics(epoch, 10, is_best=epoch > 1), **trained)])
+
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["0", "1", "2.5", "12"]
+    assert max(map(len, rows)) <= 80
+    # Every value ends below the end of its title.
+    for title in ("epoch", "train loss", "val loss", "macro F1", "time"):
+        end = heading.index(title) + len(title)
+        assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows), title
+    end = heading.index("accuracy") + len("accuracy")
+    assert [row[end - 6 : end].strip() for row in rows] == ["", "8.33%", "20.83%", "00.00%"]
 
 
 def test_the_time_left_is_estimated_without_the_first_step(

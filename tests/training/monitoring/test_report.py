@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import html.parser
 import re
 from collections.abc import Callable
@@ -10,7 +12,7 @@ import pytest
 
 from training.monitoring.events import read_metrics
 from training.monitoring.plots import LIGHT, Curves, draw_all
-from training.monitoring.records import wilson_interval
+from training.monitoring.records import calibration_in_words, wilson_interval
 from training.monitoring.report import ReportData, WrongText, write_report
 from training.tasks.task import RowAnswer
 
@@ -19,7 +21,7 @@ MakeReport = Callable[..., ReportData]
 WriteRun = Callable[..., Path]
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & {{ 7 * 7 }} $\\frac{1}$"
-PLOTS = ["confusion_matrix", "gradient_norm", "learning_rate", "loss", "throughput", "validation"]
+PLOTS = ["confusion_matrix", "gradient_norm", "learning_rate", "loss", "reliability", "throughput", "validation"]
 
 
 class _Page(html.parser.HTMLParser):
@@ -66,12 +68,22 @@ def test_the_report_asks_the_network_for_nothing(page: _Page) -> None:
     ]
     assert addresses
     assert all(address.startswith("data:image/png;base64,") for address in addresses if address)
-    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert not {"link", "iframe"} & {tag for tag, _ in page.tags}
+
+
+def test_the_report_runs_no_script_but_that_of_its_button(run_dir: Path, page: _Page) -> None:
+    text = (run_dir / "report.html").read_text()
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [meta["content"] for tag, meta in page.tags if tag == "meta" and "http-equiv" in meta]
+
+    assert policy.endswith(f"; script-src 'sha256-{digest}'")
+    assert text.count("<script") == 1
 
 
 def test_a_hostile_text_is_escaped_in_the_report(run_dir: Path, page: _Page) -> None:
     assert page.words.count(HOSTILE) == 2
-    assert "<script" not in (run_dir / "report.html").read_text()
+    assert "<script>alert" not in (run_dir / "report.html").read_text()
     assert not any("onerror" in attributes for _, attributes in page.tags)
 
 
@@ -80,11 +92,21 @@ def test_the_report_shows_twenty_wrong_texts_surest_first(page: _Page) -> None:
     assert numbers == list(range(39, 20, -1))
 
 
+def test_the_report_is_named_after_the_run_and_begins_with_its_command(run_dir: Path, page: _Page) -> None:
+    title = "DistilBERT on AG News: accuracy 90.00%"
+
+    assert page.words.count(title) == 2  # of the tab and of the page
+    assert page.words.index("training/run_ddp.sh 2 --dataset ag_news") < page.words.index("Test accuracy")
+    assert "15 more" in page.words  # five wrong texts are open
+    assert "All 3 fields" in page.words
+
+
 def test_the_report_holds_the_figures_of_the_run(page: _Page) -> None:
     for figure in (
         "90.00%",
         "95% interval 85.06% to 93.43%",
         "2.00%",
+        "answers with 55% confidence on average and is right 90% of the time: too modest; more epochs help",
         "2m 40s",
         "100.0",
         "Sci/Tech",
@@ -170,6 +192,18 @@ def test_a_resumed_run_is_one_curve(
     page = _Page(write_report(tmp_path, report_data(evaluation())).read_text())
     # A heading, two epochs; a heading, four classes.
     assert [tag for tag, _ in page.tags].count("tr") == 3 + 5
+
+
+@pytest.mark.parametrize(
+    ("confidence", "verdict"),
+    [(0.6, "too modest; more epochs help"), (0.88, "as it should be"), (0.99, "too sure; fewer epochs or --label")],
+)
+def test_calibration_is_told_with_its_direction(evaluation: Evaluation, confidence: float, verdict: str) -> None:
+    found = calibration_in_words(evaluation() | {"reliability": [[100, confidence, 0.9], [100, confidence, 0.9]]})
+
+    assert found.startswith(
+        f"answers with {confidence:.0%} confidence on average and is right 90% of the time: {verdict}"
+    )
 
 
 def test_wilson_interval_agrees_with_the_published_formula() -> None:

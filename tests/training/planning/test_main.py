@@ -13,6 +13,7 @@ import pytest
 from common.errors import UserError
 from tests.deployment.documented import documented
 from tests.docs.pages import shown_after
+from training.planning import tables
 from training.planning.__main__ import ask, ask_for_largest, main
 from training.planning.largest import LargestAnswer, scaled
 from training.planning.memory import host_memory
@@ -36,7 +37,7 @@ def founding() -> Answer:
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     def printed(answer: Answer) -> str:
-        print_answer(answer)
+        print_answer(answer, details=True)
         return capsys.readouterr().out
 
     return printed
@@ -131,6 +132,20 @@ def test_every_table_says_that_it_is_simulated(founding: Answer, printed: Printe
     assert all(line.endswith("(simulated)") for line in titles)
 
 
+def test_the_first_screen_has_the_verdict_five_layouts_and_one_command(
+    founding: Answer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "WIDTH_OUTSIDE_TERMINALS", 80)
+    print_answer(founding, details=False)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 30
+    assert "31 of 35 layouts fit" in lines[2]
+    assert sum(bool(re.search(r"[\d,]+ +\d+%$", line.rstrip())) for line in lines) == 5
+    assert sum("training/train_ddp.py" in line for line in lines) == 1
+    assert lines[-1].startswith("--details: ")
+
+
 def test_the_documented_answer_is_what_its_command_prints(founding: Answer, printed: Printed) -> None:
     shown = shown_after(PAGE, documented(PAGE, "founding"))
 
@@ -140,7 +155,7 @@ def test_the_documented_answer_is_what_its_command_prints(founding: Answer, prin
 def test_json_holds_the_plans_that_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(monkeypatch, *SMALL, "--json", str(tmp_path / "plan.json"))
+    run(monkeypatch, *SMALL, "--details", "--json", str(tmp_path / "plan.json"))
 
     record = json.loads((tmp_path / "plan.json").read_text())
     text = capsys.readouterr().out
@@ -224,7 +239,7 @@ def test_planning_needs_no_torch() -> None:
 import sys
 from training.planning.__main__ import ask
 from training.planning.tables import as_record, print_answer
-print_answer(ask({SMALL!r}))
+print_answer(ask({SMALL!r}), details=True)
 as_record(ask({SMALL!r}))
 sys.exit("torch" in sys.modules or "transformers" in sys.modules)
 """

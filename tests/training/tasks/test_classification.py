@@ -61,6 +61,7 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
     found = Classification(["a", "b"]).metrics(logits, np.array([0, 1, 1]))
 
     assert found["calibration_error"] == pytest.approx((abs(1.82 - 1) + abs(0.6 - 1)) / 3)
+    assert np.ravel(found["reliability"]) == pytest.approx([1, 0.6, 1, 2, 0.91, 0.5])
 
 
 def test_a_class_without_rows_does_not_lower_the_macro_f1() -> None:

@@ -115,7 +115,7 @@ for parameter in parameters:
 return lambda: finish_all(started)
 
 # buckets_launched_without_rank_0
-# hangs | rank 0 has returned | rank 1 is at line 24: work.wait()
+# hangs | rank 0 has returned | rank 1 is at line 24: work.wait() | do all ranks launch every bucket
 if dist.get_rank() == 0:
     return lambda: None
 return average(parameters, fill(parameters, bucket_bytes))

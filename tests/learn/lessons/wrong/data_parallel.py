@@ -178,7 +178,7 @@ for parameter in model.parameters():
     dist.barrier()
 
 # gradients_in_an_endless_loop
-# hangs | rank 0 is at line 8: while any
+# hangs | rank 0 is at line 8: while any | No rank waits for another one here
 while any(parameter.requires_grad for parameter in model.parameters()):
     pass
 
