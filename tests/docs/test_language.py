@@ -34,6 +34,26 @@ class Habit:
 
 
 HABITS = (
+    Habit(r"\bfor ever\b", "forever", "It would wait for ever.", "It would wait forever."),
+    Habit(r"\bper cent\b", "%", "5 per cent of the rows.", "5% of the rows."),
+    Habit(
+        r"\b(?:hyper-parameter|speed-up)s?\b",
+        "hyperparameter, speedup",
+        "A speed-up of 2.",
+        "A speedup of 2.",
+    ),
+    Habit(
+        r"\b(?:token|initial|normal)is(?:e[sd]?|ing|ation)\b",
+        "-ize",
+        "Texts are tokenised once.",
+        "Texts are tokenized once.",
+    ),
+    Habit(
+        r"\bafterwards you can\b",
+        "you'll be able to",
+        "Afterwards you can explain DDP.",
+        "You'll be able to explain DDP.",
+    ),
     Habit(r"\b(?:anew|afresh)\b", "again, from scratch", "The run starts anew.", "The run starts from scratch."),
     Habit(r"\bwhoever\b", "anyone who, the person who", "For whoever is called.", "For the person on call."),
     Habit(r"\bmend(?:s|ed|ing)?\b", "fix", "Mend the storage.", "Fix the storage."),
