@@ -123,7 +123,9 @@ def answer_on(page: Page) -> tuple[str, str, dict[str, float]]:
 def expect_answer(page: Page, expected: dict[str, Any]) -> None:
     """Wait until the page shows this answer of the server."""
     shares = json.dumps([f"{share:.4f}" for share in expected["probabilities"].values()])
-    until(page, f"{shares}.every((share, i) => bars.children[i]?.style.getPropertyValue('--share') === share)")
+    # The label too: with another promise the same shares may already be there, under another headline.
+    shown = f"{shares}.every((share, i) => bars.children[i]?.style.getPropertyValue('--share') === share)"
+    until(page, f"{shown} && label.textContent === {json.dumps(expected['label'])}")
     label, confidence, bars = answer_on(page)
     assert label == expected["label"]
     assert confidence == f"{expected['confidence']:.1%}"

@@ -21,7 +21,8 @@ def _commands() -> list[str]:
     section = (REPOSITORY / "README.md").read_text().split("## Serve\n")[1]
     block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
     assert block is not None
-    return [line for line in block[1].splitlines() if line.strip()]
+    lines = block[1].replace("\\\n", "").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 @pytest.fixture

@@ -128,4 +128,5 @@ def test_evaluation_on_several_ranks_equals_one_process(
     assert alone["rows"] == 431
     # Ranks share the cores: fewer threads each, which add up in another order. All that is counted is exactly equal.
     sums = {name: pytest.approx(alone[name], rel=1e-6) for name in ("loss", "calibration_error")}
+    sums["reliability"] = [pytest.approx(row, rel=1e-6) for row in alone["reliability"]]
     assert together == alone | sums
