@@ -105,6 +105,12 @@ def main() -> int:
 
 def begin(folder: Path) -> None:
     """Make the folder, in place of an earlier demonstration's; anything else is refused."""
+    if shlex.quote(str(folder)) != str(folder):  # the commands could not be typed as printed
+        raise UserError(
+            f"--output_dir {folder}: a shell would have to quote it; name a folder without "
+            "spaces or special characters",
+            code="flag-value",
+        )
     if folder.exists() and not (folder / MARK).is_file():
         raise UserError(
             f"--output_dir {folder}: is not from an earlier demonstration; name a new folder",

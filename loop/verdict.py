@@ -236,7 +236,7 @@ def _doubts(
 ) -> tuple[list[str], list[str]]:
     """What speaks against the new artefact besides its answers, and what has to be known of that.
 
-    ``rates``: rows per second of both, one right after the other.
+    ``rates``: rows per second of both, one right after the other; 0: not known.
     """
     doubts, notes = [], []
     size = new.size["after_bytes"] / max(1, old.size["after_bytes"])
@@ -250,10 +250,10 @@ def _doubts(
     elif MOST_TIMES * speeds[1] < speeds[0]:
         slow = f"it is {speeds[0] / max(speeds[1], 1e-9):.1f} times as slow"
         # The exports may have measured weeks apart, one of them on a busy machine.
-        if MOST_TIMES * rates[1] < rates[0]:
-            doubts.append(slow)
-        else:
+        if min(rates) > 0 and MOST_TIMES * rates[1] >= rates[0]:
             notes.append(f"By what the exports measured, {slow}, but not on these rows.")
+        else:
+            doubts.append(slow)
     return doubts, notes
 
 

@@ -42,7 +42,7 @@ def main() -> None:
         threads = [one.ident for one in threading.enumerate() if one.name == "observe"]
         if not threads or threads[0] is None:
             return  # it still starts
-        # The observer goes on after the slice that its texts came in, so its time is apart.
+        # The observer continues after the slice that its texts came in, so its time is apart.
         observing_s = time.clock_gettime(time.pthread_getcpuclockid(threads[0]))
         now = [time.monotonic(), num_texts, time.process_time() - observing_s, observing_s]
         passed = [one - then for one, then in zip(now, before, strict=True)]

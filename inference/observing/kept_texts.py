@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from typing import NamedTuple
+from dataclasses import replace
 
 from inference.observing.store import KeptText
 
@@ -18,28 +18,11 @@ _MOST_UNIFORM = int(PER_HOUR * _UNIFORM_SHARE)
 _MOST_CHARS = 20_000
 
 
-class Candidate(NamedTuple):
-    """A text that was answered: what `KeptText` has of it, in the same order."""
-
-    id: str
-    at: float
-    model: str
-    revision: str
-    caller: str
-    text: str
-    label: str
-    confidence: float
-    familiarity: float | None
-
-    @property
-    def interest(self) -> float:
-        """From 0 to 1: the less sure or the less familiar, the more."""
-        unsure = min(1.0, 2 * (1 - self.confidence))
-        foreign = 0.0 if self.familiarity is None else 1 - 20 * self.familiarity
-        return max(unsure, foreign)
-
-    def kept(self, uniform: int) -> KeptText:
-        return KeptText(*self._replace(text=text_to_keep(self.text)), uniform)
+def _interest(one: KeptText) -> float:
+    """From 0 to 1: the less sure or the less familiar, the more."""
+    unsure = min(1.0, 2 * (1 - one.confidence))
+    foreign = 0.0 if one.familiarity is None else 1 - 20 * one.familiarity
+    return max(unsure, foreign)
 
 
 def text_to_keep(text: str) -> str:
@@ -54,16 +37,16 @@ class Sample:
         self._random = generator
         self._hour = -1
         self._num_kept = 0  # in this hour
-        self._chosen: list[tuple[float, int, Candidate]] = []  # a heap, the least interesting first
+        self._chosen: list[tuple[float, int, KeptText]] = []  # a heap, the least interesting first
         self._num_offered = 0
         # The share of this hour's texts that is drawn, and the number between 0 and 1 that each
         # drawn text got: it was drawn because it is below the share.
         self._share = _UNIFORM_SHARE
         self._drawn: dict[str, float] = {}
-        self._new: list[Candidate] = []  # drawn since `take`
+        self._new: list[KeptText] = []  # drawn since `take`
         self._undrawn: list[str] = []
 
-    def offer(self, one: Candidate) -> None:
+    def offer(self, one: KeptText) -> None:
         if (hour := int(one.at // 3600)) != self._hour:
             self._hour, self._num_kept = hour, len(self._chosen)
             self._share = _UNIFORM_SHARE
@@ -75,9 +58,9 @@ class Sample:
             if len(self._drawn) > _MOST_UNIFORM:
                 self._draw_fewer()
             return
-        self._choose(one, one.interest)
+        self._choose(one, _interest(one))
 
-    def offer_contradicted(self, one: Candidate) -> None:
+    def offer_contradicted(self, one: KeptText) -> None:
         """Let a text be kept to which a candidate in shadow gave another label: more interesting
         than all others.
 
@@ -87,7 +70,7 @@ class Sample:
         if one.id not in self._drawn:
             self._choose(one, 2.0)
 
-    def _choose(self, one: Candidate, interest: float) -> None:
+    def _choose(self, one: KeptText, interest: float) -> None:
         self._num_offered += 1  # of two that are equally interesting, the later one
         entry = (interest, self._num_offered, one)
         # Half of what an hour may have at once, the rest as the hour goes by.
@@ -109,7 +92,8 @@ class Sample:
         """The texts to be kept since the last call, and the ids of those that, now or earlier,
         count as drawn no more.
         """
-        kept = [one.kept(1) for one in self._new] + [one.kept(0) for *_, one in self._chosen]
+        taken = [(one, 1) for one in self._new] + [(one, 0) for *_, one in self._chosen]
+        kept = [replace(one, text=text_to_keep(one.text), uniform=drawn) for one, drawn in taken]
         undrawn, self._undrawn = self._undrawn, []
         self._new, self._chosen = [], []
         return kept, undrawn

@@ -64,7 +64,7 @@ class KeptText:
     label: str
     confidence: float
     familiarity: float | None
-    uniform: int
+    uniform: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from common.problem_types import SINGLE_LABEL
 from common.text import Text, num_chars
 from inference.observing.alarm import ALARM_AT, Alarm, ChunkCounts, explain
 from inference.observing.failures import FailureLog
-from inference.observing.kept_texts import PER_HOUR, Candidate, Sample, text_to_keep
+from inference.observing.kept_texts import PER_HOUR, Sample, text_to_keep
 from inference.observing.reference import Reference
 from inference.observing.store import Counted, KeptText, ShadowAnswer, Store
 
@@ -176,7 +176,7 @@ class Watched:
             label = self.answering.joined([one for one, _ in given])
             sure = [max(one, 1 - one) for one in values if 0 <= one <= 1]
             confidence = min(sure) if len(sure) == len(self.answering.labels) > 1 else 1.0
-        one = Candidate(
+        one = KeptText(
             *(f"{entry.request_id}:{entry.first + place}", entry.at, *self.key, caller),
             *(text, label, confidence, values.familiarity),
         )

@@ -32,6 +32,12 @@ def test_a_folder_that_is_not_the_demonstrations_is_left_alone(tmp_path: Path) -
     assert (tmp_path / "thesis.txt").exists()
 
 
+def test_a_folder_that_a_shell_would_split_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="without spaces"):
+        demo_loop.begin(tmp_path / "my demo")
+    assert not (tmp_path / "my demo").exists()
+
+
 def test_an_earlier_demonstration_makes_room(tmp_path: Path) -> None:
     demo_loop.begin(tmp_path / "demo")
     (tmp_path / "demo" / "observed.sqlite").touch()

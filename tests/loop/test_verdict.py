@@ -213,6 +213,8 @@ def test_a_slower_or_larger_model_is_doubted_but_not_by_figures_of_another_machi
     assert doubts == ["it is 3.0 times as large; 2 times are allowed", "it is 3.0 times as slow"]
     assert notes == []
 
+    assert verdict._doubts(before, after, (250.0, 0.0))[0] == verdict._doubts(before, after, (0.0, 0.0))[0] == doubts
+
     # The export of one was on a busy machine: on the same rows, one after the other, both are alike.
     doubts, [note] = verdict._doubts(before, after, (250.0, 240.0))
     assert doubts == ["it is 3.0 times as large; 2 times are allowed"]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from inference.observing.kept_texts import PER_HOUR, Candidate, Sample
+from inference.observing.kept_texts import PER_HOUR, Sample
 from inference.observing.store import KeptText
 
 HOUR = 3600.0
 
 
-def _candidate(number: int, at: float = 0.0, confidence: float = 0.9, familiarity: float = 0.5) -> Candidate:
-    return Candidate(f"r{number}:0", at, "news", "abc", "anonymous", "Shares fall", "World", confidence, familiarity)
+def _candidate(number: int, at: float = 0.0, confidence: float = 0.9, familiarity: float = 0.5) -> KeptText:
+    return KeptText(f"r{number}:0", at, "news", "abc", "anonymous", "Shares fall", "World", confidence, familiarity)
 
 
-def _kept(sample: Sample, candidates: list[Candidate], times: int = 1) -> dict[str, KeptText]:
+def _kept(sample: Sample, candidates: list[KeptText], times: int = 1) -> dict[str, KeptText]:
     """What is in the store in the end, if texts are taken so many times."""
     kept: dict[str, KeptText] = {}
     for part in range(times):
@@ -22,12 +23,8 @@ def _kept(sample: Sample, candidates: list[Candidate], times: int = 1) -> dict[s
             sample.offer(one)
         texts, undrawn = sample.take()
         kept |= {one.id: one for one in texts}
-        kept |= {id: KeptText(*_row(kept[id]), 0) for id in undrawn}
+        kept |= {id: replace(kept[id], uniform=0) for id in undrawn}
     return kept
-
-
-def _row(text: KeptText) -> list[object]:
-    return [getattr(text, name) for name in Candidate._fields]
 
 
 def test_few_texts_are_all_kept_and_about_a_tenth_of_them_is_drawn() -> None:
@@ -95,9 +92,9 @@ def test_every_text_of_an_hour_has_the_same_chance_to_be_drawn_however_many_come
 
 
 def test_a_text_that_no_database_takes_is_kept_without_what_it_cannot_hold() -> None:
-    one = _candidate(1)._replace(text="half \ud83d and null \0" + "a" * 30_000)
+    one = replace(_candidate(1), text="half \ud83d and null \0" + "a" * 30_000)
 
-    kept = one.kept(0)
+    kept = _kept(Sample(random.Random(0)), [one])[one.id]
 
     assert kept.text.startswith("half ? and null \ufffdaaa")
     assert len(kept.text) == 20_000
