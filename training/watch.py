@@ -1,4 +1,4 @@
-"""Watch a run in the terminal, while it trains or afterwards: python -m training.watch RUN [--once]."""
+"""Watch a run in the terminal, while it trains or afterwards, or compare several runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import select
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -24,12 +26,14 @@ from rich.text import Text
 
 from common.errors import OneLineParser, run_command
 from common.escaping import printable
-from training.monitoring.records import format_percent, format_time
+from training.monitoring.events import read_metrics
+from training.monitoring.records import format_percent, format_time, metrics_of
 from training.monitoring.run_folder import RunFolder, RunSnapshot
 from training.monitoring.status import LOST, RankStatus
 
 SECONDS_PER_FRAME = 0.5
 PLAIN_WIDTH = 120
+NOT_THERE = "–"
 # Letters, so that the bar can be read without colours too.
 PHASES = {
     "data": ("d", "yellow"),
@@ -79,17 +83,27 @@ HIDDEN_FIELDS |= {
 
 def main() -> None:
     parser = OneLineParser(prog="python -m training.watch", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, OUTPUT_DIR.run")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="the run folder, OUTPUT_DIR.run; several are compared in one table",
+    )
     parser.add_argument(
         "--once", action="store_true", help="print one frame and exit, as without a terminal"
     )
     options = parser.parse_args()
-    folder = RunFolder(options.run)
+    folders = [RunFolder(run) for run in options.runs]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that only knows ASCII shows a question mark for a block of a bar, and the run
         # is watched all the same.
         sys.stdout.reconfigure(errors="replace")
     console = make_console()
+    if len(folders) > 1:
+        console.print(compare(folders))
+        return
+    (folder,) = folders
     if console.is_terminal and not options.once:
         with contextlib.suppress(KeyboardInterrupt):
             _follow(folder, console)
@@ -170,6 +184,52 @@ def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
     if snapshot.events:
         parts += [Text(""), *(_event(event) for event in list(snapshot.events)[-MOST_EVENTS:])]
     return Group(*parts)
+
+
+def compare(folders: Sequence[RunFolder]) -> Table:
+    """A column per run: the settings in which they differ, and what came of them."""
+    snapshots = [folder.refresh() for folder in folders]
+    results = [
+        _results(snapshot, read_metrics(folder.path))
+        for folder, snapshot in zip(folders, snapshots, strict=True)
+    ]
+    settings = dict.fromkeys(name for snapshot in snapshots for name in snapshot.config)
+    rows = {
+        name: [str(snapshot.config.get(name, NOT_THERE)) for snapshot in snapshots]
+        for name in settings
+        if name != "output_dir"  # each run has its own
+    }
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("run", style="dim")
+    for snapshot in snapshots:
+        table.add_column(Text(printable(snapshot.name)), justify="right", overflow="fold")
+    different = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    for name, values in different.items():
+        table.add_row(name, *(Text(printable(value) or "(empty)") for value in values))
+    table.caption = None if different else "Their settings are the same."
+    table.add_section()
+    for name in dict.fromkeys(name for result in results for name in result):
+        table.add_row(name, *(Text(result.get(name, NOT_THERE)) for result in results))
+    return table
+
+
+def _results(snapshot: RunSnapshot, records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What the table has of a run below its settings."""
+    found = {"state": snapshot.state, "steps": f"{snapshot.step:,} of {snapshot.total_steps:,}"}
+    steps = [record for record in records if record["kind"] == "step"]
+    if steps:
+        pace = statistics.median(step["samples_per_second"] for step in steps)
+        found |= {"time": format_time(steps[-1]["seconds"]), "samples/s": f"{pace:,.0f}"}
+    evaluations = {}
+    for record in records:
+        if record["kind"] == "epoch" and record.get("is_best") and record.get("validation"):
+            evaluations["validation"] = record["validation"]  # of the model that is kept
+        elif record["kind"] == "test":
+            evaluations["test"] = record
+    for part, evaluation in evaluations.items():
+        for name, metric in metrics_of(evaluation).items():
+            found[f"{part} {metric.title}"] = metric.shown(evaluation[name])
+    return found
 
 
 def _remarks(snapshot: RunSnapshot) -> list[str]:

@@ -49,6 +49,37 @@ def watched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+def test_two_runs_are_compared_by_the_settings_in_which_they_differ_and_by_their_figures(
+    trained: Path, watched: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.run"
+    shutil.copytree(trained, other)
+    assert "Their settings are the same." in watched(trained, other)[1]
+    (other / "config.yaml").write_text((trained / "config.yaml").read_text().replace("batch_size: 4", "batch_size: 8"))
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "test":
+            record["accuracy"] = 0.125
+    (other / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    code, told = watched(trained, other)
+    assert code == 0
+    rows = {line.rsplit(None, 2)[0].strip(): line.split()[-2:] for line in told.splitlines() if line.strip()}
+    assert rows["run"] == ["model.run", "other.run"]
+    assert rows["batch_size"] == ["4", "8"]
+    assert not {"epochs", "output_dir"} & set(rows)
+    assert rows["state"] == ["finished", "finished"]
+    assert rows["test accuracy"][1] == "12.50%"
+
+
+def test_a_folder_that_is_no_run_is_refused_beside_one_that_is(
+    trained: Path, watched: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    code, told = watched(trained, tmp_path)
+    assert code == 2
+    assert f"{tmp_path}: not the folder of a training run" in told
+
+
 @pytest.fixture(scope="module")
 def trained(base_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two ranks that have finished."""

@@ -12,7 +12,9 @@ import torch
 import transformers
 
 from common.escaping import some_of, without_secrets
+from common.hardware import cpu_name
 from common.text import counted
+from common.version import version
 from training.config import TrainConfig
 from training.data.report import lengths_in_words, run_lengths
 from training.distributed.ranks import Ranks
@@ -185,10 +187,12 @@ def describe_command(ranks: Ranks) -> str:
 
 def describe_environment(ranks: Ranks) -> dict[str, str]:
     return {
+        "DistriNews": version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "Python": platform.python_version(),
         "Processes": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",
         "Device": describe_device(ranks),
+        "Machine": f"{platform.node()}, {cpu_name()}",
         "System": f"{platform.system()} {platform.machine()}",
     }
