@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -19,9 +20,11 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from common.credentials import header_token
 from common.errors import ForeseenError, OneLineParser, UserError
 from common.files import writing_folder
+from common.text import counted
 from training.publishing.model_card import TAG
 
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+EXAMPLES_IN = ("metrics.json", "model/model.json")
 # The files that the hub creates in a new repository.
 _OF_A_NEW_REPOSITORY = {".gitattributes", "README.md"}
 _REASONS = {
@@ -116,6 +119,16 @@ def show(files: Files) -> None:
     for name, size in sizes.items():
         print(f"{size:>12,}  {name}")
     print(f"{sum(sizes.values()):>12,}  bytes in {len(files)} files")
+    # Of the model itself, or of a page that runs it.
+    with_examples = [source for name, source in files.items() if name.endswith(EXAMPLES_IN)]
+    texts = [
+        source if isinstance(source, bytes) else source.read_bytes() for source in with_examples
+    ]
+    if count := max((len(json.loads(text).get("examples", {})) for text in texts), default=0):
+        print(
+            f"With them, everybody sees {counted(count, 'text')} of the test data, one per label. "
+            "To publish none, train with --examples false."
+        )
 
 
 def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:

@@ -117,6 +117,20 @@ def test_a_dry_run_needs_no_token_and_holds_no_path_of_this_machine(
     assert "bytes in 12 files" in run.stdout
 
 
+def test_it_is_said_beforehand_that_texts_of_the_test_data_go_with_the_model(
+    closed_hub: str, model: Path, tmp_path: Path
+) -> None:
+    told = shutil.copytree(model, tmp_path / "told")
+    metrics = json.loads((told / "metrics.json").read_text()) if (told / "metrics.json").exists() else {}
+    (told / "metrics.json").write_text(json.dumps(metrics | {"examples": {"World": "Talks.", "Sports": "A goal."}}))
+    command = (*PUBLISH, str(told), "--name", NAME, "--dry-run", str(tmp_path / "out"))
+
+    run = run_against(closed_hub, tmp_path, *command, token=None)
+
+    assert run.returncode == 0, run.stderr
+    assert "everybody sees 2 texts of the test data, one per label" in run.stdout
+
+
 def test_a_dry_run_replaces_an_older_one_and_nothing_else(model: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "README.md").write_text("years of work")
