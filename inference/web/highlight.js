@@ -7,7 +7,7 @@ const LEAST_STRONGEST = Math.log(2); // full colour takes a word that at least h
 export const LEAST_STRENGTH = 0.15;
 
 /**
- * Marks are {start, end, strength, against} in UTF-16 units of the text, in order, not overlapping;
+ * Marks are {start, end, strength, against, unread} in UTF-16 units of the text, in order, not overlapping;
  * strength runs from 0 to 1.
  */
 export class Highlight {
@@ -39,8 +39,9 @@ export class Highlight {
     this.marks = marks;
     const nodes = [];
     let at = 0;
-    for (const { start, end, strength, against } of marks) {
-      const mark = element("mark", against ? { class: "against" } : {}, text.slice(start, end));
+    for (const { start, end, strength, against, unread } of marks) {
+      const kind = unread ? "unread" : against ? "against" : "";
+      const mark = element("mark", kind ? { class: kind } : {}, text.slice(start, end));
       mark.style.setProperty("--strength", strength.toFixed(3));
       nodes.push(text.slice(at, start), mark);
       at = end;
@@ -90,6 +91,16 @@ export function marksOf(words, text) {
   return words
     .filter(({ strength }) => strength >= LEAST_STRENGTH)
     .map((word) => ({ ...word, start: units[word.start], end: units[word.end] }));
+}
+
+/**
+ * The mark of what a truncated text has after the last word that was read: leaving out a word that the model does not
+ * read changes nothing at all, so its weight is exactly 0.
+ */
+export function unreadOf(words, text) {
+  const last = words.findLast(({ weight }) => weight !== 0);
+  const start = last ? [...text].slice(0, last.end).join("").length : 0;
+  return { start, end: text.length, strength: 0, unread: true };
 }
 
 function logOdds(share) {

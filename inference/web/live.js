@@ -2,7 +2,7 @@
 
 import { ApiError, call, sleep } from "./api.js";
 import { accentOf, difference, element, milliseconds, number, percent, points } from "./format.js";
-import { Highlight, LEAST_STRENGTH, marksOf, withStrength, withStrengthOfNumbers } from "./highlight.js";
+import { Highlight, LEAST_STRENGTH, marksOf, unreadOf, withStrength, withStrengthOfNumbers } from "./highlight.js";
 import { asked, doubt, onChoice, reasonOf, silence } from "./promise.js";
 import { kind, watch } from "./server.js";
 import { linkedTexts, offerUse } from "./use.js";
@@ -17,14 +17,15 @@ const PASSAGE_STRENGTH = 0.4;
 const CLOSE_CALL = 0.2;
 const MOST_BARS = 12;
 const MOST_EXAMPLES = 6;
+const MOST_EARLIER = 5;
 const TITLES = { multi_label_classification: "Which labels fit?", regression: "What does the model say?" };
 
 const [
   title, fieldName, field, pairField, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer,
-  exampleBox, examples,
+  exampleBox, examples, earlierBox, earlier,
 ] = [
   "title", "text-name", "text", "text-pair", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing",
-  "announce", "example-box", "examples",
+  "announce", "example-box", "examples", "earlier-box", "earlier",
 ].map((id) => document.getElementById(id));
 const empty = { label: label.textContent, remark: remark.textContent, why: why.textContent };
 const highlight = new Highlight(document.getElementById("mirror"));
@@ -34,6 +35,7 @@ let current = new AbortController(); // everything under way for the text as it 
 let timer = 0;
 let waitingSince = 0;
 let shown = {}; // the answer
+let remembered = []; // the newest first
 let isOffered = false; // the text is an example that nobody has chosen: a click selects it, and typing replaces it
 
 /** Answer what is typed from now on. */
@@ -107,15 +109,34 @@ function offerExamples(found) {
   const texts = Object.entries(found).slice(0, MOST_EXAMPLES);
   const isFirst = !examples.children.length; // not when a server is there again
   exampleBox.hidden = !texts.length;
-  examples.replaceChildren(
-    ...texts.map(([name, text]) => {
-      const chip = element("button", { type: "button", class: "chip", title: text }, name);
-      chip.addEventListener("click", () => setText(text));
-      return element("li", {}, chip);
-    }),
-  );
+  examples.replaceChildren(...texts.map(([name, text]) => chipOf(name, { text })));
   isOffered = isFirst && texts.length > 0 && !field.value && document.activeElement !== field;
   if (isOffered) field.value = texts[0][1];
+}
+
+function chipOf(name, texts) {
+  const chip = element("button", { type: "button", class: "chip", title: Object.values(texts).join(" / ") }, name);
+  chip.addEventListener("click", () => setText(texts.text, texts.text_pair));
+  return element("li", {}, chip);
+}
+
+// Offer a text again that stood for a while, in place of its own beginnings.
+function remember(texts) {
+  const beginsIt = (one) => texts.text.startsWith(one.text) && (texts.text_pair ?? "").startsWith(one.text_pair ?? "");
+  if (isOffered || chips().some(({ title }) => title === Object.values(texts).join(" / "))) return;
+  remembered = [texts, ...remembered.filter((one) => !beginsIt(one))].slice(0, MOST_EARLIER);
+  earlier.replaceChildren(...remembered.map((one) => chipOf(one.text, one)));
+  earlierBox.hidden = false;
+  pressChip();
+}
+
+function chips() {
+  return [...examples.children, ...earlier.children].map(({ firstChild }) => firstChild);
+}
+
+function pressChip() {
+  const title = Object.values(typed()).join(" / ");
+  for (const chip of chips()) chip.setAttribute("aria-pressed", chip.title === title);
 }
 
 function textChanged(pause = PAUSE_MS) {
@@ -126,7 +147,7 @@ function textChanged(pause = PAUSE_MS) {
   pairHighlight.follow(pairField.value);
   explainButton.hidden = true;
   clearButton.hidden = !field.value && !pairField.value;
-  for (const { firstChild: chip } of examples.children) chip.setAttribute("aria-pressed", chip.title === field.value);
+  pressChip();
   offerUse({ ...typed(), ...asked() });
   offerCorrection(null);
   if (!isComplete()) {
@@ -153,13 +174,16 @@ async function classify(texts, signal) {
   showTiming(result);
   const { passage } = result.data; // of a long text that was read in windows
   if (passage) highlight.show(texts.text, marksOf([{ ...passage, strength: PASSAGE_STRENGTH }], texts.text));
-  if (Object.values(texts).join(" ").trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS) {
+  const isLong = Object.values(texts).join(" ").trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS;
+  if (isLong) {
     showWords([]);
     why.textContent = "A long text takes a while.";
     explainButton.hidden = false;
-    return;
   }
-  await sleep(EXPLAIN_AFTER_SECONDS, signal).then(() => explain(texts, signal), () => {});
+  await sleep(EXPLAIN_AFTER_SECONDS, signal).catch(() => {});
+  if (signal.aborted) return;
+  remember(texts);
+  if (!isLong) await explain(texts, signal);
 }
 
 async function explain(texts, signal) {
@@ -170,7 +194,8 @@ async function explain(texts, signal) {
   const { data } = result;
   const all = [...data.words, ...(data.pair_words ?? [])]; // of a pair the strongest word of both counts
   const weighed = data.value === undefined ? withStrength(all, explainedShare(data)) : withStrengthOfNumbers(all);
-  highlight.show(texts.text, marksOf(weighed.slice(0, data.words.length), texts.text));
+  const marks = marksOf(weighed.slice(0, data.words.length), texts.text);
+  highlight.show(texts.text, data.truncated && !data.pair_words ? [...marks, unreadOf(data.words, texts.text)] : marks);
   if (data.pair_words) pairHighlight.show(texts.text_pair, marksOf(weighed.slice(data.words.length), texts.text_pair));
   // Where the model does not answer, the words are those of the likeliest label.
   const explained = data.explained ?? (shown.abstained ? likeliest(data) : undefined);
