@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 FOLDER = Path(__file__).resolve().parent
 SCHEMA_VERSION = 41  # Grafana 11.6
 COLUMNS = 24
+TAG = "distrinews"  # by which Grafana links one dashboard to the other
 STAT_COLUMNS = 3
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 Json = dict[str, Any]
@@ -54,7 +56,8 @@ def _dashboard(described: Json, rows: dict[str, list[Panel]]) -> Json:
     return {
         "uid": described["uid"],
         "title": described["title"],
-        "tags": ["distrinews"],
+        "tags": [TAG],
+        "links": [{"type": "dashboards", "title": "DistriNews", "tags": [TAG]}],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,
         "graphTooltip": 1,
@@ -101,8 +104,11 @@ def _laid_out(rows: dict[str, list[Panel]], selected: str) -> list[Json]:
         )
         x, y = 0, y + 1
         height = 4 if panels[0].kind == "stat" else 8
+        # Tiles wrap into lines of equal length, rather than a full one and a rest.
+        lines = math.ceil(len(panels) * STAT_COLUMNS / COLUMNS)
+        stat_columns = COLUMNS // math.ceil(len(panels) / lines)
         for panel in panels:
-            width = STAT_COLUMNS if panel.kind == "stat" else panel.width
+            width = stat_columns if panel.kind == "stat" else panel.width
             # A row that is full goes on below, as words wrap in a text.
             if x + width > COLUMNS:
                 x, y = 0, y + height
