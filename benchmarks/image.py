@@ -33,8 +33,9 @@ MB = 1e6
 INTRODUCTION = """
 *MB*: the files of the unpacked image, in millions of bytes. *ready*: seconds from the start of the container to the
 first 200 from `/readyz`, the median of {rounds} starts, with the shortest and the longest. *memory*: resident memory
-after {answers} answers. Goals: at most 350 MB without the base image and the model, ready within 2 s on 2 cores, at
-most 600 MB of memory.
+after {answers} answers. The image drops what its base has for installing packages, so the parts add up to more than
+the whole. Goals: at most 350 MB without the base image and the model, ready within 2 s on 2 cores, at most 600 MB of
+memory.
 """
 
 

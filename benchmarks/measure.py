@@ -26,13 +26,15 @@ TRAINING, SERVING, LOOP = ("training", "common"), ("inference", "common"), ("loo
 class Figure(NamedTuple):
     """The figure by which a page is known: the row of a table and the number of its column, from 0.
 
-    A page that has several such rows, one per machine, gives a range.
+    A page that has several such rows, one per machine, gives a range. ``sections``: the headings of
+    those that count.
     """
 
     what: str
     row: str
     column: int
     code: tuple[str, ...]
+    sections: str = ".*"
 
 
 FIGURES = {
@@ -89,7 +91,13 @@ FIGURES = {
     "time_to_accuracy": Figure(
         "accuracy after a minute, %", "ours, starter, --budget 1m", 1, TRAINING
     ),
-    "training_throughput": Figure("× `transformers.Trainer`", r"\*\*ours\*\* . 2 × 1", 3, TRAINING),
+    "training_throughput": Figure(
+        "× `transformers.Trainer`",
+        r"\*\*ours\*\* . 2 × 1",
+        3,
+        TRAINING,
+        sections="MiniLM size, ag_news(, [A-Z].*)?",  # of other tasks and sizes are sections too
+    ),
     "verdict": Figure("models 1 point worse that were promoted", "1 point worse . 3,100", 0, LOOP),
 }
 
@@ -217,7 +225,12 @@ def facts_of(page: str, name: str) -> list[str]:
 def figure_of(page: str, figure: Figure) -> str:
     """The figure, or the smallest and the largest of several, without their spreads over rounds."""
     row = figure.row.replace(" . ", r" \| ").replace(".*", "[^|]*")
-    found = re.findall(rf"^\| {row} \| (.*) \|$", page, re.MULTILINE)
+    counting = [
+        section
+        for section in re.split(r"^## ", page, flags=re.MULTILINE)
+        if re.fullmatch(figure.sections, section.partition("\n")[0])
+    ]
+    found = re.findall(rf"^\| {row} \| (.*) \|$", "\n".join(counting), re.MULTILINE)
     lines = [line.split(" | ") for line in found]
     cells = [
         re.sub(r" [(±].*", "", line[figure.column]) for line in lines if len(line) > figure.column

@@ -51,8 +51,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "pp": {"gradient_accumulation": 8},  # micro-batches of the pipeline
 }
 # Okabe and Ito's colours, which colour-blind eyes can tell apart too.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-STATES = {"parameters": "#0072b2", "gradients": "#e69f00", "optimizer": "#009e73"}
+BLUE = "#0072b2"
+STATES = {"parameters": BLUE, "gradients": "#e69f00", "optimizer": "#009e73"}
 INTRODUCTION = """
 Each process has one core, and the global batch is the same for all. Bytes are those of the rank that holds the most,
 counted when its optimizer steps. With more processes than cores, only the bytes are meaningful.
@@ -217,31 +217,30 @@ def draw(rounds: Rounds) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
-        _draw_rates(left, rounds)
-        _draw_memory(right, rounds)
+    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 7), layout="constrained")
+        top, bottom = figure.subplots(2, 1)
+        _draw_rates(top, rounds)
+        _draw_memory(bottom, rounds)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=160)
     return file.getvalue()
 
 
 def _draw_rates(axes: Axes, rounds: Rounds) -> None:
-    """Each strategy's samples per second over the number of processes, beside a straight line."""
-    jobs = jobs_in_order(rounds)
+    """Each strategy's samples per second with as many processes as it has a core for, and as many
+    as they would be if no second was lost.
+    """
     one = median(rates(rounds, ("ddp", 1)))
-    # Processes that share a core are left out: no line could say how fast they should be.
-    counts = sorted({count for _, count in jobs if count <= usable_cpus()})
-    ideal = [one * count for count in counts]
-    axes.plot(counts, ideal, color="#9aa5b1", linestyle="--", label="linear")
-    for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in jobs), strict=False):
-        own = [count for strategy, count in jobs if strategy == name and count in counts]
-        # Every line begins at the same point, which is ddp on one process.
-        shown = {1: one} | {count: median(rates(rounds, (name, count))) for count in own}
-        axes.plot(list(shown), list(shown.values()), "o-", color=colour, label=name)
-    axes.set(xlabel="processes, a core each", ylabel="samples/s", xticks=counts, ylim=(0, None))
-    axes.legend(frameon=False, fontsize=8)
+    # Processes that share a core are left out: nobody could say how fast they should be.
+    jobs = [(name, count) for name, count in jobs_in_order(rounds) if count <= usable_cpus()]
+    labels = [f"{name}\n{count}" for name, count in jobs]
+    speeds = [median(rates(rounds, job)) for job in jobs]
+    axes.bar(labels, speeds, color=BLUE)
+    ideal = [one * count for _, count in jobs]
+    axes.plot(labels, ideal, "_", color="black", markersize=30, label="if nothing was lost")
+    axes.set(xlabel="strategy and processes, a core each", ylabel="samples/s", ylim=(0, None))
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.98))
 
 
 def _draw_memory(axes: Axes, rounds: Rounds) -> None:
@@ -254,8 +253,7 @@ def _draw_memory(axes: Axes, rounds: Rounds) -> None:
         axes.bar(labels, heights, bottom=bottom, color=colour, label=state)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     axes.set(ylabel="MB per rank", xlabel="strategy and processes")
-    axes.tick_params(axis="x", labelsize=7)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
 
 
 def _parse() -> Namespace:

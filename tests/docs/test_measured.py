@@ -101,3 +101,6 @@ def test_a_figure_of_several_machines_is_a_range_without_its_spread() -> None:
     page = "| **ours** | 2 x 1 | 2.5 (2 to 3) | 9 |\n| **ours** | 2 x 1 | 12.1 | 9 |\n| theirs | 2 x 1 | 1.0 | 9 |\n"
     figure = measure.Figure("speed", r"\*\*ours\*\* . 2 x 1", 0, ("training",))
     assert measure.figure_of(page, figure) == "2.5 to 12.1"
+    with_another_task = f"## Small\n{page}## Small, another task\n| **ours** | 2 x 1 | 99 | 9 |\n"
+    assert measure.figure_of(with_another_task, figure) == "2.5 to 99"
+    assert measure.figure_of(with_another_task, figure._replace(sections="Small")) == "2.5 to 12.1"
