@@ -218,8 +218,10 @@ def _results(snapshot: RunSnapshot, records: Sequence[dict[str, Any]]) -> dict[s
     found = {"state": snapshot.state, "steps": f"{snapshot.step:,} of {snapshot.total_steps:,}"}
     steps = [record for record in records if record["kind"] == "step"]
     if steps:
-        pace = statistics.median(step["samples_per_second"] for step in steps)
-        found |= {"time": format_time(steps[-1]["seconds"]), "samples/s": f"{pace:,.0f}"}
+        found["time"] = format_time(steps[-1]["seconds"])
+    # Null if the clock said that a step took no time.
+    if paces := [step["samples_per_second"] for step in steps if step["samples_per_second"]]:
+        found["samples/s"] = f"{statistics.median(paces):,.0f}"
     evaluations = {}
     for record in records:
         if record["kind"] == "epoch" and record.get("is_best") and record.get("validation"):

@@ -17,7 +17,7 @@ local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
-# Returns when all processes have joined: NCCL sends between GPUs, gloo between CPUs.
+# Forms the group of all processes: NCCL sends between GPUs, gloo between CPUs.
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
