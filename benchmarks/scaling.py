@@ -55,7 +55,8 @@ BLUE = "#0072b2"
 STATES = {"parameters": BLUE, "gradients": "#e69f00", "optimizer": "#009e73"}
 INTRODUCTION = """
 Each process has one core, and the global batch is the same for all. Bytes are those of the rank that holds the most,
-counted when its optimizer steps. With more processes than cores, only the bytes are meaningful.
+counted when its optimizer steps. With more processes than cores, only the bytes are meaningful. `ddp` and `zero1` join
+their rows without padding, and the others compute it, which is a part of their distance.
 """
 Job = tuple[str, int]  # strategy, processes
 Rounds = dict[str, list[dict[str, Any]]]  # by "strategy processes"

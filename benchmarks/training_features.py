@@ -666,9 +666,11 @@ def observation_cost(options: Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="observation-") as name:
         folder = Path(name)
         data = load_data(SAMPLE)
-        write_weights(folder / "base", "base", len(data.label_names))
-        # Random weights come without a tokenizer, and a folder to train from needs one.
-        load_tokenizer(TINY, data.train.texts, MAX_LENGTH).save_pretrained(folder / "base")
+        # Random weights come without a tokenizer, and a folder to train from needs one that fits.
+        tokenizer = load_tokenizer(TINY, data.train.texts, MAX_LENGTH)
+        base, num_labels = folder / "base", len(data.label_names)
+        write_weights(base, "base", num_labels, vocabulary=len(tokenizer))
+        tokenizer.save_pretrained(base)
 
         def measure(case: tuple[str, int, dict[str, int]], number: int) -> dict[str, float]:
             model, processes, flags = case
@@ -676,7 +678,7 @@ def observation_cost(options: Namespace) -> None:
                 Layout(processes, 1),
                 observed_rank,
                 dataset=SAMPLE,
-                model=TINY if model == TINY else folder / "base",
+                model=TINY if model == TINY else base,
                 device="cpu",
                 precision="fp32",
                 max_length=MAX_LENGTH,

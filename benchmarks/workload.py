@@ -224,12 +224,16 @@ def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
 
 
 def write_weights(
-    folder: Path, size: str, num_labels: int, problem_type: str | None = None
+    folder: Path,
+    size: str,
+    num_labels: int,
+    problem_type: str | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> None:
     """Write a DistilBERT of that size with random weights, always the same ones."""
     blocks = SIZES[size]
     config = DistilBertConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         dim=blocks.dim,
         hidden_dim=blocks.hidden_dim,
         n_layers=blocks.n_layers,
