@@ -132,7 +132,7 @@ def make_parser() -> harness.Parser:
         ("data", Path("data/ag_news"), "a folder in AG News' layout"),
         ("model", folder / "minilm_agnews", "an exported model of MiniLM's size"),
         ("wide", folder / "minilm_widened", "the same, widened (benchmarks/serving/widen.py)"),
-        ("cifar10", Path("data/cifar10"), "CIFAR-10's files"),
+        ("cifar10", Path("data/cifar10"), "CIFAR-10's images, train/CLASS/*.png, or their .tar.gz"),
         ("peer_python", Path("peers/bin/python"), "the Python that has the other servers"),
     ):
         parser.add_argument(

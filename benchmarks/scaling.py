@@ -56,7 +56,8 @@ STATES = {"parameters": BLUE, "gradients": "#e69f00", "optimizer": "#009e73"}
 INTRODUCTION = """
 Each process has one core, and the global batch is the same for all. Bytes are those of the rank that holds the most,
 counted when its optimizer steps. With more processes than cores, only the bytes are meaningful. `ddp` and `zero1` join
-their rows without padding, and the others compute it, which is a part of their distance.
+their rows without padding, and `ddp` sends only the gradients of the word embeddings that a step reads. The others do
+neither, which is a part of their distance.
 """
 Job = tuple[str, int]  # strategy, processes
 Rounds = dict[str, list[dict[str, Any]]]  # by "strategy processes"

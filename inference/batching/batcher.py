@@ -147,6 +147,8 @@ class Workers:
         While it does them, fair queueing gives each other model at most its share of the time, and
         at most what it has work for.
         """
+        if len(self._batchers) == 1:
+            return 1.0
         others: dict[Share, float] = {}
         for one in list(self._batchers):
             if one.model_share is not share and (tokens := one.unanswered_tokens):

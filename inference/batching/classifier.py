@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from common.text import Text
 from inference.batching.audit import Audit
@@ -113,7 +113,12 @@ class Classifier:
     @property
     def _unanswered_tokens(self) -> float:
         """What waits or is being read, in tokens of texts that have just come."""
-        return sum(self._as_new(stage, stage.unanswered_tokens) for stage in self._stages)
+        # Every request asks for it three times, and most models have one stage.
+        first, *others = self._stages
+        tokens: float = first.unanswered_tokens
+        for stage in others:
+            tokens += self._as_new(stage, stage.unanswered_tokens)
+        return tokens
 
     def _as_new(self, stage: Stage, num_tokens: float) -> float:
         """As how many tokens of texts that have just come those of a stage count: the big model of
@@ -126,10 +131,12 @@ class Classifier:
     @property
     def tokens_per_second(self) -> float:
         """Of texts that have just come: a share of them is read twice in a cascade."""
-        return self._overall(stage.batcher.tokens_per_second for stage in self._stages)
+        return self._overall([stage.batcher.tokens_per_second for stage in self._stages])
 
-    def _overall(self, speeds: Iterable[float]) -> float:
+    def _overall(self, speeds: Sequence[float]) -> float:
         first, *others = speeds
+        if not others:
+            return first
         return 1 / (1 / first + sum(self._passed_on / one for one in others))
 
     @property
@@ -158,7 +165,7 @@ class Classifier:
     def is_full(self) -> bool:
         """Whether a single text of usual length would be refused now."""
         waiting, num_tokens = self._unanswered_tokens, self._usual_tokens
-        speed = self._speed_left(waiting + num_tokens)
+        speed = self._speed_left(waiting, num_tokens)
         return overrun_s(waiting, num_tokens, 1, speed, self._max_wait_s) > 0
 
     @property
@@ -172,7 +179,8 @@ class Classifier:
     def most_texts(self, text: Text, stage: int | None = None) -> int:
         """How many texts as long as this one a single call may have while nothing else waits."""
         asked = self._stages[stage or 0]
-        most_tokens = BULK_SHARE * self._max_wait_s * self._expected_speed
+        speed = self._expected_speed(self._unanswered_tokens)
+        most_tokens = BULK_SHARE * self._max_wait_s * speed
         return max(1, int(most_tokens / self._as_new(asked, asked.lengths.expected(text))))
 
     def submit(
@@ -227,19 +235,20 @@ class Classifier:
         if self._owns_workers:
             self._workers.close()
 
-    def _speed_left(self, num_tokens: float) -> float:
-        """Tokens per second at which this many are expected to be answered.
+    def _speed_left(self, waiting: float, num_tokens: float) -> float:
+        """Tokens per second at which so many are expected to be answered, and before them those
+        that wait.
 
         The passes of other models count too, but only what fair queueing lets them take: a flood of
         texts for one model must not keep out those for another. What comes for others later is not
         known yet; it can delay these tokens, at most by their share of the time.
         """
-        speed = self._expected_speed
-        return speed * self._workers.share_left(self._share, num_tokens / speed)
+        speed = self._expected_speed(waiting)
+        return speed * self._workers.share_left(self._share, (waiting + num_tokens) / speed)
 
     def _refusal(self, num_tokens: float, num_texts: int) -> QueueFullError | None:
         waiting = self._unanswered_tokens
-        speed = self._speed_left(waiting + num_tokens)
+        speed = self._speed_left(waiting, num_tokens)
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:
             return None
@@ -247,7 +256,7 @@ class Classifier:
         # a larger one would be refused for ever, so it is told to send fewer texts.
         answered_s = (waiting + num_tokens) / speed
         limit_s = answered_s - too_late_s
-        would_fit = num_texts == 1 or num_tokens / self._expected_speed <= limit_s
+        would_fit = num_texts == 1 or num_tokens / self._expected_speed(waiting) <= limit_s
         retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
         return QueueFullError(
             f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit "
@@ -261,14 +270,13 @@ class Classifier:
             "queue_full" if would_fit else "call_too_large",
         )
 
-    @property
-    def _expected_speed(self) -> float:
+    def _expected_speed(self, waiting: float) -> float:
         """Tokens per second. One slow pass must not keep out calls with many texts until others
-        have shown the true speed.
+        have shown the true speed; nothing waits then.
         """
-        if self._unanswered_tokens:
+        if waiting:
             return self.tokens_per_second
-        first = self._overall(stage.first_tokens_per_second for stage in self._stages)
+        first = self._overall([stage.first_tokens_per_second for stage in self._stages])
         return max(self.tokens_per_second, first)
 
     def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
