@@ -222,15 +222,18 @@ def facts_of(page: str, name: str) -> list[str]:
     return re.findall(rf"^- {name}: (.*)$", page, re.MULTILINE)
 
 
+def counting(page: str, figure: Figure) -> str:
+    """The sections of a page that its figure is taken from."""
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    return "\n".join(
+        one for one in sections if re.fullmatch(figure.sections, one.partition("\n")[0])
+    )
+
+
 def figure_of(page: str, figure: Figure) -> str:
     """The figure, or the smallest and the largest of several, without their spreads over rounds."""
     row = figure.row.replace(" . ", r" \| ").replace(".*", "[^|]*")
-    counting = [
-        section
-        for section in re.split(r"^## ", page, flags=re.MULTILINE)
-        if re.fullmatch(figure.sections, section.partition("\n")[0])
-    ]
-    found = re.findall(rf"^\| {row} \| (.*) \|$", "\n".join(counting), re.MULTILINE)
+    found = re.findall(rf"^\| {row} \| (.*) \|$", counting(page, figure), re.MULTILINE)
     lines = [line.split(" | ") for line in found]
     cells = [
         re.sub(r" [(±].*", "", line[figure.column]) for line in lines if len(line) > figure.column

@@ -82,9 +82,21 @@ def test_every_measured_page_has_its_figure_in_the_list() -> None:
 @pytest.mark.parametrize("name", cited_pages())
 def test_the_readmes_figures_are_those_of_their_pages(name: str) -> None:
     readme = (REPOSITORY / "README.md").read_text()
-    row = re.search(rf"^\|[^|\n]*\| ([^|\n]*) \| \[[^|\n]*\]\(benchmarks/{name}\.md\) \|$", readme, re.MULTILINE)
+    row = re.search(
+        rf"^\|[^|\n]*\| ([^|\n]*) \| ([^|\n]*) \| \[[^|\n]*\]\(benchmarks/{name}\.md\) \|$", readme, re.MULTILINE
+    )
     assert row, f"no row of the README's table is about {name}"
-    assert row[1] == measure.figure_of((BENCHMARKS / f"{name}.md").read_text(), measure.FIGURES[name])
+    page, figure = (BENCHMARKS / f"{name}.md").read_text(), measure.FIGURES[name]
+    assert row[1] == measure.figure_of(page, figure)
+    counting = measure.counting(page, figure)
+    newest: dict[str, str] = {}  # day of each processor
+    for machine, when in zip(*(measure.facts_of(counting, fact) for fact in ("Machine", "Measured")), strict=True):
+        processor = machine.partition(",")[0]
+        newest[processor] = max(newest.get(processor, ""), when[:10])
+    said = dict(one.split(", ") for one in row[2].split("; "))
+    assert sorted(said.values()) == sorted(newest.values())
+    for name, day in said.items():
+        assert [newest[processor] for processor in newest if name in processor] == [day]
 
 
 def test_what_cannot_be_measured_is_named_and_does_not_keep_the_others_out(
