@@ -147,7 +147,7 @@ bench: $(INSTALLED) ##2 Measure training against the usual recipes
 	$(call install,.[bench])
 	$(BIN)/python -m benchmarks.training_throughput
 
-measure: $(INSTALLED) ##2 Measure again, in one night, what README and docs cite
+measure: $(INSTALLED) ##2 Measure again, in one night, what needs no hours of training
 	$(call install,.[bench])
 	$(BIN)/python -m benchmarks.measure $(MEASURE_FLAGS)
 

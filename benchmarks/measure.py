@@ -159,7 +159,7 @@ def measure(options: Namespace) -> None:
                 f"--{part} {getattr(options, part)}: not found." for part in missing
             )
             continue
-        words = shlex.split(COMMANDS[name].format(**vars(options)))
+        words = [word.format(**vars(options)) for word in shlex.split(COMMANDS[name])]
         harness.report(
             f"{number}/{len(options.only)}, {name}: python -m benchmarks.{shlex.join(words)}"
         )
@@ -170,7 +170,10 @@ def measure(options: Namespace) -> None:
         if ended.returncode:
             left_out[name] = f"ended with code {ended.returncode}."
         else:
-            write_table()
+            try:
+                write_table()
+            except UserError as error:
+                left_out[name] = f"its page lacks the figure of the list: {error}."
         harness.report(f"{name}: {(time.monotonic() - started) / 60:.0f} min")
     for name, reason in left_out.items():
         harness.report(f"{name} was not measured: {reason}")
@@ -262,7 +265,10 @@ def commits_since(measured: str, folders: tuple[str, ...]) -> int | None:
         "--",
         *folders,
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git
+        return None
     return int(done.stdout) if done.returncode == 0 else None
 
 

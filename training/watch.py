@@ -100,17 +100,14 @@ def main() -> None:
         # is watched all the same.
         sys.stdout.reconfigure(errors="replace")
     console = make_console()
-    if len(folders) > 1:
-        console.print(compare(folders))
-        return
-    (folder,) = folders
-    if console.is_terminal and not options.once:
+    snapshots = [folder.refresh() for folder in folders]
+    if len(folders) == 1 and console.is_terminal and not options.once:
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(folder, console)
-    elif (snapshot := folder.refresh()).has_remote_ranks:
+            _follow(folders[0], console)
+    elif remote := [one.silent_seconds for one in snapshots if one.has_remote_ranks]:
         # By then a rank that is alive has written again, and one that is not is silent.
-        time.sleep(snapshot.silent_seconds + 1)
-    console.print(draw(folder.refresh()))
+        time.sleep(max(remote) + 1)
+    console.print(draw(folders[0].refresh()) if len(folders) == 1 else compare(folders))
 
 
 def make_console() -> Console:
@@ -201,8 +198,11 @@ def compare(folders: Sequence[RunFolder]) -> Table:
     }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", style="dim")
-    for snapshot in snapshots:
-        table.add_column(Text(printable(snapshot.name)), justify="right", overflow="fold")
+    names = [snapshot.name for snapshot in snapshots]
+    if len(set(names)) < len(names):
+        names = [str(folder.path) for folder in folders]
+    for name in names:
+        table.add_column(Text(printable(name)), justify="right", overflow="fold")
     different = {name: values for name, values in rows.items() if len(set(values)) > 1}
     for name, values in different.items():
         table.add_row(name, *(Text(printable(value) or "(empty)") for value in values))

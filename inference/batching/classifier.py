@@ -8,7 +8,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
-from common.text import Text
+from common.text import Text, counted
 from inference.batching.audit import Audit
 from inference.batching.batcher import Share, Workers
 from inference.batching.cache import Values
@@ -179,8 +179,7 @@ class Classifier:
     def most_texts(self, text: Text, stage: int | None = None) -> int:
         """How many texts as long as this one a single call may have while nothing else waits."""
         asked = self._stages[stage or 0]
-        speed = self._expected_speed(self._unanswered_tokens)
-        most_tokens = BULK_SHARE * self._max_wait_s * speed
+        most_tokens = BULK_SHARE * self._max_wait_s * self._expected_speed(waiting=0)
         return max(1, int(most_tokens / self._as_new(asked, asked.lengths.expected(text))))
 
     def submit(
@@ -256,10 +255,10 @@ class Classifier:
         # a larger one would be refused for ever, so it is told to send fewer texts.
         answered_s = (waiting + num_tokens) / speed
         limit_s = answered_s - too_late_s
-        would_fit = num_texts == 1 or num_tokens / self._expected_speed(waiting) <= limit_s
+        would_fit = num_texts == 1 or num_tokens / self._expected_speed(waiting=0) <= limit_s
         retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
         return QueueFullError(
-            f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit "
+            f"{counted(num_texts, 'more text')} would be answered after {answered_s:.2f} s, limit "
             f"{limit_s:.2f} s (MAX_WAIT_SECONDS {self._max_wait_s:g}); "
             + (
                 f"try again in {retry_after_s:.2f} s"

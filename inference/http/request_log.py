@@ -48,7 +48,7 @@ class TerminalLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
-        fields.pop("request_id", None)
+        request_id = fields.pop("request_id", None)
         if "ms" in fields:  # of a request
             what = "{method} {route}  {status}  {ms:.1f} ms".format(**fields)
             if "texts" in fields:
@@ -58,6 +58,9 @@ class TerminalLines(logging.Formatter):
             what = "  ".join([record.getMessage(), *(f"{key} {fields[key]}" for key in fields)])
         if record.levelno >= logging.WARNING:
             what = f"{record.levelname.lower()}: {what}"
+        # By it a client's report of a failure is found.
+        if request_id and (record.levelno >= logging.WARNING or fields.get("status", 0) >= 500):
+            what += f"  {request_id}"
         if record.exc_info and record.exc_info[1] is not None:
             error = _without_message(record.exc_info[1])
             what = f"{what}  {error['type']} at {' < '.join(reversed(error['frames']))}"

@@ -95,12 +95,13 @@ export function marksOf(words, text) {
 
 /**
  * The mark of what a truncated text has after the last word that was read: leaving out a word that the model does not
- * read changes nothing at all, so its weight is exactly 0.
+ * read changes nothing at all, so its weight is exactly 0. None where no word changes anything, as in one word repeated.
  */
 export function unreadOf(words, text) {
   const last = words.findLast(({ weight }) => weight !== 0);
-  const start = last ? [...text].slice(0, last.end).join("").length : 0;
-  return { start, end: text.length, strength: 0, unread: true };
+  if (!last) return [];
+  const start = [...text].slice(0, last.end).join("").length;
+  return [{ start, end: text.length, strength: 0, unread: true }];
 }
 
 function logOdds(share) {

@@ -45,6 +45,7 @@ export function startLive() {
       isOffered = false;
       textChanged();
     });
+    one.addEventListener("focus", () => isOffered && one.select());
     one.addEventListener("click", () => {
       if (isOffered) one.select();
       isOffered = false;
@@ -175,8 +176,11 @@ async function classify(texts, signal) {
   const { passage } = result.data; // of a long text that was read in windows
   if (passage) highlight.show(texts.text, marksOf([{ ...passage, strength: PASSAGE_STRENGTH }], texts.text));
   const isLong = Object.values(texts).join(" ").trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS;
+  answer.classList.toggle("explaining", !isLong); // the words are still those of the older text
   if (isLong) {
     showWords([]);
+    if (!passage) clearMarks();
+    announce(remark.textContent);
     why.textContent = "A long text takes a while.";
     explainButton.hidden = false;
   }
@@ -189,19 +193,35 @@ async function classify(texts, signal) {
 async function explain(texts, signal) {
   answer.classList.add("explaining");
   const result = await ask("explain", texts, signal);
+  if (signal.aborted) return;
   answer.classList.remove("explaining");
-  if (!result) return;
+  if (!result) {
+    words.replaceChildren();
+    clearMarks();
+    return;
+  }
   const { data } = result;
   const all = [...data.words, ...(data.pair_words ?? [])]; // of a pair the strongest word of both counts
   const weighed = data.value === undefined ? withStrength(all, explainedShare(data)) : withStrengthOfNumbers(all);
   const marks = marksOf(weighed.slice(0, data.words.length), texts.text);
-  highlight.show(texts.text, data.truncated && !data.pair_words ? [...marks, unreadOf(data.words, texts.text)] : marks);
+  if (data.truncated && !data.pair_words) marks.push(...unreadOf(data.words, texts.text));
+  highlight.show(texts.text, marks);
   if (data.pair_words) pairHighlight.show(texts.text_pair, marksOf(weighed.slice(data.words.length), texts.text_pair));
   // Where the model does not answer, the words are those of the likeliest label.
   const explained = data.explained ?? (shown.abstained ? likeliest(data) : undefined);
   showWords(weighed, { ...data, explained });
+  announce(shown.abstained ? remark.textContent : wordList());
+}
+
+/** Tell a screen reader the answer and one thing about it. */
+function announce(line) {
   const share = confidence.textContent && `, ${confidence.textContent}`;
-  announcer.textContent = `${headline(shown)}${share}. ${shown.abstained ? remark.textContent : wordList()}`;
+  announcer.textContent = `${headline(shown)}${share}. ${line}`;
+}
+
+function clearMarks() {
+  highlight.show(field.value, []);
+  pairHighlight.show(pairField.value, []);
 }
 
 function likeliest({ probabilities }) {
@@ -251,7 +271,7 @@ function setRemark(line, isError = false) {
 
 function showNothing() {
   document.body.removeAttribute("data-accent");
-  answer.classList.remove("silent");
+  answer.classList.remove("silent", "explaining");
   label.textContent = empty.label;
   confidence.textContent = "";
   setRemark(kind.readsPairs && (field.value || pairField.value) ? "Both texts are read together." : empty.remark);

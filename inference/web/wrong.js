@@ -62,7 +62,7 @@ export function startWrong() {
 
 async function correct(answer, label) {
   const { text, requestId } = answer;
-  send.disabled = true;
+  send.disabled = choice.disabled = true;
   let said = "Thanks. It is recorded.";
   let isError = false;
   try {
@@ -71,6 +71,7 @@ async function correct(answer, label) {
     if (!(error instanceof ApiError)) throw error;
     [said, isError] = [error.message, true];
   }
+  choice.disabled = false;
   if (answer !== corrected) return; // another text stands there by now
   line.classList.toggle("error", isError);
   line.textContent = said;

@@ -150,7 +150,7 @@ def paragraphs(text: str) -> list[str]:
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.instead)
 def test_a_habit_is_found_where_it_is_and_not_in_the_better_sentence(habit: Habit) -> None:
     assert re.search(habit.pattern, habit.bad, re.IGNORECASE)
-    assert not any(re.search(other.pattern, habit.good) for other in HABITS)
+    assert not any(re.search(other.pattern, habit.good, re.IGNORECASE) for other in HABITS)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -159,7 +159,7 @@ def test_a_page_has_none_of_the_habits(page: str) -> None:
         f'"{match[0].strip()}": write {habit.instead}, in: {line[max(0, match.start() - 60) : match.end() + 40]}'
         for line in paragraphs((REPOSITORY / page).read_text(encoding="utf-8"))
         for habit in HABITS
-        for match in re.finditer(habit.pattern, line)
+        for match in re.finditer(habit.pattern, line, re.IGNORECASE)
     ]
 
     assert found == [], "\n".join([page, *found])

@@ -35,6 +35,7 @@ FOREIGN = {
     "--checksum",
     "--head",
     "--ipc",
+    "--local-dir",
     "--no-requeue",
     "--pid",
     "--pids-limit",

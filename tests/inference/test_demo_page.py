@@ -265,8 +265,47 @@ def test_the_answer_follows_the_typing_and_nothing_jumps(open_page: OpenPage, se
     assert page.locator("#file").bounding_box() == place
     page.fill("#text", "many words " * 30)
     until(page, "remark.textContent.includes('first 24 tokens')")
+    assert not page.locator("#mirror mark").count()  # those of the text before are gone
     page.fill("#text", "")
     until(page, "!document.body.dataset.accent && !words.children.length && !mirror.querySelector('mark')")
+
+
+def test_what_the_model_has_not_read_is_grey_once_the_words_are_explained(open_page: OpenPage) -> None:
+    page = open_page()
+    text = f"{HEADLINE} {' '.join(f'word{number}' for number in range(90))}"
+    page.fill("#text", text)
+    page.click("#explain")
+    page.wait_for_selector("#mirror mark.unread")
+    unread = page.locator("#mirror mark.unread").text_content()
+    assert text.endswith(unread)
+    assert 60 <= len(unread.split()) <= 90  # the model reads 24 tokens
+
+
+def test_texts_that_stood_for_a_while_are_kept_to_come_back_to(open_page: OpenPage, server: httpx.Client) -> None:
+    page = open_page()
+    for text in (HEADLINE, OTHER):
+        page.fill("#text", text)
+        until(page, f"[...earlier.children].some(one => one.textContent === {json.dumps(text)})")
+    page.type("#text", " more")  # replaces its own beginning
+    until(page, f"earlier.firstChild.textContent === {json.dumps(f'{OTHER} more')}")
+    assert page.locator("#earlier button").all_inner_texts() == [f"{OTHER} more", HEADLINE]
+    page.locator("#earlier button").last.click()
+    expect_answer(page, _predict(server, HEADLINE))
+    assert page.locator("#earlier [aria-pressed=true]").all_inner_texts() == [HEADLINE]
+
+
+def test_words_that_cannot_be_explained_are_not_those_of_the_text_before(
+    open_page: OpenPage, server: httpx.Client
+) -> None:
+    page = open_page(refusals=True)
+    page.fill("#text", HEADLINE)
+    page.wait_for_selector("#mirror mark")
+    error = {"error": {"code": "queue_full_for_good", "message": "no room for that many"}}
+    page.route("**/explain", lambda route: route.fulfill(status=422, json=error))
+    page.fill("#text", f"{HEADLINE} {OTHER}")
+    until(page, "why.textContent.includes('no room')")
+    expect_answer(page, _predict(server, f"{HEADLINE} {OTHER}"))
+    assert not page.locator("#mirror mark, #words li").count()
 
 
 def test_a_stale_answer_never_wins(open_page: OpenPage, server: httpx.Client) -> None:

@@ -37,11 +37,13 @@ MOST_WRONG_TEXTS = MOST_DOUBTED_TEXTS = 20
 LONGEST_TEXT = 700
 # The page's only script. Its hash is in the page's policy, so that nothing else can run there.
 COPY_SCRIPT = """
-for (const button of document.querySelectorAll("button.copy"))
+for (const button of document.querySelectorAll("button.copy")) {
+  button.hidden = !navigator.clipboard;  // not over plain HTTP
   button.onclick = async () => {
     await navigator.clipboard.writeText(button.previousElementSibling.textContent);
     button.textContent = "Copied";
   };
+}
 """
 PLOTS = {
     "loss": "Training and validation loss by step",

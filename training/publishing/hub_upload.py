@@ -126,7 +126,7 @@ def show(files: Files) -> None:
     ]
     if count := max((len(json.loads(text).get("examples", {})) for text in texts), default=0):
         print(
-            f"With them, everybody sees {counted(count, 'text')} of the test data, one per label. "
+            f"Everyone who can open it sees {counted(count, 'text')} of the test data, one per label. "
             "To publish none, train with --examples false."
         )
 

@@ -17,6 +17,7 @@ from inference.errors import WorkerDownError
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import (
     classify_some,
+    model_named,
     render,
     require_named,
     text_of,
@@ -66,10 +67,10 @@ async def explain(request: Request, body: ExplainRequest, name: ModelName = None
             request, parts, served, texts[first:], "text", num_required=1 - first, only_stage=stage
         )
     except WorkerDownError:
-        if parts.served_model.current is served:
+        if model_named(parts, name).current is served:
             raise
         # Another model took over between the two, so it explains its own answer.
-        return await explain(request, body)
+        return await explain(request, body, name)
     if not first:
         whole = cast("Answer", answers.pop(0))
     explanation = render(parts, served, whole, wanted=served.wanted)

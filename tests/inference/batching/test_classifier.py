@@ -148,7 +148,7 @@ def test_a_call_that_would_be_answered_too_late_is_refused_whole_and_told_when_t
             assert bench.classifier.full_error() is None
             bench.submit("w5 " * 16)
             await bench.all_tokenized()
-            with pytest.raises(QueueFullError, match=r"1 more texts .* limit 5\.00 s"):
+            with pytest.raises(QueueFullError, match=r"1 more text .* limit 5\.00 s"):
                 bench.submit("w6 " * 16)
             bench.engine.let_go()
             await bench.classifier.drain()

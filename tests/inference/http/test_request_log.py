@@ -37,7 +37,7 @@ def test_a_failure_names_type_and_place_but_not_its_message() -> None:
     except ValueError:
         line = _line("request failed", logging.ERROR, sys.exc_info(), request_id="a1")
 
-    assert "  error: request failed  ValueError at " in line
+    assert "  error: request failed  a1  ValueError at " in line
     assert "test_request_log.py:" in line
     assert "client" not in line
 

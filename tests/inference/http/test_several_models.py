@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import shutil
@@ -16,13 +17,18 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 
 from inference.app import create_app
+from inference.batching.served_model import Served
 from inference.batching.served_models import ServedModels, has_several, paths_of
 from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
-from inference.errors import SettingsError
+from inference.errors import SettingsError, WorkerDownError
+from inference.http.routes import explain
+from inference.http.routes.answers import model_named
+from inference.http.server_parts import Parts
 from inference.http.workers import num_workers
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
@@ -523,3 +529,21 @@ def test_a_load_that_is_cancelled_while_it_joins_an_encoder_leaves_it_again(fold
         await models.close()
 
     asyncio.run(run())
+
+
+def test_an_explanation_is_of_the_model_that_was_named_even_if_it_is_replaced_meanwhile(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classify_some, calls = explain.classify_some, []
+
+    async def replaced_at_first(request: Request, parts: Parts, served: Served, *rest: Any, **named: Any) -> list[Any]:
+        calls.append(served)
+        if len(calls) == 1:
+            model_named(parts, "spam")._current = copy.copy(served)
+            raise WorkerDownError("the classifier was closed before this text was answered")
+        return await classify_some(request, parts, served, *rest, **named)
+
+    monkeypatch.setattr(explain, "classify_some", replaced_at_first)
+    answer = client.post("/models/spam/explain", json=TEXT)
+    assert (answer.status_code, len(calls)) == (200, 2)
+    assert answer.json()["label"].startswith("spam ")
