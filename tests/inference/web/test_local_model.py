@@ -127,10 +127,10 @@ def test_the_compiled_kernels_are_those_of_the_sources() -> None:
         assert end == sources_hash(name), f"{name}: run python deployment/compile_kernels.py --browser"
 
 
-def test_a_visitor_loads_less_than_213_kb_of_code() -> None:
+def test_a_visitor_loads_less_than_214_kb_of_code() -> None:
     code = [path for path in WEB.glob("[!d]*") if path.suffix in (".html", ".js", ".css", ".svg")]  # but docs.*
     largest = max((WEB / name).stat().st_size for name in BROWSER_FILES)
-    assert sum(path.stat().st_size for path in code) + largest < 213_000
+    assert sum(path.stat().st_size for path in code) + largest < 214_000
 
 
 def test_smaller_embeddings_change_answers_less_than_int8_did(native_folder: Path, rows_file: Path) -> None:
