@@ -539,11 +539,11 @@ def test_an_explanation_is_of_the_model_that_was_named_even_if_it_is_replaced_me
     async def replaced_at_first(request: Request, parts: Parts, served: Served, *rest: Any, **named: Any) -> list[Any]:
         calls.append(served)
         if len(calls) == 1:
-            model_named(parts, "spam")._current = copy.copy(served)
+            model_named(parts, "news")._current = copy.copy(served)
             raise WorkerDownError("the classifier was closed before this text was answered")
         return await classify_some(request, parts, served, *rest, **named)
 
     monkeypatch.setattr(explain, "classify_some", replaced_at_first)
-    answer = client.post("/models/spam/explain", json=TEXT)
+    answer = client.post("/models/news/explain", json=TEXT)
     assert (answer.status_code, len(calls)) == (200, 2)
-    assert answer.json()["label"].startswith("spam ")
+    assert answer.json()["label"].startswith("news ")
