@@ -169,14 +169,11 @@ def measure(options: Namespace) -> None:
         )
         if ended.returncode:
             left_out[name] = f"ended with code {ended.returncode}."
-        else:
-            try:
-                write_table()
-            except UserError as error:
-                left_out[name] = f"its page lacks the figure of the list: {error}."
         harness.report(f"{name}: {(time.monotonic() - started) / 60:.0f} min")
     for name, reason in left_out.items():
         harness.report(f"{name} was not measured: {reason}")
+    if len(left_out) < len(options.only):
+        write_table()
     if left_out:
         raise UserError(
             f"{len(left_out)} of {len(options.only)} pages were not measured: "
@@ -243,7 +240,8 @@ def figure_of(page: str, figure: Figure) -> str:
     ]
     if not cells:
         raise UserError(
-            f"no table has the row {figure.row!r}; see FIGURES in benchmarks/measure.py",
+            f"{page.partition(chr(10))[0]}: no table has the row {figure.row!r}; see FIGURES in "
+            "benchmarks/measure.py",
             code="benchmark-input",
         )
     ordered = sorted(dict.fromkeys(cells), key=lambda cell: float(re.sub(r"[^\d.-]", "", cell)))

@@ -230,8 +230,8 @@ def draw(rounds: Rounds) -> bytes:
 
 
 def _draw_rates(axes: Axes, rounds: Rounds) -> None:
-    """Each strategy's samples per second with as many processes as it has a core for, and as many
-    as they would be if no second was lost.
+    """Samples per second of each strategy if every process has its own core, with a mark at what
+    perfect scaling would give.
     """
     one = median(rates(rounds, ("ddp", 1)))
     # Processes that share a core are left out: nobody could say how fast they should be.
@@ -240,7 +240,7 @@ def _draw_rates(axes: Axes, rounds: Rounds) -> None:
     speeds = [median(rates(rounds, job)) for job in jobs]
     axes.bar(labels, speeds, color=BLUE)
     ideal = [one * count for _, count in jobs]
-    axes.plot(labels, ideal, "_", color="black", markersize=30, label="if nothing was lost")
+    axes.plot(labels, ideal, "_", color="black", markersize=30, label="perfect scaling")
     axes.set(xlabel="strategy and processes, a core each", ylabel="samples/s", ylim=(0, None))
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.98))
 

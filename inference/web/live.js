@@ -115,8 +115,10 @@ function offerExamples(found) {
   if (isOffered) field.value = texts[0][1];
 }
 
+const titleOf = (texts) => Object.values(texts).join(" / ");
+
 function chipOf(name, texts) {
-  const chip = element("button", { type: "button", class: "chip", title: Object.values(texts).join(" / ") }, name);
+  const chip = element("button", { type: "button", class: "chip", title: titleOf(texts) }, name);
   chip.addEventListener("click", () => setText(texts.text, texts.text_pair));
   return element("li", {}, chip);
 }
@@ -124,7 +126,7 @@ function chipOf(name, texts) {
 // Offer a text again that stood for a while, in place of its own beginnings.
 function remember(texts) {
   const beginsIt = (one) => texts.text.startsWith(one.text) && (texts.text_pair ?? "").startsWith(one.text_pair ?? "");
-  if (isOffered || chips().some(({ title }) => title === Object.values(texts).join(" / "))) return;
+  if (isOffered || chips().some(({ title }) => title === titleOf(texts))) return;
   remembered = [texts, ...remembered.filter((one) => !beginsIt(one))].slice(0, MOST_EARLIER);
   earlier.replaceChildren(...remembered.map((one) => chipOf(one.text, one)));
   earlierBox.hidden = false;
@@ -136,8 +138,7 @@ function chips() {
 }
 
 function pressChip() {
-  const title = Object.values(typed()).join(" / ");
-  for (const chip of chips()) chip.setAttribute("aria-pressed", chip.title === title);
+  for (const chip of chips()) chip.setAttribute("aria-pressed", chip.title === titleOf(typed()));
 }
 
 function textChanged(pause = PAUSE_MS) {

@@ -119,16 +119,22 @@ def show(files: Files) -> None:
     for name, size in sizes.items():
         print(f"{size:>12,}  {name}")
     print(f"{sum(sizes.values()):>12,}  bytes in {len(files)} files")
-    # Of the model itself, or of a page that runs it.
-    with_examples = [source for name, source in files.items() if name.endswith(EXAMPLES_IN)]
-    texts = [
-        source if isinstance(source, bytes) else source.read_bytes() for source in with_examples
-    ]
-    if count := max((len(json.loads(text).get("examples", {})) for text in texts), default=0):
+    if count := _num_examples(files):
         print(
-            f"Everyone who can open it sees {counted(count, 'text')} of the test data, one per label. "
-            "To publish none, train with --examples false."
+            f"Everyone who can open it sees {counted(count, 'example text')}. Training takes one test "
+            "text per label; to publish none, train with --examples false."
         )
+
+
+def _num_examples(files: Files) -> int:
+    """Texts that the model, or a page that runs it, offers as examples."""
+    found = []
+    for name, source in files.items():
+        if name.endswith(EXAMPLES_IN):
+            content = source if isinstance(source, bytes) else source.read_bytes()
+            examples = json.loads(content).get("examples")
+            found.append(len(examples) if isinstance(examples, dict) else 0)
+    return max(found, default=0)
 
 
 def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:

@@ -168,6 +168,22 @@ def test_a_call_that_never_fits_is_told_to_become_smaller() -> None:
     run(test())
 
 
+def test_a_call_that_an_empty_queue_would_take_is_told_to_come_again_although_a_pass_was_slow() -> None:
+    async def test() -> None:
+        async with running(model=StandInModel(StandInEngine(), tokens_per_second=10), max_wait_seconds=5) as bench:
+            bench.classifier._stages[0].batcher._tokens_done /= 2.5  # as after slow passes
+            await bench.occupy()
+            with pytest.raises(QueueFullError, match="try again in") as caught:
+                bench.submit("w3 " * 10, "w4 " * 10)
+            assert caught.value.code == "queue_full"
+            bench.engine.let_go()
+            await bench.classifier.drain()
+            bench.submit("w3 " * 10, "w4 " * 10)  # taken
+            await bench.classifier.drain()
+
+    run(test())
+
+
 def test_texts_that_are_not_tokenised_yet_do_not_count_a_token_per_character() -> None:
     async def test() -> None:
         model = StandInModel(StandInEngine(), max_length=512, tokens_per_second=10_000)

@@ -128,7 +128,12 @@ def test_it_is_said_beforehand_that_texts_of_the_test_data_go_with_the_model(
     run = run_against(closed_hub, tmp_path, *command, token=None)
 
     assert run.returncode == 0, run.stderr
-    assert "Everyone who can open it sees 2 texts of the test data, one per label" in run.stdout
+    assert "Everyone who can open it sees 2 example texts." in run.stdout
+
+    (told / "metrics.json").write_text(json.dumps(metrics | {"examples": 2}))
+    run = run_against(closed_hub, tmp_path, *command[:-1], str(tmp_path / "again"), token=None)
+    assert run.returncode == 0, run.stderr
+    assert "example text" not in run.stdout
 
 
 def test_a_dry_run_replaces_an_older_one_and_nothing_else(model: Path, tmp_path: Path) -> None:
